@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,61 @@ Positions = Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int] | slice | N
 """Which examples of a split, in [0, len(split)); None means all of them."""
 
 
+class View:
+    """What every kind of examples has in common: rows, of which an index picks some, in an order."""
+
+    targets: Tensor
+    index: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.targets) if self.index is None else len(self.index)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+        """One example, inputs then target, as a map-style torch data set gives it."""
+        inputs, targets = self.batch([range(len(self))[position]])
+        return (*(tensor[0] for tensor in inputs), targets[0])
+
+    def _rows(self, positions: Positions) -> Tensor | slice:
+        if positions is None:
+            return slice(None) if self.index is None else self.index
+        if isinstance(positions, slice):
+            return positions if self.index is None else self.index[positions]
+        chosen = torch.as_tensor(positions, dtype=torch.int64, device=self.targets.device)
+        return chosen if self.index is None else self.index.index_select(0, chosen)
+
+    def batch(self, positions: Positions = None) -> Batch:
+        """Read examples.
+
+        Args:
+            positions: Which ones, in [0, len(self)); a slice reads without copying where it can.
+
+        Returns:
+            `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
+        """
+        raise NotImplementedError
+
+    def labels(self) -> Tensor:
+        """The targets of this view, `(examples, …)`."""
+        return self.targets if self.index is None else self.targets.index_select(0, self.index)
+
+    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> Self:
+        """A view of some of these examples; the tensors are shared, not copied."""
+        return cast(Self, replace(cast(Any, self), index=self._rows(torch.as_tensor(positions, dtype=torch.int64))))
+
+    def _check_index(self) -> None:
+        if self.index is None:
+            return
+        if self.index.dtype != torch.int64 or self.index.ndim != 1:
+            raise DataError(
+                f"index must be an int64 tensor of shape (examples,), got {self.index.dtype} {tuple(self.index.shape)}"
+            )
+        rows = len(self.targets)
+        if len(self.index) and not (int(self.index.min()) >= 0 and int(self.index.max()) < rows):
+            raise DataError(f"index must be in [0, {rows}), got values from {int(self.index.min())} to {int(self.index.max())}")
+
+
 @dataclass(frozen=True, eq=False)
-class TensorData:
+class TensorData(View):
     """Examples: rows of tensors, picked by index and transformed when they are read.
 
     A client's split costs an index and nothing else, however many clients share the tensors.
@@ -57,41 +110,9 @@ class TensorData:
         rows = [len(tensor) for tensor in tensors]
         if len(set(rows)) > 1:
             raise DataError(f"inputs have {rows[:-1]} rows and targets {rows[-1]}; every tensor needs one row per example")
-        if self.index is not None:
-            if self.index.dtype != torch.int64 or self.index.ndim != 1:
-                raise DataError(
-                    f"index must be an int64 tensor of shape (examples,), got {self.index.dtype} {tuple(self.index.shape)}"
-                )
-            if len(self.index) and not (int(self.index.min()) >= 0 and int(self.index.max()) < rows[0]):
-                raise DataError(
-                    f"index must be in [0, {rows[0]}), got values from {int(self.index.min())} to {int(self.index.max())}"
-                )
-
-    def __len__(self) -> int:
-        return len(self.targets) if self.index is None else len(self.index)
-
-    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
-        """One example, inputs then target, as a map-style torch data set gives it."""
-        inputs, targets = self.batch([range(len(self))[position]])
-        return (*(tensor[0] for tensor in inputs), targets[0])
-
-    def _rows(self, positions: Positions) -> Tensor | slice:
-        if positions is None:
-            return slice(None) if self.index is None else self.index
-        if isinstance(positions, slice):
-            return positions if self.index is None else self.index[positions]
-        chosen = torch.as_tensor(positions, dtype=torch.int64, device=self.targets.device)
-        return chosen if self.index is None else self.index.index_select(0, chosen)
+        self._check_index()
 
     def batch(self, positions: Positions = None) -> Batch:
-        """Read examples.
-
-        Args:
-            positions: Which ones, in [0, len(self)); a slice reads without copying where it can.
-
-        Returns:
-            `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
-        """
         rows = self._rows(positions)
 
         def read(tensor: Tensor) -> Tensor:
@@ -101,16 +122,6 @@ class TensorData:
         if self.transform is not None:
             inputs = tuple(self.transform(tensor) for tensor in inputs)
         return inputs, read(self.targets)
-
-    def labels(self) -> Tensor:
-        """The targets of this view, `(examples, …)`."""
-        return self.targets if self.index is None else self.targets.index_select(0, self.index)
-
-    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> TensorData:
-        """A view of some of these examples; the tensors are shared, not copied."""
-        rows = self._rows(torch.as_tensor(positions, dtype=torch.int64))
-        assert isinstance(rows, Tensor)
-        return replace(self, index=rows)
 
     def materialise(self, device: torch.device | str = "cpu") -> TensorData:
         """Read everything once, so that a batch afterwards is one `index_select`.

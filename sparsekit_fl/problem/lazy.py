@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekit.errors import DataError
-from sparsekit_fl.problem.data import Batch, Positions, Transform
+from sparsekit_fl.problem.data import Batch, Positions, Transform, View
 
 
 def fitted(picture: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -39,7 +36,7 @@ def fitted(picture: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class LazyData:
+class LazyData(View):
     """Pictures that are read one by one; used in place of `TensorData`.
 
     Args:
@@ -60,40 +57,12 @@ class LazyData:
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
-        if (
-            self.index is not None
-            and len(self.index)
-            and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.targets)
-        ):
-            raise DataError(f"index must be in [0, {len(self.targets)})")
-
-    def __len__(self) -> int:
-        return len(self.targets) if self.index is None else len(self.index)
-
-    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
-        """One example, input then target."""
-        inputs, targets = self.batch([range(len(self))[position]])
-        return inputs[0][0], targets[0]
-
-    def labels(self) -> Tensor:
-        """The targets of this view, (examples,)."""
-        return self.targets if self.index is None else self.targets.index_select(0, self.index)
-
-    def _rows(self, positions: Positions) -> Tensor:
-        every = torch.arange(len(self.targets)) if self.index is None else self.index
-        if positions is None:
-            return every
-        if isinstance(positions, slice):
-            return every[positions]
-        return every.index_select(0, torch.as_tensor(positions, dtype=torch.int64))
-
-    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> LazyData:
-        """A view of some of these examples."""
-        return replace(self, index=self._rows(torch.as_tensor(positions, dtype=torch.int64)))
+        self._check_index()
 
     def batch(self, positions: Positions = None) -> Batch:
-        """Read examples; see `TensorData.batch`."""
-        rows = self._rows(positions)
+        every = torch.arange(len(self.targets))
+        chosen = self._rows(positions)
+        rows = every[chosen] if isinstance(chosen, slice) else chosen
         pictures = [fitted(self.read(int(row)), self.shape) for row in rows]
         inputs = torch.stack(pictures) if pictures else torch.empty(0, *self.shape, dtype=torch.uint8)
         return (inputs if self.transform is None else self.transform(inputs),), self.targets.index_select(0, rows)

@@ -14,7 +14,7 @@ from sparsekit_fl.problem.datasets.files import require
 _TRAIN = 1437  # four fifths, as they lie
 
 
-def load(root: Path | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)
+def load(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)
     """The digits data set.
 
     Args:

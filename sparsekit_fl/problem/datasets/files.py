@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional package.
-
-    Args:
-        module: Its import name.
-        extra: The extra of this project that brings it.
-
-    Returns:
-        The module.
+    """Import an optional package, which an extra of this project brings.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -44,7 +37,7 @@ def require(module: str, *, extra: str) -> ModuleType:
         ) from error
 
 
-def find_folder(name: str, root: Path, *, aliases: Sequence[str] = (), layout: str) -> Path:
+def find_folder(name: str, root: Path | str, *, aliases: Sequence[str] = (), layout: str) -> Path:
     """The folder of a data set under the user's data directory.
 
     Args:
@@ -53,18 +46,12 @@ def find_folder(name: str, root: Path, *, aliases: Sequence[str] = (), layout: s
         aliases: Other spellings of the folder.
         layout: What should be inside, for the message.
 
-    Returns:
-        An existing folder.
-
     Raises:
         DataError: there is none.
     """
-    root = root.expanduser()
+    root = Path(root).expanduser()
     names = (name, *aliases)
-    candidates: list[Path] = [root / spelling for spelling in names]
-    if root.name in names:
-        candidates.append(root)
-    for candidate in candidates:
+    for candidate in (*(root / spelling for spelling in names), *([root] if root.name in names else [])):
         if candidate.is_dir():
             return candidate
     if not root.exists():
@@ -77,9 +64,9 @@ def find_folder(name: str, root: Path, *, aliases: Sequence[str] = (), layout: s
 
 
 def find_split_files(
-    name: str, root: Path | None, *, repo: str, aliases: Sequence[str] = (), test_names: Sequence[str] = ("test",)
+    name: str, root: Path | str | None, *, repo: str, aliases: Sequence[str] = (), test_names: Sequence[str] = ("test",)
 ) -> tuple[list[Path], list[Path]]:
-    """The parquet files of the training and the test split.
+    """The parquet files of the training and the test split, each sorted by name.
 
     Args:
         name: The data set.
@@ -88,54 +75,43 @@ def find_split_files(
         aliases: Other spellings of the folder.
         test_names: How test files begin, in order of preference.
 
-    Returns:
-        Training files and test files, each sorted by name.
-
     Raises:
         DataError: files are missing, or cannot be fetched; the message says both ways to provide them.
     """
     layout = f"{name}/train.parquet and {name}/{test_names[0]}.parquet"
+    both_ways = (
+        f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}),"
+        f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
+    )
     if root is None:
-        files = _fetch(name, repo, ("train", *test_names), layout)
+        folder = _fetched(name, repo, ("train", *test_names), both_ways)
     else:
-        files = sorted(find_folder(name, root, aliases=aliases, layout=layout).rglob("*.parquet"))
+        folder = find_folder(name, root, aliases=aliases, layout=layout)
+    files = sorted(folder.rglob("*.parquet"))
     train = [path for path in files if path.name.startswith("train")]
     test = next((found for prefix in test_names if (found := [path for path in files if path.name.startswith(prefix)])), [])
     if not train or not test:
         where = f"hub data set {repo!r}" if root is None else f"{str(root)!r}"
         raise DataError(
             f"{where} has no complete data set {name!r}: expected {layout},"
-            f" found {[path.name for path in files] or 'no parquet file'};"
-            f" {_both_ways(repo, layout)}"
+            f" found {[path.name for path in files] or 'no parquet file'}; {both_ways}"
         )
     return train, test
 
 
-def _both_ways(repo: str, layout: str) -> str:
-    return (
-        f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}),"
-        f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
-    )
-
-
-def _fetch(name: str, repo: str, prefixes: Sequence[str], layout: str) -> list[Path]:
+def _fetched(name: str, repo: str, prefixes: Sequence[str], both_ways: str) -> Path:
+    """The folder of the hub's copy, in the cache of the hub's client."""
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError as error:
-        raise DataError(
-            f"no data for {name!r}: no data directory was given and nothing can be fetched; {_both_ways(repo, layout)}"
-        ) from error
+        raise DataError(f"no data for {name!r}: no data directory was given and nothing can be fetched; {both_ways}") from error
+    _log.info("fetching %s from the hub data set %s (kept in the hub's cache)", name, repo)
+    wanted = [f"{folder}{prefix}*.parquet" for prefix in prefixes for folder in ("", "*/")]
     try:
-        _log.info("fetching %s from the hub data set %s (kept in the hub's cache)", name, repo)
-        wanted = [
-            path
-            for path in hub.list_repo_files(repo, repo_type="dataset")
-            if path.endswith(".parquet") and path.rpartition("/")[2].startswith(tuple(prefixes))
-        ]
-        return sorted(Path(hub.hf_hub_download(repo_id=repo, repo_type="dataset", filename=path)) for path in wanted)
+        return Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:
         # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
-        raise DataError(f"cannot fetch {name!r} from the hub data set {repo}: {error}; {_both_ways(repo, layout)}") from error
+        raise DataError(f"cannot fetch {name!r} from the hub data set {repo}: {error}; {both_ways}") from error
 
 
 # Raised when the arrays change their meaning: older entries are then not found.
@@ -160,7 +136,7 @@ def cache_directory() -> Path:
     return platformdirs.user_cache_path("sparsekit", appauthor=False)
 
 
-def cached_arrays(name: str, files: Sequence[Path], decode: Callable[[], Mapping[str, np.ndarray[Any, Any]]]) -> Arrays:
+def cached_arrays(name: str, files: Sequence[Path], decode: Callable[[], Arrays]) -> Arrays:
     """Arrays decoded from files, from the cache if these files were decoded before.
 
     A cache that cannot be read or written costs time, never the run.
@@ -176,20 +152,19 @@ def cached_arrays(name: str, files: Sequence[Path], decode: Callable[[], Mapping
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
     try:
-        entry: Path | None = cache_directory() / f"{name}-{key}"
-    except RuntimeError:
-        entry = None  # no home directory
+        entry = cache_directory() / f"{name}-{key}"
+    except RuntimeError:  # no home directory
+        return decode()
     found = _read(entry)
     if found is not None:
         return found
     _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
-    arrays = dict(decode())
-    return _write(entry, arrays) or arrays
+    arrays = decode()
+    _write(entry, arrays)
+    return _read(entry) or arrays
 
 
-def _read(entry: Path | None) -> Arrays | None:
-    if entry is None or not entry.is_dir():
-        return None
+def _read(entry: Path) -> Arrays | None:
     try:
         return {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in sorted(entry.glob("*.npy"))} or None
     except (OSError, ValueError, EOFError) as error:
@@ -198,9 +173,7 @@ def _read(entry: Path | None) -> Arrays | None:
         return None
 
 
-def _write(entry: Path | None, arrays: Arrays) -> Arrays | None:
-    if entry is None:
-        return None
+def _write(entry: Path, arrays: Arrays) -> None:
     staging = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -213,4 +186,3 @@ def _write(entry: Path | None, arrays: Arrays) -> Arrays | None:
             shutil.rmtree(staging, ignore_errors=True)
         if not entry.is_dir():
             _log.info("decoded arrays are not kept: %s; set SPARSEKIT_CACHE to a writable directory", error)
-    return _read(entry)

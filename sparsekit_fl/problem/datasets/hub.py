@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nearest
+from sparsekit.errors import DataError, UnknownNameError, nearest
+from sparsekit_fl.options.checked import Checked, Count
+from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.datasets.files import require
-from sparsekit_fl.problem.lazy import LazyData, fitted
+from sparsekit_fl.problem.lazy import LazyData
 
 PREFIX = "hf:"
 # Pictures that together are smaller are decoded once; larger ones when a batch needs them.
@@ -27,7 +30,7 @@ _TESTS = ("test", "validation", "valid", "val")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubOptions:
+class HubOptions(Checked):
     """What `hf:NAME?…` says beside the name.
 
     Args:
@@ -36,7 +39,7 @@ class HubOptions:
         train: Split to learn from.
         test: Split to score with; empty: test, validation or valid, and without these a sixth of the training split.
         config: Configuration of the data set.
-        size: Height and width that pictures are brought to; 0: those of the first picture.
+        size: Height and width that pictures are brought to; None: those of the first picture.
         owner: Column that says whose an example is, for the natural partition; empty: none.
     """
 
@@ -45,11 +48,11 @@ class HubOptions:
     train: str = "train"
     test: str = ""
     config: str = ""
-    size: int = 0
+    size: Count | None = None
     owner: str = ""
 
 
-def load_hub(text: str, root: Path | None, seed: int) -> DataSource:
+def load_hub(text: str, root: Path | str | None, seed: int) -> DataSource:
     """Load `hf:NAME?option=value&…`.
 
     Args:
@@ -64,31 +67,26 @@ def load_hub(text: str, root: Path | None, seed: int) -> DataSource:
         UnknownNameError, InvalidValueError: a wrong option.
     """
     name, _, query = text.removeprefix(PREFIX).partition("?")
-    known = HubOptions.__dataclass_fields__
     given: dict[str, Any] = {}
     for option, value in parse_qsl(query, keep_blank_values=True):
-        if option not in known:
-            raise UnknownNameError(f"{text!r} has the option {option!r}; {nearest(option, known)}")
-        given[option] = value
-    if "size" in given:
-        if not str(given["size"]).isdigit() or int(given["size"]) < 1:
-            raise InvalidValueError(f"size in {text!r} must be an integer >= 1, got {given['size']!r}")
-        given["size"] = int(given["size"])
+        if option not in HubOptions.__dataclass_fields__:
+            raise UnknownNameError(f"{text!r} has the option {option!r}; {nearest(option, HubOptions.__dataclass_fields__)}")
+        given[option] = parse_value(Count, value, name=f"size in {text!r}") if option == "size" else value
     options = HubOptions(**given)
     return source_of(_load(name, root, options), name=name, options=options, seed=seed)
 
 
-def _load(name: str, root: Path | None, options: HubOptions) -> Mapping[str, Any]:
+def _load(name: str, root: Path | str | None, options: HubOptions) -> Mapping[str, Any]:
     library = require("datasets", extra="data")
-    places = [Path(name).expanduser(), *([root / name] if root is not None else [])]
+    places = [Path(name).expanduser(), *([Path(root) / name] if root is not None else [])]
     folder = next((place for place in places if place.is_dir()), None)
     try:
-        if folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
-            found = library.load_from_disk(str(folder))
-        elif folder is not None:
-            found = library.load_dataset(str(folder))
-        else:
+        if folder is None:
             found = library.load_dataset(name, options.config or None)
+        elif (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            found = library.load_from_disk(str(folder))
+        else:
+            found = library.load_dataset(str(folder))
     except Exception as error:
         where = "" if folder is not None else f", which is no folder here ({', '.join(map(str, places))}), from the hub"
         raise DataError(f"cannot load the data set {name!r}{where}: {type(error).__name__}: {error}") from error
@@ -110,33 +108,33 @@ def source_of(
         DataError: a split or a column is missing, or labels are no integers.
     """
     options = options or HubOptions()
-    if options.train not in splits:
-        raise DataError(f"{name!r} has no split {options.train!r}; it has {', '.join(splits)}")
-    if options.test and options.test not in splits:
-        raise DataError(f"{name!r} has no split {options.test!r}; it has {', '.join(splits)}")
+    for wanted in filter(None, (options.train, options.test)):
+        if wanted not in splits:
+            raise DataError(f"{name!r} has no split {wanted!r}; it has {', '.join(splits)}")
     train = splits[options.train]
-    tested = options.test or next((split for split in _TESTS if split in splits and split != options.train), "")
+    tested = options.test or next((split for split in _TESTS if split in splits and split != options.train), None)
     image = _column(train, options.image, _IMAGES, "image", name)
     label = _column(train, options.label, _LABELS, "label", name)
-    shape = _shape(train, image, options.size, name)
-    rows, test_rows = _Rows(train, image), _Rows(splits[tested], image) if tested else None
-    labels = _labels(train, label, name)
+    if len(train) == 0:
+        raise DataError(f"{name!r} has no examples")
+    channels, height, width = _picture(train, image, 0).shape
+    shape = (channels, options.size or height, options.size or width)
+    pool, test = _pool(train, image, label, shape, name), None
     owners, owner_names = _owners(train, options.owner, name)
-    pools = {"train": _pool(rows, labels, shape)}
-    if test_rows is not None:
-        pools["test"] = _pool(test_rows, _labels(splits[tested], label, name), shape)
+    labels = pool.targets
+    if tested:
+        test = _pool(splits[tested], image, label, shape, name)
     elif owners is None:
         order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(99,))).permutation(len(labels))
         held = max(1, len(labels) // 6)
-        pools = {"train": pools["train"].take(np.sort(order[held:])), "test": pools["train"].take(np.sort(order[:held]))}
-    classes = getattr(train.features[label], "num_classes", None) or int(labels.max()) + 1
-    mean, std = _moments(pools["train"])
+        pool, test = pool.take(np.sort(order[held:])), pool.take(np.sort(order[:held]))
+    mean, std = _moments(pool)
     return DataSource(
         name=name,
         kind="image",
-        train=pools["train"],
-        test=pools.get("test"),
-        classes=classes,
+        train=pool,
+        test=test,
+        classes=getattr(train.features[label], "num_classes", None) or int(labels.max()) + 1,
         mean=mean,
         std=std,
         owners=owners,
@@ -158,36 +156,14 @@ def _column(split: Any, given: str, usual: tuple[str, ...], what: str, name: str
     return found
 
 
-class _Rows:
-    """Row → picture, decoded when it is asked for."""
-
-    def __init__(self, split: Any, column: str) -> None:
-        self.split, self.column = split, column
-
-    def __call__(self, row: int) -> Tensor:
-        """uint8 (C, H, W)."""
-        value = self.split[row][self.column]
-        pixels = np.asarray(value.convert("RGB") if getattr(value, "mode", "L") not in ("L", "RGB") else value)
-        if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-            raise DataError(f"row {row} of column {self.column!r} is no picture of 8 bits, got {pixels.dtype} {pixels.shape}")
-        tensor = torch.from_numpy(np.array(pixels))
-        return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1) if tensor.shape[-1] in (1, 3) else tensor
-
-
-def _shape(split: Any, image: str, size: int, name: str) -> tuple[int, int, int]:
-    if len(split) == 0:
-        raise DataError(f"{name!r} has no examples")
-    channels, height, width = _Rows(split, image)(0).shape
-    return (channels, size or height, size or width)
-
-
-def _labels(split: Any, label: str, name: str) -> Tensor:
-    found = np.asarray(split.with_format(None)[label][:] if len(split) else [])
-    if found.dtype.kind not in "iu" or found.ndim != 1 or (len(found) and found.min() < 0):
-        raise DataError(
-            f"labels of {name!r} in column {label!r} must be integers >= 0, one each, got {found.dtype} {found.shape}"
-        )
-    return torch.from_numpy(found.astype(np.int64))
+def _picture(split: Any, column: str, row: int) -> Tensor:
+    """Decode one picture, uint8 (C, H, W)."""
+    value = split[row][column]
+    pixels = np.asarray(value.convert("RGB") if getattr(value, "mode", "L") not in ("L", "RGB") else value)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        raise DataError(f"row {row} of column {column!r} is no picture of 8 bits, got {pixels.dtype} {pixels.shape}")
+    tensor = torch.from_numpy(np.array(pixels))
+    return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1) if tensor.shape[-1] in (1, 3) else tensor
 
 
 def _owners(split: Any, owner: str, name: str) -> tuple[Tensor | None, tuple[str, ...]]:
@@ -199,13 +175,14 @@ def _owners(split: Any, owner: str, name: str) -> tuple[Tensor | None, tuple[str
     return torch.from_numpy(places.astype(np.int64)), tuple(map(str, names))
 
 
-def _pool(rows: _Rows, labels: Tensor, shape: tuple[int, int, int]) -> TensorData | LazyData:
-    if len(labels) * int(np.prod(shape)) > _EAGER_BYTES:
-        return LazyData(read=rows, targets=labels, shape=shape)
-    pictures = torch.empty(len(labels), *shape, dtype=torch.uint8)
-    for row in range(len(labels)):
-        pictures[row] = fitted(rows(row), shape)
-    return TensorData((pictures,), labels)
+def _pool(split: Any, image: str, label: str, shape: tuple[int, int, int], name: str) -> TensorData | LazyData:
+    labels = np.asarray(split.with_format(None)[label][:] if len(split) else [])
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or (len(labels) and labels.min() < 0):
+        raise DataError(
+            f"labels of {name!r} in column {label!r} must be integers >= 0, one each, got {labels.dtype} {labels.shape}"
+        )
+    lazy = LazyData(partial(_picture, split, image), torch.from_numpy(labels.astype(np.int64)), shape)
+    return lazy if len(labels) * int(np.prod(shape)) > _EAGER_BYTES else TensorData(*lazy.batch())
 
 
 def _moments(pool: TensorData | LazyData) -> tuple[tuple[float, ...], tuple[float, ...]]:

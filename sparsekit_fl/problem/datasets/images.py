@@ -14,7 +14,7 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import cached_arrays, find_split_files, require
+from sparsekit_fl.problem.datasets.files import Arrays, cached_arrays, find_split_files, require
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
@@ -26,11 +26,9 @@ class ImageSet:
     """An image data set in parquet files, read from `<root>/<name>/**/*.parquet` or fetched once from the hub.
 
     Args:
-        name: As the registry has it.
         about: One sentence, for lists.
         repo: Its id on the hub.
         shape: `(C, H, W)` of every picture; other modes are converted, other sizes are an error.
-        classes: Labels are in [0, classes).
         mean: Per channel, of pixels scaled to [0, 1].
         std: Likewise.
         aliases: Other spellings of the folder.
@@ -51,7 +49,7 @@ class ImageSet:
         # Lists of names show the documentation of what they name.
         object.__setattr__(self, "__doc__", self.about)
 
-    def __call__(self, root: Path | None = None) -> DataSource:
+    def __call__(self, root: Path | str | None = None) -> DataSource:
         """Load the data set.
 
         Args:
@@ -118,7 +116,7 @@ tiny_imagenet = ImageSet(
 )
 
 
-def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, np.ndarray[Any, Any]]:
+def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> Arrays:
     """Decode all pictures of some parquet files.
 
     Args:
@@ -133,24 +131,18 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str,
         DataError: a column is missing, a file is damaged, or a picture has another size.
     """
     parquet, pillow = require("pyarrow.parquet", extra="fl"), require("PIL.Image", extra="fl")
-    images: list[np.ndarray[Any, Any]] = []
-    labels: list[np.ndarray[Any, Any]] = []
+    images, labels = [], []
     for path in files:
         try:
-            table = parquet.ParquetFile(path)
+            table = parquet.read_table(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} is not a readable parquet file: {error}; fetch it again") from error
-        columns = table.schema_arrow.names
-        image_column = _pick(columns, _IMAGE_COLUMNS, path)
-        label_column = _pick(columns, _LABEL_COLUMNS, path)
-        decoded = np.empty((table.metadata.num_rows, *shape), dtype=np.uint8)
-        row = 0
-        for batch in table.iter_batches(batch_size=2048, columns=[image_column, label_column]):
-            for cell in batch.column(image_column).to_pylist():
-                decoded[row] = _decode(pillow, cell["bytes"] if isinstance(cell, dict) else cell, shape, f"row {row} of {path}")
-                row += 1
-            labels.append(np.asarray(batch.column(label_column).to_pylist(), dtype=np.int64))
+        encoded = table[_pick(table.column_names, _IMAGE_COLUMNS, path)]
+        decoded = np.empty((len(encoded), *shape), dtype=np.uint8)
+        for row, cell in enumerate(encoded.to_pylist()):
+            decoded[row] = _decode(pillow, cell["bytes"] if isinstance(cell, dict) else cell, shape, f"row {row} of {path}")
         images.append(decoded)
+        labels.append(np.asarray(table[_pick(table.column_names, _LABEL_COLUMNS, path)].to_pylist(), dtype=np.int64))
     return {"images": images[0] if len(images) == 1 else np.concatenate(images), "labels": np.concatenate(labels)}
 
 

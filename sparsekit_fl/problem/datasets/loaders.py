@@ -11,15 +11,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsekit.rng import torch_generator
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.datasets.transforms import ImageTransform
 
 _VALIDATION = 0.1
 
 
-def _loaders(
-    name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0
-) -> tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]:
+Batches = DataLoader[tuple[torch.Tensor, ...]]
+
+
+def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
     """A tenth of the training examples, drawn from `seed`, is for validation; the test set is not looked at.
 
     Args:
@@ -32,23 +33,20 @@ def _loaders(
         Training batches, in another order each time, and validation batches: normalised float images and labels.
     """
     source = datasets[name](data_dir)
-    assert isinstance(source.train, TensorData), "the image data sets are in memory"
-    images, labels = source.train.inputs[0], source.train.labels()
-    shape = (1, -1, 1, 1)
-    mean, std = torch.tensor(source.mean).view(shape), torch.tensor(source.std).view(shape)
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
+    channels, height, width = source.shape
+    train = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std)).train
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(train)))
     held_out = max(1, int(_VALIDATION * len(order)))
 
-    def batches(rows: torch.Tensor, *, shuffle: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
-        rows = rows.sort().values
-        chosen = TensorDataset((images[rows].float() / 255 - mean) / std, labels[rows])
+    def batches(rows: torch.Tensor, *, shuffle: bool) -> Batches:
+        (images,), labels = train.batch(rows.sort().values)
         generator = torch_generator(np.random.default_rng(seed))
-        return DataLoader(chosen, batch_size, shuffle=shuffle, generator=generator)
+        return DataLoader(TensorDataset(images, labels), batch_size, shuffle=shuffle, generator=generator)
 
     return batches(order[held_out:], shuffle=True), batches(order[:held_out], shuffle=False)
 
 
-_Loaders = Callable[..., tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]]
+_Loaders = Callable[..., tuple[Batches, Batches]]
 
 digits: _Loaders = functools.partial(_loaders, "digits")
 mnist: _Loaders = functools.partial(_loaders, "mnist")

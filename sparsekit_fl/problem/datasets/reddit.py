@@ -63,7 +63,7 @@ def _texts(sample: Any, answer: Any, what: str) -> list[list[str]]:
     return [[word for word in chunk if word not in _MARKS] for chunk in chunks]
 
 
-def load(root: Path | None = None) -> DataSource:
+def load(root: Path | str | None = None) -> DataSource:
     """The comments, for next-word prediction in chunks of ten words, nine of them inputs.
 
     Args:

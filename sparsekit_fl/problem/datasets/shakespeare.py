@@ -36,7 +36,7 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
     return spoken
 
 
-def load(root: Path | None = None) -> DataSource:
+def load(root: Path | str | None = None) -> DataSource:
     """The plays, for next-word prediction in chunks of ten words, nine of them inputs.
 
     Args:

@@ -22,14 +22,9 @@ Sentences = Sequence[Sequence[str]]
 
 
 def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
-    """The most frequent words, after padding (0) and unknown (1).
+    """Word → id of the most frequent words, after padding (0) and unknown (1), at most `size` in all.
 
-    Args:
-        texts: Sequences of words.
-        size: Largest number of entries, special ones included.
-
-    Returns:
-        Word → id; ties in frequency go to the word that sorts first.
+    Ties in frequency go to the word that sorts first.
     """
     counts = Counter(word for text in texts for word in text)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -37,12 +32,10 @@ def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
     return {word: id for id, word in enumerate((*_SPECIAL, *words[: size - len(_SPECIAL)]))}
 
 
-def token_source(
-    name: str, users: Mapping[str, Sentences], *, vocabulary: int, chunk: int = 10, words: Mapping[str, int] | None = None
-) -> DataSource:
+def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, chunk: int = 10) -> DataSource:
     """A next-word source from the texts of natural clients.
 
-    Each text is cut into chunks of `chunk` words; the inputs are all but the last word, the targets all but the first.
+    Each text is cut into chunks of `chunk` words; inputs are all words but the last, targets all but the first.
     A last chunk of two words or more is padded; a single word predicts nothing and is left out.
 
     Args:
@@ -50,7 +43,6 @@ def token_source(
         users: Natural client → its texts.
         vocabulary: The size of the vocabulary, special tokens included; a smaller corpus leaves ids unused.
         chunk: Words per chunk, so that inputs have `chunk` − 1 tokens.
-        words: Word → id; made from all texts if None.
 
     Returns:
         The source: inputs int32 `(rows, chunk − 1)`, targets int64 of the same shape, owners, no test pool.
@@ -58,7 +50,7 @@ def token_source(
     Raises:
         DataError: nobody has a text of two words.
     """
-    ids = words if words is not None else vocabulary_of((text for texts in users.values() for text in texts), vocabulary)
+    ids = vocabulary_of((text for texts in users.values() for text in texts), vocabulary)
     rows: list[list[int]] = []
     owners: list[int] = []
     names = [user for user, texts in users.items() if any(len(text) > 1 for text in texts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_generator
-
-_WORDS = ("classes", "channels", "size", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,7 @@ class ModelSpec:
     channels_last: bool = False
 
     def input_shape(self, kind: Literal["image", "tokens"], shape: tuple[int, ...]) -> InputShape:
-        """What the network will take when it is built for some data.
-
-        Args:
-            kind: Kind of the data.
-            shape: Shape of one raw input, `(C, H, W)` or `(T,)`.
-
-        Returns:
-            The shape after padding or resizing.
+        """What the network will take, after padding or resizing, when it is built for raw inputs `(C, H, W)` or `(T,)`.
 
         Raises:
             DataError: the network cannot take such data; the message says which it takes.
@@ -92,24 +83,20 @@ class ModelSpec:
         return InputShape(kind, (self.channels or channels, *sides))
 
     def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
-        """A function without arguments that builds the network.
+        """A function without arguments that builds the network; it can be pickled.
 
         Args:
             classes: Number of outputs; for tokens the size of the vocabulary.
             takes: What it will be fed.
 
         Returns:
-            Builds a fresh network at every call, with weights from torch's global generator; it can be pickled.
+            Builds a fresh network at every call, with weights from torch's global generator.
         """
         takes = takes or InputShape(self.kind or "image", self.example)
         outputs = self.classes if classes is None else classes
-        words: dict[str, object] = (
-            {"classes": outputs, "vocabulary": outputs}
-            if takes.kind == "tokens"
-            else {"classes": outputs, "channels": takes.shape[0], "size": takes.shape[1:]}
-        )
-        accepted = _accepted(self.build)
-        return partial(_build, self.build, {word: value for word, value in words.items() if word in accepted}, self.name)
+        words: dict[str, object] = {"classes": outputs}
+        words |= {"vocabulary": outputs} if takes.kind == "tokens" else {"channels": takes.shape[0], "size": takes.shape[1:]}
+        return partial(_build, self.build, {word: words[word] for word in _accepted(self.build, words)}, self.name)
 
     def example_inputs(self) -> tuple[Tensor]:
         """One example for a network built by `factory()` with no data set in mind: zeros, or tokens drawn always the same."""
@@ -124,14 +111,14 @@ class ModelSpec:
         return self.factory()(), self.example_inputs()
 
 
-def _accepted(build: Callable[..., Any]) -> set[str]:
+def _accepted(build: Callable[..., Any], words: Iterable[str]) -> list[str]:
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):
-        return set()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return set(_WORDS)
-    return {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY} & set(_WORDS)
+        return []
+    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [word for word in words if every or word in named]
 
 
 def _build(build: Callable[..., nn.Module], words: Mapping[str, object], name: str) -> nn.Module:
@@ -148,9 +135,6 @@ def factory_spec(name: str, found: Any) -> ModelSpec:
         name: The path, for messages.
         found: A ModelSpec, or a class or function that returns a module; of the keywords `classes`, `channels`, `size`
             (height, width) and `vocabulary`, those that it accepts are passed.
-
-    Returns:
-        The spec.
 
     Raises:
         InvalidValueError: it is neither.

@@ -8,9 +8,8 @@ import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import ClientData
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import View
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.lazy import LazyData
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -33,26 +32,23 @@ class Partition(Protocol):
 
 
 def check_clients(clients: int) -> None:
-    """Raise unless `clients` is a positive integer."""
     if isinstance(clients, bool) or not isinstance(clients, int) or clients < 1:
         raise InvalidValueError(f"clients must be an integer >= 1, got {clients!r}")
 
 
-def hold_out(indices: Indices, share: float = 0.1) -> tuple[Indices, Indices]:
-    """Split off the last examples, for validation.
-
-    Args:
-        indices: At least two.
-        share: Share of the examples, rounded half up; at least one is held out and at least one stays.
-
-    Returns:
-        `(kept, held out)`.
-    """
-    count = min(max(1, int(len(indices) * share + 0.5)), len(indices) - 1)
+def hold_out(indices: Indices) -> tuple[Indices, Indices]:
+    """Split at least two indices into those that stay and the last tenth, rounded half up and at least one, for validation."""
+    count = min(max(1, int(len(indices) * 0.1 + 0.5)), len(indices) - 1)
     return indices[:-count], indices[-count:]
 
 
-def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData | LazyData, TensorData | LazyData]:
+def dealt(train: View, test: View, mixed: Indices, scored: Indices) -> ClientData:
+    """The data of a client that owns rows of `train` in random order, the last tenth for validation, and `scored` of `test`."""
+    kept, held = hold_out(mixed)
+    return ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
+
+
+def labelled_pools(source: DataSource, partition: str) -> tuple[View, View]:
     """The training and test pools of a source whose examples carry one label each.
 
     Raises:
@@ -66,7 +62,7 @@ def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData | Laz
     return source.train, source.test
 
 
-def rows_by_class(pool: TensorData | LazyData, classes: int) -> list[Indices]:
+def rows_by_class(pool: View, classes: int) -> list[Indices]:
     """Positions of the examples of each class, in the order of the pool."""
     labels = pool.labels().numpy()
     order = np.argsort(labels, kind="stable").astype(np.int64)

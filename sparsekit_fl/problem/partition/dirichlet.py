@@ -7,7 +7,7 @@ import numpy as np
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.partition.base import Indices, check_clients, hold_out, labelled_pools, rows_by_class
+from sparsekit_fl.problem.partition.base import Indices, check_clients, dealt, labelled_pools, rows_by_class
 
 _ATTEMPTS = 200
 
@@ -44,28 +44,18 @@ def dirichlet(
         raise InvalidValueError(f"min_examples must be at least 2 (one to train, one to validate), got {min_examples}")
     train, test = labelled_pools(source, "dirichlet")
     rows, tests = rows_by_class(train, source.classes), rows_by_class(test, source.classes)
-    if len(train) >= clients * min_examples and len(test) >= clients:
-        for _ in range(_ATTEMPTS):
-            dealt = _deal(rows, tests, clients, alpha, rng)
-            if all(len(mine) >= min_examples and len(scored) for mine, scored in dealt):
-                break
-        else:
-            dealt = []
+    enough = len(train) >= clients * min_examples and len(test) >= clients
+    for _ in range(_ATTEMPTS if enough else 0):
+        found = _deal(rows, tests, clients, alpha, rng)
+        if all(len(mine) >= min_examples and len(scored) for mine, scored in found):
+            break
     else:
-        dealt = []
-    if not dealt:
         raise DataError(
             f"{len(train)} training and {len(test)} test examples of {source.name!r} cannot be dealt to {clients} clients"
             f" with at least {min_examples} and 1 each at alpha={alpha};"
             " use fewer clients, a larger alpha or a smaller min_examples"
         )
-    splits = []
-    for mine, scored in dealt:
-        kept, held = hold_out(rng.permutation(mine))
-        splits.append(
-            ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
-        )
-    return splits
+    return [dealt(train, test, rng.permutation(mine), scored) for mine, scored in found]
 
 
 def _deal(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,97 +13,83 @@ from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nea
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.datasets.files import require
-from sparsekit_fl.problem.partition.base import Indices, check_clients, hold_out, labelled_pools
+from sparsekit_fl.problem.partition.base import Indices, Partition, check_clients, dealt, labelled_pools
 
 PREFIX = "flwr:"
 _GIVEN = ("num_partitions", "partition_by", "seed")
 
 
-class FlowerPartition:
-    """One partitioner of `flwr_datasets.partitioner`, by name.
+def flower_partition(text: str, options: dict[str, Any]) -> Partition:
+    """Make a partition of `flwr:NAME`, a class of `flwr_datasets.partitioner`; `Partitioner` at its end may be left out.
 
     Args:
-        name: Its class, as in `DirichletPartitioner`; `Partitioner` at its end may be left out.
-        options: Its own arguments.
-    """
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        library = require("flwr_datasets.partitioner", extra="data")
-        known = [found for found in library.__all__ if found != "Partitioner"]
-        wanted = name if name in known else f"{name}Partitioner"
-        if wanted not in known:
-            raise UnknownNameError(f"flwr-datasets has no partitioner {name!r}; {nearest(wanted, known)}")
-        self._made = getattr(library, wanted)
-        self._options = options
-        takes = inspect.signature(self._made).parameters
-        for option in options:
-            if option not in takes or option in _GIVEN:
-                free = [found for found in takes if found not in _GIVEN]
-                raise InvalidValueError(f"{wanted} has no option {option!r} that is free; {nearest(option, free)}")
-        self._name = wanted
-
-    def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        """Deal the training examples; a tenth of each client's, at random, is for validation.
-
-        The test examples of a client are drawn from those of the classes that it has, as many of each class as its share of
-        the class says, at least one in all.
-
-        Args:
-            source: With one label per example, and a test set.
-            clients: Number of clients.
-            rng: Seeds the partitioner, and all else.
-
-        Raises:
-            DataError: the source has no labels or test set, or a client gets fewer than two examples.
-            InvalidValueError: the partitioner refuses its arguments.
-        """
-        check_clients(clients)
-        train, test = labelled_pools(source, PREFIX + self._name)
-        labels, test_labels = train.labels().numpy(), test.labels().numpy()
-        mine = self._deal(labels, clients, int(rng.integers(2**31 - 1)))
-        splits = []
-        for client, rows in enumerate(mine):
-            if len(rows) < 2:
-                raise DataError(f"{self._name} gives client {client} {len(rows)} examples; it needs two, so take fewer clients")
-            kept, held = hold_out(rng.permutation(rows))
-            scored = self._test(labels, rows, test_labels, rng)
-            splits.append(
-                ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
-            )
-        return splits
-
-    def _deal(self, labels: np.ndarray[Any, Any], clients: int, seed: int) -> list[Indices]:
-        library = require("datasets", extra="data")
-        takes = inspect.signature(self._made).parameters
-        given = {"num_partitions": clients, "partition_by": "label", "seed": seed}
-        try:
-            partitioner = self._made(**{name: value for name, value in given.items() if name in takes}, **self._options)
-            partitioner.dataset = library.Dataset.from_dict({"label": labels.tolist(), "row": list(range(len(labels)))})
-            count = partitioner.num_partitions
-            if count != clients:
-                raise InvalidValueError(f"it makes {count} partitions for {clients} clients; pass --clients {count}")
-            return [np.asarray(partitioner.load_partition(client)["row"][:], dtype=np.int64) for client in range(clients)]
-        except (TypeError, ValueError, KeyError) as error:
-            raise InvalidValueError(f"{self._name} cannot deal {len(labels)} examples to {clients} clients: {error}") from error
-
-    def _test(
-        self, labels: np.ndarray[Any, Any], rows: Indices, test_labels: np.ndarray[Any, Any], rng: np.random.Generator
-    ) -> Indices:
-        found = []
-        for label, count in zip(*np.unique(labels[rows], return_counts=True), strict=True):
-            pool = np.flatnonzero(test_labels == label)
-            wanted = min(len(pool), max(1, round(len(pool) * count / (labels == label).sum())))
-            found.append(rng.choice(pool, size=wanted, replace=False))
-        scored = np.concatenate(found)
-        return scored if len(scored) else rng.choice(len(test_labels), size=1)
-
-
-def flower_partition(text: str, options: dict[str, Any]) -> FlowerPartition:
-    """Make a partition of `flwr:NAME` and its options.
+        text: `flwr:NAME`.
+        options: The class's own arguments.
 
     Raises:
         UnknownNameError: no partitioner of that name.
         InvalidValueError: it has no such option.
         MissingDependencyError: `flwr-datasets` is not installed.
     """
-    return FlowerPartition(text.removeprefix(PREFIX), options)
+    library = require("flwr_datasets.partitioner", extra="data")
+    name = text.removeprefix(PREFIX)
+    known = [found for found in library.__all__ if found != "Partitioner"]
+    wanted = name if name in known else f"{name}Partitioner"
+    if wanted not in known:
+        raise UnknownNameError(f"flwr-datasets has no partitioner {name!r}; {nearest(wanted, known)}")
+    make = getattr(library, wanted)
+    free = [argument for argument in inspect.signature(make).parameters if argument not in _GIVEN]
+    for option in options:
+        if option not in free:
+            raise InvalidValueError(f"{wanted} has no option {option!r} that is free; {nearest(option, free)}")
+    return partial(_partition, make, options)
+
+
+def _partition(
+    make: Callable[..., Any], options: dict[str, Any], source: DataSource, *, clients: int, rng: np.random.Generator
+) -> list[ClientData]:
+    """Deal the training examples; a tenth of each client's, at random, is for validation.
+
+    The test examples of a client are drawn from those of the classes that it has, as many of each class as its share of the
+    class says, at least one in all.
+
+    Raises:
+        DataError: the source has no labels or test set, or a client gets fewer than two examples.
+        InvalidValueError: the partitioner refuses its arguments.
+    """
+    check_clients(clients)
+    name = make.__name__
+    train, test = labelled_pools(source, PREFIX + name)
+    labels, test_labels = train.labels().numpy(), test.labels().numpy()
+    splits = []
+    for client, rows in enumerate(_deal(make, options, labels, clients, int(rng.integers(2**31 - 1)))):
+        if len(rows) < 2:
+            raise DataError(f"{name} gives client {client} {len(rows)} examples; it needs two, so take fewer clients")
+        mixed = rng.permutation(rows)
+        splits.append(dealt(train, test, mixed, _scored(labels, rows, test_labels, rng)))
+    return splits
+
+
+def _deal(make: Callable[..., Any], options: dict[str, Any], labels: Indices, clients: int, seed: int) -> list[Indices]:
+    library = require("datasets", extra="data")
+    takes = inspect.signature(make).parameters
+    given = {"num_partitions": clients, "partition_by": "label", "seed": seed}
+    try:
+        partitioner = make(**{name: value for name, value in given.items() if name in takes}, **options)
+        partitioner.dataset = library.Dataset.from_dict({"label": labels.tolist(), "row": list(range(len(labels)))})
+        count = partitioner.num_partitions
+        if count != clients:
+            raise InvalidValueError(f"it makes {count} partitions for {clients} clients; pass --clients {count}")
+        return [np.asarray(partitioner.load_partition(client)["row"][:], dtype=np.int64) for client in range(clients)]
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidValueError(f"{make.__name__} cannot deal {len(labels)} examples to {clients} clients: {error}") from error
+
+
+def _scored(labels: Indices, rows: Indices, test_labels: Indices, rng: np.random.Generator) -> Indices:
+    found = []
+    for label, count in zip(*np.unique(labels[rows], return_counts=True), strict=True):
+        pool = np.flatnonzero(test_labels == label)
+        wanted = min(len(pool), max(1, round(len(pool) * count / (labels == label).sum())))
+        found.append(rng.choice(pool, size=wanted, replace=False))
+    scored = np.concatenate(found)
+    return scored if len(scored) else rng.choice(len(test_labels), size=1)

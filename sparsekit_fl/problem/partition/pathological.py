@@ -78,25 +78,15 @@ def pathological(
     for _ in range(clients):
         if redeal and sum(map(bool, remaining)) < min(classes_per_client, sum(map(bool, shards))):
             remaining = [_shuffled(shard, rng) for shard in shards]
-        owned: dict[int, list[Indices]] = {}
-        for label in _draw_classes([len(shards_left) for shards_left in remaining], classes_per_client, rng, distinct=distinct):
-            owned.setdefault(label, []).append(remaining[label].pop())
-        split = [hold_out(shard) for label in sorted(owned) for shard in owned[label]]
-        scored = []
-        for label in sorted(owned):
-            if len(tests[label]) < images_per_class:
-                short.add(label)
-            scored.append(rng.permutation(tests[label])[:images_per_class])
-        if not sum(map(len, scored)):
-            raise DataError(
-                f"{source.name!r} has no test example of the classes {sorted(owned)}; give every class test examples"
-            )
+        owned = sorted(_draw_classes(list(map(len, remaining)), classes_per_client, rng, distinct=distinct))
+        kept, held = zip(*(hold_out(remaining[label].pop()) for label in owned), strict=True)
+        classes = sorted(set(owned))
+        short |= {label for label in classes if len(tests[label]) < images_per_class}
+        scored = np.concatenate([rng.permutation(tests[label])[:images_per_class] for label in classes])
+        if not len(scored):
+            raise DataError(f"{source.name!r} has no test example of the classes {classes}; give every class test examples")
         splits.append(
-            ClientData(
-                train=train.take(np.concatenate([kept for kept, _ in split])),
-                val=train.take(np.concatenate([held for _, held in split])),
-                test=test.take(np.concatenate(scored)),
-            )
+            ClientData(train=train.take(np.concatenate(kept)), val=train.take(np.concatenate(held)), test=test.take(scored))
         )
     if short:
         _log.warning(

@@ -41,7 +41,7 @@ def write_mnist(root: Path, folder: str = "mnist") -> None:
 
 def test_pictures_and_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    source: DataSource = datasets["mnist"](tmp_path)
+    source: DataSource = datasets["mnist"](str(tmp_path))
     assert source.train.inputs[0].shape == (3, 1, 28, 28)
     assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
     assert source.train.labels().tolist() == [1, 0, 9]
@@ -97,25 +97,20 @@ def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, 
 
 
 def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mnist(tmp_path, "hub")
-    names = {"mnist/train-00000-of-00001.parquet": "train", "mnist/test-00000-of-00001.parquet": "test"}
-    for name, split in names.items():
-        target = tmp_path / "hub-cache" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((tmp_path / "hub" / f"{split}.parquet").read_bytes())
+    write_mnist(tmp_path / "copy")
     asked = []
 
-    def download(*, repo_id: str, repo_type: str, filename: str) -> str:
-        asked.append((repo_id, repo_type, filename))
-        return str(tmp_path / "hub-cache" / filename)
+    def download(repo: str, *, repo_type: str, allow_patterns: list[str]) -> str:
+        asked.append((repo, repo_type, allow_patterns))
+        return str(tmp_path / "copy")
 
     hub = ModuleType("huggingface_hub")
-    hub.list_repo_files = lambda repo, repo_type: ["README.md", "other/data.parquet", *names]  # type: ignore[attr-defined]
-    hub.hf_hub_download = download  # type: ignore[attr-defined]
+    hub.snapshot_download = download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     source: DataSource = datasets["mnist"](None)
-    assert torch.equal(source.train.labels(), torch.tensor([1, 0, 9]))
-    assert sorted(asked) == [("ylecun/mnist", "dataset", name) for name in sorted(names)]
+    assert source.train.labels().tolist() == [1, 0, 9]
+    wanted = ["train*.parquet", "*/train*.parquet", "test*.parquet", "*/test*.parquet"]
+    assert asked == [("ylecun/mnist", "dataset", wanted)]
 
 
 @pytest.mark.slow
