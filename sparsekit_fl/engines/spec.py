@@ -22,7 +22,6 @@ from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.problem.recipe import recipe_of
 from sparsekit_fl.results.state.initial import read_initial
 from sparsekit_fl.streams import Streams
 
@@ -40,7 +39,7 @@ class RunSpec:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
-        recipe: How another process makes the model again; see `recipe_of`.
+        recipe: How another process makes the model again; see `Problem.recipe`.
     """
 
     method: Method
@@ -75,7 +74,7 @@ class RunSpec:
         check_training(config.training)
         given, problem = problem, method.local.prepare(problem)
         # A method that needs another architecture makes it of the user's.
-        recipe = {**recipe_of(given), "prepared_by": None if problem is given else method.name}
+        recipe = {**given.recipe(), "prepared_by": None if problem is given else method.name}
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
         if graph is None:

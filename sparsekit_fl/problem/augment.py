@@ -29,13 +29,9 @@ class Augment(Protocol):
         ...
 
 
-def _rows(size: int, generator: torch.Generator, high: int) -> Tensor:
-    return torch.randint(high, (size,), generator=generator)
-
-
 @dataclass(frozen=True)
 class Flip(Checked):
-    """Mirror pictures from left to right.
+    """Mirror pictures, float (batch, C, H, W), from left to right.
 
     Args:
         share: Chance of a picture to be mirrored.
@@ -44,7 +40,6 @@ class Flip(Checked):
     share: Share = 0.5
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """float (batch, C, H, W), likewise returned."""
         flipped = (torch.rand(len(inputs), generator=generator) < self.share).to(inputs.device)
         return torch.where(along(flipped, 0, inputs.ndim), inputs.flip(-1), inputs)
 
@@ -60,10 +55,9 @@ class Crop(Checked):
     padding: Count = 4
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """float (batch, C, H, W), likewise returned."""
         batch, _, height, width = inputs.shape
         padded = F.pad(inputs, [self.padding] * 4)
-        top, left = (_rows(batch, generator, 2 * self.padding + 1).to(inputs.device) for _ in range(2))
+        top, left = (_draw(batch, 2 * self.padding + 1, generator).to(inputs.device) for _ in range(2))
         rows = (top[:, None] + torch.arange(height, device=inputs.device))[:, None, :, None]
         columns = (left[:, None] + torch.arange(width, device=inputs.device))[:, None, None, :]
         places = torch.arange(batch, device=inputs.device)[:, None, None, None]
@@ -84,12 +78,11 @@ class Erase(Checked):
     share: Annotated[Share, Hint("it is the side of the square")] = 0.25
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """float (batch, C, H, W), likewise returned."""
         inside = torch.ones(len(inputs), 1, 1, 1, dtype=torch.bool, device=inputs.device)
         for dim in (-2, -1):
             size = inputs.shape[dim]
             side = max(1, round(self.share * size))
-            start = _rows(len(inputs), generator, size - side + 1).to(inputs.device)[:, None]
+            start = _draw(len(inputs), size - side + 1, generator).to(inputs.device)[:, None]
             place = torch.arange(size, device=inputs.device)
             hit = (place >= start) & (place < start + side)
             inside = inside & (hit[:, None, :, None] if dim == -2 else hit[:, None, None, :])
@@ -107,22 +100,20 @@ class Noise(Checked):
     scale: Share = 0.1
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """float (batch, …), likewise returned."""
         return inputs + self.scale * torch.randn(inputs.shape, generator=generator).to(inputs)
+
+
+def _draw(count: int, high: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(high, (count,), generator=generator)
 
 
 @dataclass(frozen=True)
 class Augmentations:
-    """Several augmentations, one after the other.
-
-    Args:
-        steps: In their order.
-    """
+    """Several augmentations, one after the other."""
 
     steps: tuple[Augment, ...]
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Apply all."""
         for step in self.steps:
             inputs = step(inputs, generator)
         return inputs

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.options.checked import Checked, NonNegativeCount
 
 _FORM = (
     'JSON such as {"period": 24, "clients": {"0": [[1, 9], [17, 25]]}}, or CSV with the columns client,start,stop;'
@@ -18,7 +19,7 @@ _FORM = (
 
 
 @dataclass(frozen=True)
-class Availability:
+class Availability(Checked):
     """In which rounds clients can be reached.
 
     Args:
@@ -27,9 +28,10 @@ class Availability:
     """
 
     spans: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    period: int = 0
+    period: NonNegativeCount = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for client_id, spans in self.spans.items():
             for start, stop in spans:
                 if not 1 <= start < stop:
@@ -65,11 +67,8 @@ def _from_json(raw: Any) -> Availability:
     unknown = set(raw) - {"period", "clients"}
     if unknown:
         raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
-    period = raw.get("period", 0)
-    if isinstance(period, bool) or not isinstance(period, int) or period < 0:
-        raise ValueError(f"period must be an integer >= 0, got {period!r}")
     spans = {int(id): [(int(start), int(stop)) for start, stop in found] for id, found in raw["clients"].items()}
-    return Availability(spans, period)
+    return Availability(spans, raw.get("period", 0))
 
 
 def _from_csv(text: str) -> Availability:

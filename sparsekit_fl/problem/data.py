@@ -156,7 +156,7 @@ def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
         if len(dataset.tensors) < 2:
             raise DataError(f"{what} has {len(dataset.tensors)} tensor; pass TensorDataset(inputs, targets)")
         return TensorData(tuple(dataset.tensors[:-1]), dataset.tensors[-1])
-    if isinstance(dataset, Subset) and isinstance(dataset.dataset, TensorData | TensorDataset | Subset):
+    if isinstance(dataset, Subset) and isinstance(dataset.dataset, TensorData | TensorDataset):
         return as_tensor_data(dataset.dataset, what=what).take(list(dataset.indices))
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from sparsekit.errors import DataError, InvalidValueError, TraceError
+from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.augment import Augment
 from sparsekit_fl.problem.clients import Client
@@ -43,20 +45,7 @@ def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
     if positions is None or isinstance(positions, slice) or isinstance(split, TensorData):
         return as_tensor_data(split).batch(positions)
     # Only what is asked for is read.
-    return as_tensor_data(_Some(split, [int(position) for position in positions])).batch()
-
-
-class _Some:
-    """Some items of a map-style data set."""
-
-    def __init__(self, whole: Any, positions: list[int]) -> None:
-        self._whole, self._positions = whole, positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, place: int) -> Any:
-        return self._whole[self._positions[place]]
+    return as_tensor_data(Subset(split, [int(position) for position in positions])).batch()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,7 +119,8 @@ class Problem:
         try:
             inputs, targets = self.read_batch(split, positions)
         except (TypeError, IndexError, AttributeError, KeyError) as error:
-            raise DataError(f"read_batch could not read a {type(split).__name__}: {error!r}") from error
+            every = " with positions None, which means all" if positions is None else ""
+            raise DataError(f"read_batch could not read a {type(split).__name__}{every}: {error!r}") from error
         return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), targets
 
     def materialise(self, split: Any, device: torch.device | str = "cpu") -> TensorData:
@@ -146,13 +136,33 @@ class Problem:
         Raises:
             DataError: `read_batch` gave something else than (inputs, targets).
         """
-        try:
-            inputs, targets = self.read_batch(split, None)
-        except (TypeError, IndexError, AttributeError, KeyError) as error:
-            raise DataError(
-                f"read_batch could not read a {type(split).__name__} with positions None, which means all: {error!r}"
-            ) from error
-        return TensorData(inputs, targets).materialise(device)
+        return TensorData(*self.read(split, None)).materialise(device)
+
+    def recipe(self) -> dict[str, Any]:
+        """How another process makes the model again and reads raw inputs, as plain JSON values.
+
+        Returns:
+            `about`; `factory`, the model's code as `package.module:function` where that can be imported; `example_inputs`, the
+            shape and dtype of each; `classifies`.
+        """
+        shapes = [
+            {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
+            for one in self.example_inputs
+        ]
+        return {
+            "about": dict(self.about),
+            "factory": _importable(self.model),
+            "example_inputs": shapes,
+            "classifies": "accuracy" in self.metrics,
+        }
+
+
+def _importable(model: Callable[[], nn.Module]) -> str | None:
+    path = f"{getattr(model, '__module__', '')}:{getattr(model, '__qualname__', '')}"
+    try:
+        return path if not path.startswith("__main__") and load_object(path) is model else None
+    except InvalidValueError:  # a lambda, or an object of a class
+        return None
 
 
 def arranged(tensor: Tensor) -> Tensor:
