@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -23,7 +24,7 @@ Positions = Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int] | slice | N
 """Which examples of a split, in [0, len(split)); None means all of them."""
 
 
-class View:
+class View(ABC):
     """What every kind of examples has in common: rows, of which an index picks some, in an order."""
 
     targets: Tensor
@@ -45,6 +46,7 @@ class View:
         chosen = torch.as_tensor(positions, dtype=torch.int64, device=self.targets.device)
         return chosen if self.index is None else self.index.index_select(0, chosen)
 
+    @abstractmethod
     def batch(self, positions: Positions = None) -> Batch:
         """Read examples.
 
@@ -54,7 +56,6 @@ class View:
         Returns:
             `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
         """
-        raise NotImplementedError
 
     def labels(self) -> Tensor:
         """The targets of this view, `(examples, …)`."""
