@@ -26,12 +26,12 @@ class TimedPool:
         self._executor = executor
         self._seconds = seconds
 
-    def map(self, assignments: Sequence[fl.Assignment], versions: fl.engines.Versions) -> Iterator[fl.engines.Reply]:
+    def map(self, assignments: Sequence[fl.Assignment], memory_rounds: fl.engines.MemoryRounds) -> Iterator[fl.engines.Reply]:
         """Train: one reply for each assignment, in their order. A client that fails is a reply too."""
         for assignment in assignments:
             client_id, began = assignment.client_id, time.perf_counter()
             try:
-                update, stored = self._executor.train(assignment, versions.get(client_id))
+                update, stored = self._executor.train(assignment, memory_rounds.get(client_id))
             except fl.errors.ClientError as error:
                 yield fl.engines.Reply(client_id=client_id, error=error)
             else:
@@ -42,7 +42,7 @@ class TimedPool:
         self,
         state: fl.engines.StateDict,
         ids: Sequence[int],
-        versions: fl.engines.Versions,
+        memory_rounds: fl.engines.MemoryRounds,
         *,
         round: int,
         with_shared: bool,
@@ -50,7 +50,7 @@ class TimedPool:
     ) -> Iterator[fl.Evaluation | fl.engines.Unscored]:
         """Score clients, in the order of `ids`. One that cannot be scored is named."""
         for client_id in ids:
-            version = versions.get(client_id)
+            version = memory_rounds.get(client_id)
             try:
                 yield self._executor.evaluate(state, client_id, version, round=round, with_shared=with_shared, export=export)
             except fl.errors.ClientError as error:

@@ -22,7 +22,7 @@ from sparsekit_fl.client.messages import Assignment
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import LocalPool
 from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.round import Asked, OpenRound
+from sparsekit_fl.engines.round import OpenRound
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.fedprox import ProximalSgd
@@ -102,7 +102,7 @@ class _Together(LocalPool):
             except ClientError as error:
                 done[place] = Reply(client_id=assignment.client_id, error=error)
                 continue
-            shape = self._shape(opened.asked)
+            shape = self._shape(opened)
             waiting.setdefault(shape, []).append((place, opened))
             if len(waiting[shape]) == self._most:
                 done.update(self._train(waiting.pop(shape), memory_rounds))
@@ -110,20 +110,19 @@ class _Together(LocalPool):
             done.update(self._train(members, memory_rounds))
         return (done[place] for place in range(len(assignments)))
 
-    def _shape(self, asked: Asked) -> Any:
+    def _shape(self, opened: OpenRound) -> Any:
         """What clients have in common that share a step."""
-        divisor = asked.ratio if isinstance(self._spec.method.local, SubmodelSgd) else 1.0
-        if asked.mask is None or isinstance(asked.mask, UnitMask):
-            return divisor, None if asked.mask is None else tuple(asked.mask.counts().values())
+        divisor = opened.ratio if isinstance(self._spec.method.local, SubmodelSgd) else 1.0
+        if opened.mask is None or isinstance(opened.mask, UnitMask):
+            return divisor, None if opened.mask is None else tuple(opened.mask.counts().values())
         return object()  # masks of single weights: nobody else's
 
     def _train(self, members: Sequence[tuple[int, OpenRound]], memory_rounds: MemoryRounds) -> dict[int, Reply]:
         """Train clients of one shape and end their round: place → reply."""
         if len(members) == 1 or self._alone:
-            train = self._spec.method.local.train
-            return {place: self._close(opened, partial(train, *opened.asked)) for place, opened in members}
+            return {place: self._close(opened, opened.train) for place, opened in members}
         try:
-            steps = _Steps(self._spec, [opened.asked for _, opened in members])
+            steps = _Steps(self._spec, [opened for _, opened in members])
             steps.run()
         except Exception as error:  # noqa: BLE001 - whose fault it is shows when each client trains by itself
             replies = {place: self._by_itself(opened.assignment, memory_rounds) for place, opened in members}
@@ -161,12 +160,12 @@ class _Steps:
 
     Args:
         spec: The fixed parts of the run.
-        asked: What each of them trains.
+        rounds: What each of them trains.
     """
 
-    def __init__(self, spec: RunSpec, asked: Sequence[Asked]) -> None:
-        self._asked, self._problem = asked, spec.problem
-        self._training = asked[0].ctx.training
+    def __init__(self, spec: RunSpec, rounds: Sequence[OpenRound]) -> None:
+        self._rounds, self._problem = rounds, spec.problem
+        self._training = rounds[0].ctx.training
         policy = spec.method.local
         self._pull = policy.proximal if isinstance(policy, Sgd) else 0.0
         self._clip, self._divided = self._training.clip, False
@@ -174,18 +173,18 @@ class _Steps:
             self._divided = policy.scaler
             if policy.clip is not None:
                 self._clip = min(policy.clip, self._clip or math.inf)
-        self._module = asked[0].ctx.masked.model
-        loaded = [self._load(one) for one in asked]
+        self._module = rounds[0].ctx.masked.model
+        loaded = [self._load(one) for one in rounds]
         self._stack: _State = {name: torch.stack([state[name] for state in loaded]) for name in loaded[0]}
         self._leaves = [name for name, leaf in self._module.named_parameters() if leaf.requires_grad]
         self._anchors = {name: self._stack[name].clone() for name in self._leaves} if self._pull else {}
         self._velocity = {name: torch.zeros_like(self._stack[name]) for name in self._leaves if self._training.momentum}
-        self._batches = [one.ctx.batches() for one in asked]
+        self._batches = [one.ctx.batches() for one in rounds]
         self._sums: Tensor | None = None
 
-    def _load(self, asked: Asked) -> _State:
+    def _load(self, opened: OpenRound) -> _State:
         """Put what a client trains into the module; return its parameters and buffers, the tensors themselves."""
-        asked.ctx.load(asked.start, asked.mask)
+        opened.ctx.load(opened.start, opened.mask)
         return {name: tensor.detach() for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers())}
 
     def run(self) -> None:
@@ -193,8 +192,8 @@ class _Steps:
         streams = [_stream(batches) for batches in self._batches]
         following = {place: next(stream) for place, stream in enumerate(streams)}
         self._module.train()
-        ctx = self._asked[0].ctx
-        scaled = scaled_outputs(ctx, self._asked[0].ratio) if self._divided else nullcontext()
+        ctx = self._rounds[0].ctx
+        scaled = scaled_outputs(ctx, self._rounds[0].ratio) if self._divided else nullcontext()
         # No random numbers are shared between clients: `vmap` refuses a model that draws some.
         with torch_scope(ctx.rng), scaled:
             self._leaves = self._moved(following[len(streams) - 1][1])
@@ -219,7 +218,7 @@ class _Steps:
 
     def _step(self, places: Sequence[int], found: Sequence[tuple[int, Batch]]) -> None:
         """Take a step of the clients at some places, each down the loss of its own batch."""
-        at = None if len(places) == len(self._asked) else torch.tensor(places, device=found[0][1].targets.device)
+        at = None if len(places) == len(self._rounds) else torch.tensor(places, device=found[0][1].targets.device)
         state = {name: _rows(tensor, at) for name, tensor in self._stack.items()}
         leaves = {name: state.pop(name) for name in self._leaves}
         inputs = tuple(map(torch.stack, zip(*(batch.inputs for _, batch in found), strict=True)))
@@ -257,14 +256,14 @@ class _Steps:
     def _count(self, places: Sequence[int], found: Sequence[tuple[int, Batch]], sums: Tensor) -> None:
         """Add loss, right predictions and their weight to the epochs of their clients."""
         if self._sums is None:
-            self._sums = sums.new_zeros(len(self._asked), self._batches[0].epochs, sums.shape[1])
+            self._sums = sums.new_zeros(len(self._rounds), self._batches[0].epochs, sums.shape[1])
         epochs = torch.tensor([epoch for epoch, _ in found], device=sums.device)
         self._sums[torch.tensor(places, device=sums.device), epochs] += sums
 
     def result(self, place: int) -> LocalResult:
         """Return what one client learned, and leave it in the narrow model."""
-        asked, batches = self._asked[place], self._batches[place]
-        for name, tensor in self._load(asked).items():
+        opened, batches = self._rounds[place], self._batches[place]
+        for name, tensor in self._load(opened).items():
             tensor.copy_(self._stack[name][place])
         assert self._sums is not None
         examples = batches.bounds[-1][1]
@@ -276,7 +275,7 @@ class _Steps:
             padded_examples=batches.padded_examples * batches.epochs,
             batches=batches.steps,
         )
-        return LocalResult.of(asked.ctx, asked.mask, log)
+        return LocalResult.of(opened.ctx, opened.mask, log)
 
 
 def _stream(batches: Batches) -> Iterator[tuple[int, Batch]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -83,21 +83,6 @@ class LocalPool:
                 yield Unscored(client_id, str(error))
 
 
-class Task(Protocol):
-    """What a worker process is asked."""
-
-    def answer(self, executor: Any, shared: StateDict) -> Any:
-        """Do it, in the worker process."""
-        ...
-
-    def text(self) -> str:
-        """Say what it is, for the message about a worker that died over it."""
-        ...
-
-
-T = TypeVar("T", bound=Task)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Task:
     """What a worker process is asked.
@@ -117,64 +102,52 @@ class _Task:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def answer(self, executor: ClientExecutor, shared: StateDict) -> Any:
-        """Return the packed update and whether a memory was stored; or the scores."""
+        """Return the packed update and whether a memory was stored; or the scores. In the worker process."""
         if not self.assignment:
             return executor.evaluate(shared, self.client_id, self.version, round=self.round, **self.options)
         assignment = decode_assignment(self.assignment, executor.spec.graph, state=shared)
         update, stored = executor.train(assignment, self.version)
         return encode_update(update), stored
 
-    def text(self) -> str:
-        """Name the client."""
+    def died(self, child: Child) -> WorkerDiedError:
+        """Return the error about a worker that died over it."""
         what = "train" if self.assignment else "evaluate"
-        return f"client {self.client_id} in round {self.round} (task: {what})"
+        task = f"client {self.client_id} in round {self.round} (task: {what})"
+        return WorkerDiedError(f"a worker process ended by {child.ending()} while it had {task}")
 
 
-class _Broken(str):
-    """The traceback of an error that is no client's: its memory cannot be read or written, or this package has a bug."""
-
-
-def serve(connection: Connection, make: Callable[..., Any], shared: dict[str, Tensor], device: str) -> None:
+def serve(connection: Connection, make: Callable[..., ClientExecutor], shared: dict[str, Tensor], device: str) -> None:
     """Answer tasks in a worker process until the pipe closes.
 
     Args:
-        connection: Brings tasks, each with `answer(executor, shared)`, and takes their answers.
+        connection: Brings tasks, and takes their answers, or errors that the main process raises.
         make: Makes the executor, for a device.
         shared: The state, in shared memory.
         device: Where this process trains.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        executor = make(device=device)
-    except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
-        _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        return
+    executor = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            task: Task = connection.recv()
+            task: _Task = connection.recv()
             try:
+                executor = executor or make(device=device)
                 answer = task.answer(executor, shared)
-            except ClientError as error:
-                answer = ClientError(str(error))
-                answer.add_note(f"In a worker process:\n{traceback.format_exc()}")
-            except OSError as error:
-                # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
-                answer = OSError(error.errno, error.strerror, error.filename) if error.errno else _broken(error)
             except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
-                answer = _broken(error)
+                answer = _sent(error, "failed" if executor else "could not start")
+                answer.add_note(f"In a worker process:\n{traceback.format_exc()}")
             connection.send(answer)
 
 
-def _broken(error: Exception) -> _Broken:
-    return _Broken(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-
-
-def _refuse(connection: Connection, why: _Broken) -> None:
-    """Tell why no task will be done, and take tasks until the pipe closes, so that the main process can read it."""
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        connection.send(why)
-        while True:
-            connection.recv()
+def _sent(error: Exception, what: str) -> Exception:
+    """Return what the main process gets to see of an error: its class may be known here alone."""
+    if isinstance(error, ClientError):
+        return ClientError(str(error))
+    if isinstance(error, OSError) and error.errno and what == "failed":
+        # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
+        return OSError(error.errno, error.strerror, error.filename)
+    # No client's fault: its memory cannot be read or written, or this package has a bug.
+    return WorkerDiedError(f"a worker process {what}: {type(error).__name__}: {error}")
 
 
 class ProcessPool:
@@ -230,7 +203,7 @@ class ProcessPool:
         for task, answer in self._answers(state, tasks):
             yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 
-    def _answers(self, state: StateDict, tasks: Sequence[T]) -> Iterator[tuple[T, Any]]:
+    def _answers(self, state: StateDict, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
         """Put the state where the workers read it, now that all are idle; yield tasks and answers in the order of the tasks."""
         if state is not self._loaded:
             for name, tensor in self._shared.items():
@@ -238,7 +211,7 @@ class ProcessPool:
             self._loaded = state
         return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
 
-    def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+    def _exchange(self, tasks: Sequence[_Task]) -> Iterator[tuple[int, Any]]:
         """Hand tasks to idle workers; yield the place of a task and its answer, in the order in which they come."""
         waiting = iter(enumerate(tasks))
         for child in self._children:
@@ -249,13 +222,8 @@ class ProcessPool:
             for child, answer in self._children.poll():
                 place, task = child.task
                 if answer is None:
-                    raise _died(child, task)
-                if isinstance(answer, _Broken):
-                    what, _, trace = answer.partition("\n")
-                    error = WorkerDiedError(f"a worker process {what}")
-                    error.add_note(f"In a worker process:\n{trace}")
-                    raise error
-                if isinstance(answer, OSError):
+                    raise task.died(child)
+                if isinstance(answer, Exception) and not isinstance(answer, ClientError):
                     raise answer
                 found.append((place, answer))
                 _give(child, next(waiting, None))
@@ -263,17 +231,13 @@ class ProcessPool:
             yield from found
 
 
-def _give(child: Child, task: tuple[int, Task] | None) -> None:
+def _give(child: Child, task: tuple[int, _Task] | None) -> None:
     child.task = task
     if task is not None:
         try:
             child.connection.send(task[1])
         except (BrokenPipeError, ConnectionResetError):
-            raise _died(child, task[1]) from None
-
-
-def _died(child: Child, task: Task) -> WorkerDiedError:
-    return WorkerDiedError(f"a worker process ended by {child.ending()} while it had {task.text()}")
+            raise task[1].died(child) from None
 
 
 def checked_workers(workers: int, start_method: str | None) -> int:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sparsekit.graph import StateDict
+from sparsekit.surgery import save_compact
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update
-from sparsekit_fl.engines.round import OpenRound, WorkerState, client_evaluate
+from sparsekit_fl.engines.round import OpenRound, WorkerState, blame, completed
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.policies.context import Roster
 from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.results.state.store import MemoryStore
@@ -64,7 +68,7 @@ class ClientExecutor:
             DataError: its memory cannot be read.
         """
         opened = self.open(assignment, version, store=store)
-        return self.close(opened, lambda: self.spec.method.local.train(*opened.asked), store=store)
+        return self.close(opened, opened.train, store=store)
 
     def open(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> OpenRound:
         """Begin what `train` does, up to where the local policy trains."""
@@ -74,13 +78,7 @@ class ClientExecutor:
     def close(
         self, opened: OpenRound, train: Callable[[], LocalResult], *, store: MemoryStore | None = None
     ) -> tuple[Update, bool]:
-        """End what `train` does.
-
-        Args:
-            opened: A round that has begun.
-            train: Does what the local policy would do.
-            store: Another store of memories, for this call.
-        """
+        """End what `train` does, once `train` has done what the local policy would do."""
         update = opened.close(train)
         try:
             return update, (store or self._store).write(update.client_id, update.round, opened.memory)
@@ -99,17 +97,57 @@ class ClientExecutor:
         export: Path | None,
         store: MemoryStore | None = None,
     ) -> Evaluation:
-        """Score one client; see `client_evaluate`."""
-        store = store or self._store
-        return client_evaluate(
-            self._worker,
-            state,
-            self._clients[client_id],
-            store.read(client_id, version),
+        """Score a client's personal model, and the global one where asked, on the client's own data.
+
+        Args:
+            state: The shared global state.
+            client_id: The client.
+            version: The round of the memory that counts; None for an empty memory. Changes to it are not kept.
+            round: The last finished round.
+            with_shared: Score the global model too.
+            export: Folder in which to write the personal model, where it differs from the global one.
+            store: Another store of memories, for this call.
+
+        Raises:
+            ClientError: the personal policy failed.
+        """
+        spec, module = self.spec, self._worker.masked.model
+        personal, client = spec.method.personal, self._clients[client_id]
+        ctx = self._worker.context(
+            client=client,
             round=round,
-            capability=Roster(self._clients, self.spec.config, round)[client_id].capability,
-            with_shared=with_shared,
-            export=export,
+            capability=Roster(self._clients, spec.config, round)[client_id].capability,
+            memory=(store or self._store).read(client_id, version),
+        ).scoped("personal")
+        with blame(ctx, spec.method, "personal"):
+            full = completed(ctx, state)
+            model = personal.model(ctx, full)
+            _load(ctx, model)
+            personal.calibrate(ctx, module)
+            deploying = sum(ctx.deploying)
+            predict = personal.predictor(ctx, module)
+            test = ctx.score(module, "test", predict=predict)
+            validation = ctx.score(module, "val", predict=predict)
+            private = any(name not in state and name not in spec.frozen for name in full)
+            is_global = model.state is full and model.mask is None and predict is module and not private
+            shared = test if with_shared else None
+            if with_shared and not is_global:
+                ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
+                personal.calibrate(ctx, module)
+                shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
+            if export is not None and not is_global:
+                _load(ctx, model)  # scoring may have calibrated it, or loaded the global one
+                # With the mask; what a weight mask drops is saved as zeros.
+                small, mask = ctx.masked.compact(), ctx.masked.unit_mask()
+                save_compact(small, export / f"client-{client_id}.safetensors", graph=spec.graph, mask=mask)
+        return Evaluation(
+            client_id=client_id,
+            examples=len(client.data.test),
+            personal=test,
+            validation=validation,
+            shared=shared,
+            ratio=model.ratio,
+            flops_deploying=deploying,
         )
 
     def keep(self, home: Path, shared: StateDict) -> Path:
@@ -129,3 +167,11 @@ class ClientExecutor:
             write_recipe(home, {**self.spec.recipe, "personal": True, "clients": sorted(self._clients)})
             self._global = shared
         return models
+
+
+def _load(ctx: ClientContext, model: PersonalModel) -> None:
+    state = model.state
+    if model.narrow:
+        # What is dropped never runs, so it may hold anything of the right shape.
+        state = Kept(ctx.graph, model.mask).scatter_all(state, ctx.initial_state())
+    ctx.load(state, model.mask)

@@ -1,32 +1,29 @@
-"""client_round() and client_evaluate(): the work of a client, the same under every engine."""
+"""OpenRound: the work of a client in one round, the same under every engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.graph import StateDict
 from sparsekit.rng import torch_scope
-from sparsekit.surgery import save_compact
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import client_seconds
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
 from sparsekit_fl.client.memory import Memory, rngs_by_kind
-from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
+from sparsekit_fl.client.messages import Assignment, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.client.packing import upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.devices import device_of, use_exact_arithmetic
 from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
 
@@ -85,35 +82,30 @@ class WorkerState:
 
 
 @contextmanager
-def _blame(method: str, policy: str, round: int, client_id: int) -> Iterator[None]:
+def blame(ctx: ClientContext, method: Method, policy: str) -> Iterator[None]:
+    """Turn what a policy raises into a ClientError that says whose policy it was, and when."""
     try:
         yield
     except ClientError:
         raise
     except Exception as error:
         raise ClientError(
-            f"client {client_id} failed in round {round} of method {method!r}, in its {policy} policy:"
+            f"client {ctx.client.id} failed in round {ctx.round} of method {method.name!r}, in its {policy} policy:"
             f" {type(error).__name__}: {error}"
         ) from error
 
 
-def _complete(worker: WorkerState, ctx: ClientContext, received: StateDict) -> dict[str, Any]:
+def completed(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
     """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
     own = ctx.scoped("share").memory
-    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
-
-
-class Asked(NamedTuple):
-    """What a local policy is asked to train: the arguments of its `train`."""
-
-    ctx: ClientContext
-    start: StateDict
-    mask: Mask | None
-    ratio: float
+    initial = ctx.initial_state()
+    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in initial.items()}
 
 
 class OpenRound:
     """A round of a client that has begun, and stands where the local policy trains.
+
+    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`.
 
     Args:
         worker: The spec and the narrow model of this process.
@@ -126,210 +118,104 @@ class OpenRound:
     """
 
     def __init__(self, worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> None:
-        self.assignment = assignment
-        self.memory = memory
-        self._steps = _steps(worker, assignment, client, memory)
-        self.asked = next(self._steps)
+        self._began = time.perf_counter()
+        self._worker = worker
+        self.assignment, self.memory = assignment, memory
+        self._ctx = ctx = worker.context(
+            client=client,
+            round=assignment.round,
+            capability=assignment.capability,
+            memory=memory,
+            extra=assignment.extra,
+            received=assignment.mask,
+        )
+        method, graph = worker.spec.method, worker.spec.graph
+        with blame(ctx, method, "share"):
+            self._received = mask_state(graph, assignment.mask, assignment.state)
+            self._completed = completed(ctx, self._received)
+        with blame(ctx, method, "ratio"):
+            self.ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
+        with blame(ctx, method, "share"):
+            self.start = method.share.enter(ctx.scoped("share"), self._completed)
+        with blame(ctx, method, "mask"):
+            self.mask = method.mask.choose(ctx.scoped("mask"), self.ratio, self.start)
+            if self.mask is not None:
+                self.mask.check(graph)
+        self.ctx = ctx.scoped("local")
+
+    def train(self) -> LocalResult:
+        """Let the local policy train."""
+        return self._worker.spec.method.local.train(self.ctx, self.start, self.mask, self.ratio)
 
     def close(self, train: Callable[[], LocalResult]) -> Update:
         """Let the client be trained, and return its update.
 
         Args:
-            train: Trains what was asked.
+            train: `train` of this round, or what does the same.
 
         Raises:
             ClientError: a policy, or `train`, failed.
         """
-        try:
-            self._steps.send(train)
-        except StopIteration as end:
-            update: Update = end.value
-            return update
-        raise AssertionError("a round stops once")
+        ctx, method, assignment, ratio = self._ctx, self._worker.spec.method, self.assignment, self.ratio
+        with blame(ctx, method, "local"):
+            result = _on_cpu(train())
+            ratio = ratio if result.ratio is None else check_ratio(result.ratio)
+        with blame(ctx, method, "mask"):
+            method.mask.keep(ctx.scoped("mask"), result)
+        with blame(ctx, method, "personal"):
+            method.personal.keep(ctx.scoped("personal"), result, ratio)
+        with blame(ctx, method, "share"):
+            delta, upload = self._upload(result)
+        work = result.work or ctx.work(result.mask, result.log)
+        scored = sum(ctx.scored)
+        cost = WorkCost(flops_compact=work.flops_compact + scored, flops_rowmask=work.flops_rowmask, flops_scoring=scored)
+        update = Update(
+            round=assignment.round,
+            client_id=assignment.client_id,
+            examples=len(ctx.client.data.train),
+            delta=delta,
+            mask=upload,
+            ratio=ratio,
+            extra=result.extra,
+            metrics={**result.log.metrics(), **result.metrics},
+            cost=cost,
+        )
+        cost = dataclasses.replace(
+            cost,
+            uplink_bytes=update_bytes(update),
+            downlink_bytes=assignment_bytes(assignment, ctx.graph),
+            wall_seconds=time.perf_counter() - self._began,
+        )
+        cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
+        return dataclasses.replace(update, cost=cost)
+
+    def _upload(self, result: LocalResult) -> tuple[dict[str, Tensor], Mask | None]:
+        """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
+        spec, ctx, completed = self._worker.spec, self._ctx.scoped("share"), self._completed
+        share, graph = spec.method.share, spec.graph
+        upload = share.upload_mask(ctx, result)
+        private = [name for name in completed if name not in self._received and name not in spec.frozen]
+        trained, narrow = result.state, result.narrow
+        if narrow and (private or upload is not result.mask):
+            trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
+        ctx.memory.update({name: trained[name] for name in private})
+        kept = Kept(graph, upload)
+        delta = {}
+        for name in self._received:
+            value = trained[name] if narrow else kept.gather(name, trained[name])
+            before = kept.gather(name, completed[name])
+            change = share.leave(ctx, name, value.detach(), before) - before
+            delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
+        return delta, upload
 
 
 def client_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> Update:
-    """Train one client for one round. The work of every engine.
-
-    Args:
-        worker: The spec and the narrow model of this process.
-        assignment: The server's message.
-        client: The client, with its data.
-        memory: The client's memory; written to. When this raises, throw the memory away.
-
-    Returns:
-        The update.
-
-    Raises:
-        ClientError: a policy failed; names it, and carries the cause.
-    """
+    """Train one client for one round: `OpenRound` with what its local policy does."""
     opened = OpenRound(worker, assignment, client, memory)
-    return opened.close(lambda: worker.spec.method.local.train(*opened.asked))
-
-
-def _steps(
-    worker: WorkerState, assignment: Assignment, client: Client, memory: Memory
-) -> Generator[Asked, Callable[[], LocalResult], Update]:
-    """The work of a client; it is given what trains."""
-    began = time.perf_counter()
-    spec = worker.spec
-    method, graph = spec.method, spec.graph
-
-    def blame(policy: str) -> Any:
-        return _blame(method.name, policy, assignment.round, client.id)
-
-    ctx = worker.context(
-        client=client,
-        round=assignment.round,
-        capability=assignment.capability,
-        memory=memory,
-        extra=assignment.extra,
-        received=assignment.mask,
-    )
-    with blame("share"):
-        received = mask_state(graph, assignment.mask, assignment.state)
-        completed = _complete(worker, ctx, received)
-    with blame("ratio"):
-        ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
-    with blame("share"):
-        training_start = method.share.enter(ctx.scoped("share"), completed)
-    with blame("mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, training_start)
-        if mask is not None:
-            mask.check(graph)
-    with blame("local"):
-        train = yield Asked(ctx.scoped("local"), training_start, mask, ratio)
-        result = _on_cpu(train())
-        ratio = ratio if result.ratio is None else check_ratio(result.ratio)
-    with blame("mask"):
-        method.mask.keep(ctx.scoped("mask"), result)
-    with blame("personal"):
-        method.personal.keep(ctx.scoped("personal"), result, ratio)
-    with blame("share"):
-        delta, upload = _upload(ctx, worker, result, completed, received)
-    work = result.work or ctx.work(result.mask, result.log)
-    scored = sum(ctx.scored)
-    update = Update(
-        round=assignment.round,
-        client_id=client.id,
-        examples=len(client.data.train),
-        delta=delta,
-        mask=upload,
-        ratio=ratio,
-        extra=result.extra,
-        metrics={**result.log.metrics(), **result.metrics},
-        cost=WorkCost(flops_compact=work.flops_compact + scored, flops_rowmask=work.flops_rowmask, flops_scoring=scored),
-    )
-    cost = dataclasses.replace(
-        update.cost,
-        uplink_bytes=update_bytes(update),
-        downlink_bytes=assignment_bytes(assignment, graph),
-        wall_seconds=time.perf_counter() - began,
-    )
-    cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
-    return dataclasses.replace(update, cost=cost)
+    return opened.close(opened.train)
 
 
 def _on_cpu(result: LocalResult) -> LocalResult:
     if all(tensor.device.type == "cpu" for tensor in result.state.values()):
         return result
     return dataclasses.replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
-
-
-def _upload(
-    ctx: ClientContext, worker: WorkerState, result: LocalResult, completed: StateDict, received: StateDict
-) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
-    graph = ctx.graph
-    share, scoped = worker.spec.method.share, ctx.scoped("share")
-    upload = share.upload_mask(scoped, result)
-    private = [name for name in completed if name not in received and name not in worker.spec.frozen]
-    trained, narrow = result.state, result.narrow
-    if narrow and (private or upload is not result.mask):
-        trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
-    scoped.memory.update({name: trained[name] for name in private})
-    kept = Kept(graph, upload)
-    delta = {}
-    for name in received:
-        value = trained[name] if narrow else kept.gather(name, trained[name])
-        before = kept.gather(name, completed[name])
-        change = share.leave(scoped, name, value.detach(), before) - before
-        delta[name] = change.to(upload_dtype(change.dtype, worker.spec.config.upload))
-    return delta, upload
-
-
-def client_evaluate(
-    worker: WorkerState,
-    state: StateDict,
-    client: Client,
-    memory: Memory,
-    *,
-    round: int,
-    capability: Capability,
-    with_shared: bool = False,
-    export: Path | None = None,
-) -> Evaluation:
-    """Score a client's personal model, and the global one where asked, on the client's own data.
-
-    Args:
-        worker: The spec and the narrow model of this process.
-        state: The shared global state.
-        client: The client, with its data.
-        memory: The client's memory; changes to it are not kept.
-        round: The last finished round.
-        capability: The client's capability in that round.
-        with_shared: Score the global model too.
-        export: Folder in which to write the personal model, where it differs from the global one.
-
-    Raises:
-        ClientError: the personal policy failed.
-    """
-    spec = worker.spec
-    personal = spec.method.personal
-    ctx = worker.context(client=client, round=round, capability=capability, memory=memory).scoped("personal")
-    whole = dataclasses.replace(ctx, memory=memory)
-    with _blame(spec.method.name, "personal", round, client.id):
-        full = _complete(worker, whole, state)
-        model = personal.model(ctx, full)
-        _load(ctx, spec.initial, model)
-        module = worker.masked.model
-        personal.calibrate(ctx, module)
-        deploying = sum(ctx.deploying)
-        predict = personal.predictor(ctx, module)
-        test = ctx.score(module, "test", predict=predict)
-        validation = ctx.score(module, "val", predict=predict)
-        private = any(name not in state and name not in spec.frozen for name in full)
-        is_global = model.state is full and model.mask is None and predict is module
-        shared = None
-        if with_shared:
-            shared = test
-            if not is_global or private:
-                globally = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
-                ctx.load(globally, None)
-                personal.calibrate(ctx, module)
-                shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
-        if export is not None and not (is_global and not private):
-            _load(ctx, spec.initial, model)  # scoring may have calibrated it, or loaded the global one
-            _export(export, client.id, worker.masked)
-    return Evaluation(
-        client_id=client.id,
-        examples=len(client.data.test),
-        personal=test,
-        validation=validation,
-        shared=shared,
-        ratio=model.ratio,
-        flops_deploying=deploying,
-    )
-
-
-def _load(ctx: ClientContext, initial: StateDict, model: PersonalModel) -> None:
-    state = model.state
-    if model.narrow:
-        # What is dropped never runs, so it may hold anything of the right shape.
-        state = Kept(ctx.graph, model.mask).scatter_all(state, initial)
-    ctx.load(state, model.mask)
-
-
-def _export(folder: Path, client_id: int, masked: LearnableMask) -> None:
-    """Write a file for `load_compact`, with the mask; what a weight mask drops is saved as zeros."""
-    save_compact(masked.compact(), folder / f"client-{client_id}.safetensors", graph=masked.graph, mask=masked.unit_mask())

@@ -56,7 +56,7 @@ def shared(monkeypatch):
 
     def counted(self):
         real(self)
-        found.append(len(self._asked))
+        found.append(len(self._rounds))
 
     monkeypatch.setattr(cohort._Steps, "run", counted)
     return found
