@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,43 +25,24 @@ from sparsekit_fl.client.messages import Assignment, Update, decode_update, enco
 from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
 from sparsekit_fl.results.state.store import MemoryRounds
-from sparsekit_fl.server.server import Aggregated, Arrival, Server
-
-_REPEATS = 2
-_MOST_REASONS = 5
-
-Told = Callable[[int, Update | None], None]
-"""Called with a client's id and its update, or None where it failed."""
+from sparsekit_fl.server.server import Arrival, Server
+from sparsekit_fl.server.steps import REPEATS, Step, Steps, Told
 
 
 @dataclass(eq=False)
-class Step:
-    """What happens until the server has its updates.
+class AsynchronousStep(Step):
+    """A step whose updates come in one by one.
 
     Args:
-        round: Round of the server, counted from 1.
-        memory_rounds: The memory of each client that counts.
-        started: Assignments of the clients that started, in this order.
-        replies: What came back, in this order.
-        received: The valid updates among them.
-        landed: What the server aggregates.
-        dropped: Client id → why its work does not count.
+        landed: What the server will aggregate, in the order in which it came in.
         done: Clients that are not asked again in this step.
-        notes: Why clients that failed were asked again.
     """
 
-    round: int
-    memory_rounds: MemoryRounds
-    started: list[Assignment] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
-    received: list[Update] = field(default_factory=list)
     landed: list[Arrival] = field(default_factory=list)
-    dropped: dict[int, Exception] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
 
 
-class Asynchronous(ABC):
+class Asynchronous(Steps):
     """Steps of the server, in which at most `cohort` clients are under way.
 
     With `async_buffer` valid updates the server aggregates, in the order of the clients' ids. Where nobody is under way, and
@@ -75,46 +56,27 @@ class Asynchronous(ABC):
     """
 
     def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
-        self._server, self._pool, self._told = server, pool, told
+        super().__init__(server, pool, told)
         config = server.spec.config
         assert config.async_buffer is not None
         self._cohort, self._buffer = config.cohort, config.async_buffer
         self._needed = config.needed_replies(self._buffer)
-
-    @property
-    @abstractmethod
-    def under_way(self) -> list[int]:
-        """Ids of clients whose updates have not been aggregated."""
-
-    def free(self, ids: Collection[int]) -> list[int]:
-        """Return those of these clients that can be scored now. The default returns all: the clock stands meanwhile."""
-        return list(ids)
 
     @abstractmethod
     def _now(self) -> float:
         """Seconds, on the clock."""
 
     @abstractmethod
-    def _start(self, step: Step, ids: list[int]) -> None:
+    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
         """Let clients start where there is room, of those that may be asked; their assignments go into the step."""
 
     @abstractmethod
-    def _arrive(self, step: Step) -> None:
+    def _arrive(self, step: AsynchronousStep) -> None:
         """Wait for the next who come in; their updates go into the step."""
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
-        """Start clients and take in what comes until the server can aggregate, and aggregate.
-
-        Args:
-            round: Round of the server, counted from 1.
-            memory_rounds: The memory of each client that counts.
-            ids: All clients.
-
-        Raises:
-            TooFewRepliesError: too few updates were valid, and nobody is left to ask.
-        """
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> AsynchronousStep:
         self._server.begin(round)
-        step, began = Step(round, memory_rounds), self._now()
+        step, began = AsynchronousStep(round, memory_rounds), self._now()
         while len(step.landed) < self._buffer:
             self._start(step, [id for id in ids if id not in step.done])
             if self.under_way:
@@ -122,32 +84,29 @@ class Asynchronous(ABC):
             elif len(step.landed) >= self._needed:
                 break
             else:
-                text = self._missing(step)
-                if len(step.notes) == _REPEATS:
-                    raise TooFewRepliesError(f"step {round}: {text}")
+                text = (
+                    f"{len(step.landed)} updates came in, {self._needed} are needed (min_replies), nobody is under way and no"
+                    f" other client can start; {step.reasons() or 'no node has a client that is not done'}"
+                )
+                if len(step.notes) == REPEATS:
+                    raise TooFewRepliesError(f"step {round}: {text}. Nothing of that step counted")
                 step.notes.append(f"asked again, since {text}")
                 await_clients(self._pool, ids, self._needed - len(step.landed))
                 step.done -= step.dropped.keys()
         # In the order of clients, so that the order in which they came in decides nothing.
         landed = sorted(step.landed, key=lambda arrival: arrival.update.client_id)
         self._server.take(landed)
+        step.updates = [arrival.update for arrival in landed]
+        step.count(self._now() - began)
         ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in step.landed)
         came = f"asynchronous: clients that came in, and the age of what they received: {ages}"
-        return step, Aggregated(
-            updates=tuple(arrival.update for arrival in landed),
-            refused=(),
-            seconds=self._now() - began,
-            received=tuple(step.received),
-            note="; ".join([came, *step.notes]),
-        )
+        step.notes = ["; ".join([came, *step.notes])]
+        return step
 
-    def _receive(self, step: Step, reply: Reply, assignment: Assignment) -> Update | None:
+    def _receive(self, step: AsynchronousStep, reply: Reply, assignment: Assignment) -> Update | None:
         """Note a reply; return its update where that is valid."""
-        if reply.update is not None:
-            reply = replace(reply, update=self._server.with_scoring_time(reply.update))
-        step.replies.append(reply)
+        reply = self._heard(step, reply)
         step.done.add(reply.client_id)
-        self._told(reply.client_id, reply.update)
         try:
             if reply.update is None:
                 raise reply.error if isinstance(reply.error, ClientError) else ClientError(str(reply.error))
@@ -158,15 +117,6 @@ class Asynchronous(ABC):
         step.dropped.pop(reply.client_id, None)
         step.received.append(update)
         return update
-
-    def _missing(self, step: Step) -> str:
-        """Say why a step cannot end; the first reasons in full."""
-        reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in step.dropped.items()]
-        more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
-        return (
-            f"{len(step.landed)} updates came in, {self._needed} are needed (min_replies), nobody is under way and no other"
-            " client can start; " + "; ".join([*reasons[:_MOST_REASONS], *more] or ["no node has a client that is not done"])
-        )
 
 
 class Simulated(Asynchronous):
@@ -190,13 +140,12 @@ class Simulated(Asynchronous):
 
     @property
     def under_way(self) -> list[int]:
-        """Ids of clients whose updates have not been aggregated."""
         return sorted(update.client_id for update in (*(one[-1] for one in self._flying), *self._waiting))
 
     def _now(self) -> float:
         return float(self._memory["now"])
 
-    def _start(self, step: Step, ids: list[int]) -> None:
+    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
         busy = set(self.under_way)
         if not step.started or not busy:
             room = self._cohort - len(busy) + self._buffer - len(step.landed) - 1
@@ -210,18 +159,17 @@ class Simulated(Asynchronous):
         while self._waiting and len(self._flying) < self._cohort:
             self._fly(step)
 
-    def _fly(self, step: Step) -> None:
+    def _fly(self, step: AsynchronousStep) -> None:
         update, order = self._waiting.popleft(), int(self._memory["order"])
         heapq.heappush(self._flying, (self._now() + update.cost.simulated_seconds, order, step.round, update))
         self._memory["order"] = order + 1
 
-    def _arrive(self, step: Step) -> None:
+    def _arrive(self, step: AsynchronousStep) -> None:
         self._memory["now"], _, base, update = heapq.heappop(self._flying)
         step.landed.append(Arrival(update, step.round - base))
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
-        """See `Asynchronous.step`; keep those who are under way."""
-        step, aggregated = super().step(round, memory_rounds, ids=ids)
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> AsynchronousStep:
+        step = super().step(round, memory_rounds, ids=ids)
         while self._waiting:
             # Who did not start in this step has trained for nothing else: it starts now.
             self._fly(step)
@@ -229,7 +177,7 @@ class Simulated(Asynchronous):
             {"client": update.client_id, "end": end, "order": order, "base": base, "update": _packed(update)}
             for end, order, base, update in sorted(self._flying, key=lambda one: one[:2])
         ]
-        return step, aggregated
+        return step
 
 
 def _packed(update: Update) -> torch.Tensor:
@@ -260,17 +208,15 @@ class Wall(Asynchronous):
 
     @property
     def under_way(self) -> list[int]:
-        """Ids of clients whose updates have not been aggregated."""
         return sorted(self._asked)
 
     def free(self, ids: Collection[int]) -> list[int]:
-        """Return those of these clients whose nodes have nothing to do."""
         return self._stream.free(ids)
 
     def _now(self) -> float:
         return time.monotonic()
 
-    def _start(self, step: Step, ids: list[int]) -> None:
+    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
         while (room := self._cohort - len(self._asked)) > 0:
             free = [id for id in self._stream.free(ids) if id not in self._asked]
             # Policies sort; a node with several clients would always begin with the first.
@@ -283,7 +229,7 @@ class Wall(Asynchronous):
             self._stream.start(assignments, step.memory_rounds)
             step.started += assignments
 
-    def _arrive(self, step: Step) -> None:
+    def _arrive(self, step: AsynchronousStep) -> None:
         if not self._waiting:
             self._waiting.extend(self._stream.arrived())
         while self._waiting and len(step.landed) < self._buffer:

@@ -6,15 +6,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from sparsekit.graph import digest
 from sparsekit_fl.callbacks.base import Callbacks, RunView
-from sparsekit_fl.client.costs import round_cost
-from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost
-from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, await_clients
+from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.engines.base import ClientPool, Unscored
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, TooFewRepliesError
 from sparsekit_fl.problem.clients import Client
@@ -25,31 +24,13 @@ from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores
 from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.results.state.store import ClientStore
-from sparsekit_fl.server.asynchronous import Asynchronous, Simulated, Wall
+from sparsekit_fl.server.asynchronous import Simulated, Wall
 from sparsekit_fl.server.checkpoint import RunFolder, Saved
-from sparsekit_fl.server.server import Aggregated, Server
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.server.steps import Steps, Synchronous, shortened
 from sparsekit_fl.streams import Streams
 
 _log = logging.getLogger(__name__)
-_REPEATS = 2
-_MOST_REASONS = 5
-
-
-class _Attempt(NamedTuple):
-    """The replies to a round's assignments, sent out once."""
-
-    replies: list[Reply]
-    aggregated: Aggregated
-    dropped: dict[int, Exception]
-
-    def text(self, needed: int) -> str:
-        """Say why too little came back; the first reasons in full."""
-        reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
-        more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
-        return (
-            f"{len(self.aggregated.updates)} of {len(self.replies)} updates were valid and {needed} are needed (min_replies); "
-            + "; ".join([*reasons[:_MOST_REASONS], *more])
-        )
 
 
 class Rounds:
@@ -75,7 +56,6 @@ class Rounds:
         self._folder = folder
         self._callbacks = callbacks
         self._saved_states = () if saved is None else saved.callbacks
-        self._asynchronous: Asynchronous | None = None
         self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._experiment = experiment
         self._fingerprint = fingerprint if folder is None else folder.fingerprint
@@ -112,7 +92,8 @@ class Rounds:
         """Run what is left of the rounds, and write the result."""
         try:
             self._callbacks.start(self._view, self._saved_states)
-            result = self._run(pool)
+            self._pool, self._steps = pool, self._make_steps(pool)
+            result = self._run()
         except BaseException:
             try:
                 self._callbacks.tell("on_run_end", self._view, None)
@@ -122,73 +103,60 @@ class Rounds:
         self._callbacks.tell("on_run_end", self._view, result)
         return result
 
-    def _run(self, pool: ClientPool) -> RunResult:
-        last = self.spec.config.rounds
+    def _make_steps(self, pool: ClientPool) -> Steps:
         config = self.spec.config
+        kind: type[Steps] = Synchronous
         if config.async_buffer is not None:
-            clock = Wall if config.async_clock == "wall" else Simulated
-            self._asynchronous = clock(
-                self.server, pool, lambda *reply: self._callbacks.tell("on_client_end", self._view, *reply)
-            )
+            kind = Wall if config.async_clock == "wall" else Simulated
+        return kind(self.server, pool, lambda *trained: self._callbacks.tell("on_client_end", self._view, *trained))
+
+    def _run(self) -> RunResult:
         final: list[Evaluation] | None = None
-        for round in range(self.server.state.round + 1, last + 1):
+        for round in range(self.server.state.round + 1, self.spec.config.rounds + 1):
             if self._view.stopped:
                 break
-            final = self._round(pool, round)
+            final = self._round(round)
         if final is None:
             # Resumed after the last round: its scores were saved, those of each client were not. Or a callback ended the run
             # after a round in which not all were scored.
-            final, _ = self._evaluate(pool, self.server.state.round, list(self._clients), last=True)
+            final, _ = self._evaluate(self.server.state.round, list(self._clients), last=True)
             self._records[-1] = self._records[-1].model_copy(update={"evaluation": self._scores(final)})
-        return self._finish(pool, final)
+        return self._finish(final)
 
-    def _trained(self, pool: ClientPool, round: int) -> tuple[Sequence[Assignment], list[_Attempt]]:
-        """Train; return the assignments of those who started, and the attempts, of which the last counts."""
-        if self._asynchronous is None:
-            assignments = self.server.assign(round)
-            return assignments, self._attempts(pool, round, assignments)
-        try:
-            step, aggregated = self._asynchronous.step(round, self._memory_rounds, ids=list(self._clients))
-        except TooFewRepliesError as error:
-            raise TooFewRepliesError(f"{error}. Nothing of that step counted; {self.hint}") from None
-        self._warn(round, step.dropped)
-        return step.started, [_Attempt(step.replies, aggregated, step.dropped)]
-
-    def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
+    def _round(self, round: int) -> list[Evaluation] | None:
         """Run a round; return what every client scored, where this is the last one."""
         began = time.perf_counter()
-        assignments, attempts = self._trained(pool, round)
-        replies, aggregated, dropped = attempts[-1]
+        try:
+            step = self._steps.step(round, self._memory_rounds, ids=list(self._clients))
+        except TooFewRepliesError as error:
+            raise TooFewRepliesError(f"{error}; {self.hint}") from error.__cause__
+        self._warn(round, step.dropped)
         # Asynchronously a client may have started in an earlier round, after which its memory is named.
-        valid = {update.client_id: update.round for update in aggregated.trained}
-        newest = {reply.client_id: valid[reply.client_id] for reply in replies if reply.stored and reply.client_id in valid}
+        valid = {update.client_id: update.round for update in step.received}
+        stored = [reply.client_id for reply in step.replies if reply.stored and reply.client_id in valid]
+        newest = {client_id: valid[client_id] for client_id in stored}
         stale = {client_id: self._memory_rounds[client_id] for client_id in newest if client_id in self._memory_rounds}
         self._memory_rounds = {**self._memory_rounds, **newest}
         self._view.round = round
-        scores, unscored, final = self._score(pool, round)
-        cost = WorkCost()
-        for one in attempts:
-            done = [reply.update.cost for reply in one.replies if reply.update is not None]
-            cost += round_cost(done, wall_seconds=0.0, seconds=one.aggregated.seconds)
-            cost += WorkCost(memory_bytes=sum(reply.memory_bytes for reply in one.replies))
-        cost = replace(cost, wall_seconds=time.perf_counter() - began)
+        scores, unscored, final = self._score(round)
+        if final is not None and (left := self._steps.under_way):
+            unscored.append(f"asynchronous: the run ended while clients were under way, whose work does not count: {left}")
+        cost = replace(step.cost, wall_seconds=time.perf_counter() - began)
         record = RoundRecord(
             round=round,
-            cohort=tuple(assignment.client_id for assignment in assignments),
-            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
-            loss=_mean(aggregated.updates, "loss"),
-            accuracy=_mean(aggregated.updates, "accuracy"),
-            ratios={update.client_id: update.ratio for update in aggregated.updates},
-            capabilities={one.client_id: one.capability.ratio for one in assignments},
+            cohort=tuple(assignment.client_id for assignment in step.started),
+            dropped=tuple((client_id, str(error)) for client_id, error in step.dropped.items()),
+            loss=_mean(step.updates, "loss"),
+            accuracy=_mean(step.updates, "accuracy"),
+            ratios={update.client_id: update.ratio for update in step.updates},
+            capabilities={one.client_id: one.capability.ratio for one in step.started},
             cost=self._cost + cost,
             seconds=cost.simulated_seconds,
             evaluation=scores,
             notes=(
-                *(f"repeated, since {one.text(self.spec.config.needed_replies(len(assignments)))}" for one in attempts[:-1]),
-                *(reply.note for reply in replies if reply.note),
-                *([aggregated.note] if aggregated.note else []),
+                *step.notes,
+                *(reply.note for reply in step.replies if reply.note),
                 *unscored,
-                *self._left_out(final is not None),
             ),
         )
         self._records.append(record)
@@ -209,77 +177,32 @@ class Rounds:
                 self._folder.save(self.server.state, self._memory_rounds, self._callbacks.states())
         return final
 
-    def _left_out(self, ended: bool) -> list[str]:
-        """Name the clients whose work the end of an asynchronous run cuts off."""
-        left = [] if self._asynchronous is None or not ended else self._asynchronous.under_way
-        return [f"asynchronous: the run ended while clients were under way, whose work does not count: {left}"] if left else []
-
-    def _last(self, round: int) -> bool:
-        return round == self.spec.config.rounds
-
-    def _whole(self, round: int) -> bool:
-        """Whether the global model is scored too."""
-        every = self.spec.config.eval_global_every
-        return self._last(round) or (every is not None and round % every == 0)
-
-    def _due(self, round: int) -> bool:
-        """Whether clients are scored."""
-        return self._whole(round) or round % (self.spec.config.eval_every or 1) == 0
-
-    def _score(self, pool: ClientPool, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
+    def _score(self, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
         """Score where it is time; the evaluations come back where all clients were scored for the end of the run."""
-        if not self._due(round):
+        config = self.spec.config
+        last = round == config.rounds
+        every = config.eval_global_every
+        whole = last or (every is not None and round % every == 0)  # the global model is scored too
+        if not whole and round % (config.eval_every or 1):
             return None, [], None
-        last = self._last(round)
         ids = list(self._clients) if last else self._scored(round)
-        busy: list[str] = []
-        if self._asynchronous is not None and not last:
-            # Others are at work, and nobody waits for them.
-            asked, ids = len(ids), self._asynchronous.free(ids)
-            if len(ids) < asked:
-                busy = [f"asynchronous: {len(ids)} of {asked} clients were scored; the nodes of the others were at work"]
-        if not ids:
-            return None, busy, None
-        found, unscored = self._evaluate(pool, round, ids, last=last, with_shared=self._whole(round))
-        unscored = [*busy, *unscored]
+        # Asynchronously others are at work, and nobody waits for them.
+        free = ids if last else self._steps.free(ids)
+        busy = [f"asynchronous: {len(free)} of {len(ids)} clients were scored; the nodes of the others were at work"]
+        unscored = busy if len(free) < len(ids) else []
+        if not free:
+            return None, unscored, None
+        found, silent = self._evaluate(round, free, last=last, with_shared=whole)
+        unscored = [*unscored, *silent]
         scores = self._scores(found)
         self._callbacks.tell("on_evaluation", self._view, scores)
         if self._view.stopped and not last:
-            found, unscored = self._evaluate(pool, round, list(self._clients), last=True)
+            found, unscored = self._evaluate(round, list(self._clients), last=True)
             scores, last = self._scores(found), True
         return scores, unscored, found if last else None
 
     def _scores(self, evaluations: Sequence[Evaluation]) -> RoundScores:
         return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)
-
-    def _attempts(self, pool: ClientPool, round: int, assignments: Sequence[Assignment]) -> list[_Attempt]:
-        """Send out until enough valid updates came back; the last attempt is the one that counts.
-
-        Raises:
-            TooFewRepliesError: there was none.
-        """
-        needed = self.spec.config.needed_replies(len(assignments))
-        attempts: list[_Attempt] = []
-        for _ in range(1 + _REPEATS):
-            if attempts:
-                await_clients(pool, [assignment.client_id for assignment in assignments], needed)
-            replies: list[Reply] = []
-            for one in pool.map(assignments, self._memory_rounds) if assignments else ():
-                reply = one if one.update is None else replace(one, update=self.server.with_scoring_time(one.update))
-                self._callbacks.tell("on_client_end", self._view, reply.client_id, reply.update)
-                replies.append(reply)
-            aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)
-            dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
-            dropped.update(aggregated.refused)
-            attempts.append(_Attempt(replies, aggregated, dropped))
-            if len(aggregated.updates) >= needed:
-                self._warn(round, dropped)
-                return attempts
-            _log.warning("round %d does not count: %s", round, attempts[-1].text(needed))
-        raise TooFewRepliesError(
-            f"round {round} was sent out {len(attempts)} times, and still {attempts[-1].text(needed)}."
-            f" Nothing of that round counted; {self.hint}"
-        ) from next(iter(attempts[-1].dropped.values()), None)
 
     def _warn(self, round: int, dropped: Mapping[int, Exception]) -> None:
         for client_id, error in dropped.items():
@@ -290,7 +213,7 @@ class Rounds:
             _log.warning("round %d goes on without client %d: %s", round, client_id, told)
 
     def _evaluate(
-        self, pool: ClientPool, round: int, ids: Sequence[int], *, last: bool, with_shared: bool = True
+        self, round: int, ids: Sequence[int], *, last: bool, with_shared: bool = True
     ) -> tuple[list[Evaluation], list[str]]:
         """Score clients; for the end of the run write their models. Return a text for each that could not be scored.
 
@@ -301,7 +224,7 @@ class Rounds:
             self._export.mkdir(exist_ok=True)
         found: list[Evaluation] = []
         unscored: list[str] = []
-        for evaluation in pool.evaluate(
+        for evaluation in self._pool.evaluate(
             self.server.shared(),
             ids,
             self._memory_rounds,
@@ -315,18 +238,9 @@ class Rounds:
             self._callbacks.tell("on_client_end", self._view, evaluation.client_id, evaluation)
             found.append(evaluation)
         if unscored:
-            more = f"; and {len(unscored) - _MOST_REASONS} clients more" if len(unscored) > _MOST_REASONS else ""
-            _log.warning(
-                "after round %d, %d clients were not scored: %s%s",
-                round,
-                len(unscored),
-                "; ".join(unscored[:_MOST_REASONS]),
-                more,
-            )
+            _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), shortened(unscored))
         if not found:
-            raise ClientError(
-                f"no client could be scored after round {round}: {'; '.join(unscored[:_MOST_REASONS])}; {self.hint}"
-            )
+            raise ClientError(f"no client could be scored after round {round}: {shortened(unscored)}; {self.hint}")
         return found, unscored
 
     def _scored(self, round: int) -> list[int]:
@@ -337,7 +251,7 @@ class Rounds:
         places = Streams(self.spec.config.seed).evaluation(round).choice(len(ids), size=most, replace=False)
         return [ids[place] for place in sorted(places)]
 
-    def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
+    def _finish(self, evaluations: Sequence[Evaluation]) -> RunResult:
         # A worker that outlived a killed run may have written once more after this one began.
         self._store.keep_only(self._memory_rounds)
         spec, scores = self.spec, RoundScores.of(evaluations, lower=self._lower)
@@ -355,7 +269,7 @@ class Rounds:
                 worst=scores.worst,
             ),
             cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
-            environment=describe_environment(workers=pool.workers, device=spec.config.device),
+            environment=describe_environment(workers=self._pool.workers, device=spec.config.device),
             experiment=self._experiment,
             state=state,
             note=spec.method.note,
@@ -367,7 +281,7 @@ class Rounds:
         if self._folder is not None and self._export is not None:
             save_whole(global_file(self._folder.path), self._model())
             # A pool may leave personal models on their devices.
-            recipe = {**spec.recipe, "personal": getattr(pool, "exports", True), "clients": list(self._clients)}
+            recipe = {**spec.recipe, "personal": getattr(self._pool, "exports", True), "clients": list(self._clients)}
             write_recipe(self._folder.path, recipe)
             result.save(self._folder.path / "result.json")
         return result

@@ -62,20 +62,11 @@ class Aggregated:
         updates: The valid updates, in the order of the assignments.
         refused: Client id and reason of each update that is not valid.
         seconds: Simulated length of the round, where it does not wait for the slowest client.
-        received: The valid updates of those who trained in this round, where others are aggregated; None: the same.
-        note: A text for the record of the round; empty for none.
     """
 
     updates: tuple[Update, ...]
     refused: tuple[tuple[int, UpdateError], ...]
     seconds: float | None = None
-    received: tuple[Update, ...] | None = None
-    note: str = ""
-
-    @property
-    def trained(self) -> tuple[Update, ...]:
-        """The valid updates of those who trained in this round."""
-        return self.updates if self.received is None else self.received
 
 
 @dataclass(frozen=True, eq=False)
