@@ -18,7 +18,6 @@ from rich.markup import escape
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
-from sparsekit_fl.cli.report import write_files
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.report.trials import Trial
@@ -96,8 +95,10 @@ def _compare(
     comparison = comparisons_of(trials, order=list(made), target=target)[0]
     drawn = False
     if options.out is not None:
+        from sparsekit_fl.paper.report import write_report
+
         try:
-            _, written = write_files(options.out, target=target, order=list(made), command=_typed())
+            _, written = write_report(options.out, target=target, order=list(made), command=_typed())
             drawn = any(path.suffix in (".png", ".svg") for path in written)
         except MissingDependencyError as error:
             typer.echo(f"warning: {error}; then `sparsekit report {options.out}` draws what is missing", err=True)

@@ -3,62 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import command_app
-
-if TYPE_CHECKING:
-    from sparsekit_fl.results.report.comparison import Comparison
-
-
-def write_files(
-    *folders: Path,
-    out: Path | None = None,
-    target: float | None = None,
-    order: Sequence[str] = (),
-    progress: Callable[[str], None] = lambda _: None,
-    command: str = "",
-) -> tuple[list[Comparison], list[Path]]:
-    """Write the report of folders with the published numbers and figures beside ours.
-
-    Args:
-        folders: Folders of results.
-        out: Folder for the files; None takes the only folder.
-        target: Accuracy whose simulated time is a column.
-        order: Methods in the order of tables.
-        progress: Receives the name of each file before it is written.
-        command: What was typed to run them; empty takes that of the report that is there.
-
-    Returns:
-        The comparisons, one per protocol, and the files.
-    """
-    from sparsekit_fl.paper.figures import missing_figures, paper_figures
-    from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
-    from sparsekit_fl.results.report.write import read_comparisons, write_report
-
-    if len(folders) > 1 and out is None:
-        raise InvalidValueError("a report of several folders needs one for its files; pass --out FOLDER")
-    comparisons = read_comparisons(*folders, target=target, order=order, sort=in_published_order)
-    published = {id(comparison): published_beside(comparison) for comparison in comparisons}
-    source = [published_source()] if any(one is not None for one in published.values()) else []
-    written = write_report(
-        folders[0],
-        comparisons,
-        out=out,
-        published=lambda comparison: published[id(comparison)],
-        paper=paper_figures,
-        about_paper=[*source, *missing_figures(comparisons)],
-        progress=progress,
-        command=command,
-    )
-    return comparisons, written
 
 
 def _report(
@@ -81,13 +33,14 @@ def _report(
     Runs of different data, models or settings stand in sections of their own.
     """
     from sparsekit_fl.paper.published import published_beside
+    from sparsekit_fl.paper.report import write_report
     from sparsekit_fl.results.report.tables import show, show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:
         if quiet or as_json or not errors.is_terminal:
             status.stop()
-        comparisons, written = write_files(
+        comparisons, written = write_report(
             *folders, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}")
         )
     if as_json:

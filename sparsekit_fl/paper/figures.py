@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers, published_text
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import TARGET, Comparison
-from sparsekit_fl.results.report.figures import POINTS, bars, curve, level_figures
+from sparsekit_fl.results.report.figures import bars, curve, level_figures, points_of
 from sparsekit_fl.results.report.plots import Figure
+from sparsekit_fl.results.report.trials import Level
 from sparsekit_fl.results.text import flops_text, seconds_text, share_text
 
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
@@ -26,19 +27,12 @@ _WINDOWS = 10
 _BASELINE = "best baseline, published"
 
 
-class _Found(NamedTuple):
-    """A figure and what it shows, in words."""
-
-    figure: Figure
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class _Paper:
-    """One figure of the paper: what is drawn, from which columns, and the runs that it takes."""
+    """One figure of the paper: what makes it, with what it shows in words as its caption, and the runs that it takes."""
 
     number: str
-    make: Callable[[Comparison, _Paper], _Found | None]
+    make: Callable[[Comparison, _Paper], Figure | None]
     needs: str
     command: str = ""
     column: str = ""
@@ -46,20 +40,12 @@ class _Paper:
 
 
 def is_rival(method: str) -> bool:
-    """Whether a method is neither FedLPS nor a variant of it.
-
-    Args:
-        method: Name of a run, with options in brackets where they were changed.
-    """
+    """Whether a method is neither FedLPS nor a variant of it; its name may have options in brackets."""
     return not (method.startswith("fedlps") or method.partition("[")[0] in _ABLATIONS)
 
 
 def paper_figures(comparison: Comparison) -> list[Figure]:
-    """Make every figure that the results can be drawn as.
-
-    Args:
-        comparison: Results under one protocol.
-    """
+    """Make every figure that the results can be drawn as."""
     found = []
     for paper in _FIGURES:
         made = paper.make(comparison, paper)
@@ -67,26 +53,27 @@ def paper_figures(comparison: Comparison) -> list[Figure]:
             says = published_text(paper.number, comparison.dataset).get("says", "")
             parts = [
                 f"The paper: {says}" if says else "",
-                f"Here: {made.text}" if made.text else "",
-                "Diamonds are published numbers." if made.figure.marks is not None and made.figure.plot != "bars" else "",
+                f"Here: {made.caption}" if made.caption else "",
+                "Diamonds are published numbers." if made.marks is not None and made.plot != "bars" else "",
                 f"{comparison.seeds_text().capitalize()}; {comparison.title}. {protocol_difference(comparison)}".strip(),
             ]
-            title = f"{paper.number}: {made.figure.title}"
-            found.append(replace(made.figure, title=title, number=paper.number, caption=" ".join(filter(None, parts))))
+            title = f"{paper.number}: {made.title}"
+            found.append(replace(made, title=title, number=paper.number, caption=" ".join(filter(None, parts))))
     return found
 
 
-def missing_figures(comparisons: Sequence[Comparison]) -> list[str]:
-    """Name the figures that no comparison can show, and commands that make their runs; none for data that are not the paper's.
+def missing_figures(comparisons: Sequence[Comparison], drawn: Collection[str]) -> list[str]:
+    """Name the figures that could not be drawn, and commands that make their runs; none for data that are not the paper's.
 
     Args:
         comparisons: One per protocol.
+        drawn: Numbers of the figures of all of them.
     """
     if not any(published_numbers("fedlps", comparison.dataset) for comparison in comparisons):
         return []
     groups: dict[tuple[str, str], list[str]] = {}
     for paper in _FIGURES:
-        if paper.command and not any(paper.make(comparison, paper) for comparison in comparisons):
+        if paper.command and paper.number not in drawn:
             groups.setdefault((paper.needs, paper.command), []).append(paper.number)
     return [f"{' and '.join(numbers)} of the paper needs {needs}: {command}" for (needs, command), numbers in groups.items()]
 
@@ -97,7 +84,7 @@ def _own(comparison: Comparison) -> str:
     return "fedlps" if "fedlps" in methods else next((method for method in methods if not is_rival(method)), "")
 
 
-def _level(comparison: Comparison) -> tuple[str, int] | None:
+def _level(comparison: Comparison) -> Level | None:
     """Return the level that the paper's figures are at, or the only one; None where there are several others."""
     levels = comparison.levels
     return PUBLISHED_LEVEL if PUBLISHED_LEVEL in levels else levels[0] if len(levels) == 1 else None
@@ -129,11 +116,7 @@ def _marks(comparison: Comparison, x: str | None = None) -> Any:
     for method in () if protocol_difference(comparison) else comparison.methods:
         for _, _, accuracy, deviation, flops in published_numbers(method, comparison.dataset)[:1]:
             rows.append((method, flops * 1e12 if x is None else x, accuracy / 100, deviation / 100))
-    return _frame(rows)
-
-
-def _frame(rows: Iterable[Sequence[object]]) -> Any:
-    return need("pandas").DataFrame(list(rows), columns=POINTS)
+    return points_of(rows)
 
 
 def _ends(figure: Figure, place: int = -1) -> dict[str, tuple[float, float]]:
@@ -141,13 +124,13 @@ def _ends(figure: Figure, place: int = -1) -> dict[str, tuple[float, float]]:
     return {name: tuple(own[["x", "y"]].iloc[place]) for name, own in figure.points.groupby("series", sort=False)}
 
 
-def _against_cost(comparison: Comparison, paper: _Paper) -> _Found | None:
+def _against_cost(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make Figure 3 or 4: accuracy against what was spent."""
     level = _level(comparison)
     if level is None:
         return None
     flops = paper.column == "flops_rowmask"
-    made = curve(comparison, level, paper.column, "personal_accuracy", y="mean personal accuracy on test data", **paper.words)
+    made = curve(comparison, level, paper.column, "personal_accuracy", **paper.words)
     figure = _as_in_the_paper(comparison, made, _marks(comparison) if flops and level == PUBLISHED_LEVEL else None)
     if figure is None:
         return None
@@ -161,16 +144,14 @@ def _against_cost(comparison: Comparison, paper: _Paper) -> _Found | None:
     last = max((end[1], name) for name, end in ends.items() if name != own)
     spent = f"{flops_text(limit)} FLOPs" if flops else _seconds(limit)
     text = f"after {spent} {own} has {share_text(accuracy)}, {rest}; at the end of its run {last[1]} has {share_text(last[0])}."
-    scoring = [
-        trial.result["cost"].get("flops_scoring", 0) for trial in comparison.finished if trial.result and trial.method == own
-    ]
+    scoring = [result["cost"].get("flops_scoring", 0) for trial, result in comparison.results if trial.method == own]
     if flops and any(scoring):
         mean = flops_text(sum(scoring) / len(scoring))
         text += f" Its passes that score while it trains, {mean} FLOPs, are not counted."
-    return _Found(figure, text)
+    return replace(figure, caption=text)
 
 
-def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> _Found | None:
+def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make Figure 5, at the paper's target or where it has none at that of the comparison."""
     says, level = published_text(paper.number, comparison.dataset), _level(comparison)
     target = comparison.target or says.get("target") or comparison.goal
@@ -185,14 +166,12 @@ def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> _Found | None:
     if made is None:
         return None
     # A bar is the mean of a method whose every seed has reached the target.
-    all_reached = {
-        row.method for row in at.rows if (row.heterogeneity, row.lack_classes) == level and row.count[TARGET] == row.n
-    }
+    all_reached = {row.method for row in at.rows if row.level == level and row.count[TARGET] == row.n}
     points = made.points.assign(y=made.points["y"].where(made.points["series"].isin(all_reached)))
     marks = None
     if theirs:
-        points = need("pandas").concat([points, _frame([(_BASELINE, 0.0, math.nan, 0.0)])])
-        marks = _frame(
+        points = need("pandas").concat([points, points_of([(_BASELINE, 0.0, math.nan, 0.0)])])
+        marks = points_of(
             [(_own(comparison), 0.0, theirs["fedlps_seconds"], 0.0), (_BASELINE, 0.0, theirs["baseline_seconds"], 0.0)]
         )
     figure = _as_in_the_paper(comparison, replace(made, points=points.sort_values("y", kind="stable")), marks)
@@ -203,16 +182,16 @@ def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> _Found | None:
     rivals = sorted((seconds, name) for name, seconds in times.items() if name != own)
     never = sum(is_rival(name) and name not in times and name != _BASELINE for name in figure.points["series"])
     if own not in times:
-        return _Found(figure, f"{own} does not reach it; {rivals[0][1]} does after {_seconds(rivals[0][0])}." if rivals else "")
+        return replace(figure, caption=f"{own} does not reach it; {rivals[0][1]} does after {_seconds(rivals[0][0])}.")
     text = f"{own} takes {_seconds(times[own])}"
     if rivals:
         change = 100 * (1 - times[own] / rivals[0][0])
         than = f"{abs(change):.0f} % {'less' if change >= 0 else 'more'} than the fastest rival"
         text += f", {than}, {rivals[0][1]}, with {_seconds(rivals[0][0])}"
-    return _Found(figure, f"{text}{f'; {never} of its rivals do not reach it' if never else ''}.")
+    return replace(figure, caption=f"{text}{f'; {never} of its rivals do not reach it' if never else ''}.")
 
 
-def _against_levels(comparison: Comparison, paper: _Paper) -> _Found | None:
+def _against_levels(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make Figure 6, 7 or 8."""
     # Of several the last is that of the largest other axis: the paper's.
     made = next((one for one in reversed(level_figures(comparison)) if one.name.startswith(paper.column)), None)
@@ -222,7 +201,7 @@ def _against_levels(comparison: Comparison, paper: _Paper) -> _Found | None:
         return None
     figure = replace(figure, **paper.words)
     if figure.y_unit != "seconds":
-        return _Found(figure, f"{figure.subject} less the best rival, in points: {_leads(figure)}.")
+        return replace(figure, caption=f"{figure.subject} less the best rival, in points: {_leads(figure)}.")
     parts = []
     for level, y, rivals in _beside(figure):
         shares = sorted(100 * (1 - y / seconds) for seconds in rivals)
@@ -232,7 +211,7 @@ def _against_levels(comparison: Comparison, paper: _Paper) -> _Found | None:
         f"{figure.subject} is shorter than its rivals by {', '.join(parts)}; from {first} to {last} its own time changes by"
         f" {100 * (end / start - 1):+.0f} %."
     )
-    return _Found(figure, text.replace("-", "−"))
+    return replace(figure, caption=text.replace("-", "−"))
 
 
 def _beside(figure: Figure) -> list[tuple[Any, float, list[float]]]:
@@ -249,17 +228,16 @@ def _leads(figure: Figure) -> str:
     return ", ".join(f"{100 * lead:+.1f} ({name})".replace("-", "−") for name, lead in named)
 
 
-def _against_ratios(comparison: Comparison, paper: _Paper) -> _Found | None:
+def _against_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make a part of Figure 9: one ratio for all clients, by how units are chosen."""
     level, points = _level(comparison), []
-    ratios = {trial.method: _RATIO.match(str(trial.policies.get("ratio", ""))) for trial in comparison.finished}
+    ratios = {trial.method: _RATIO.match(str(trial.policies.get("ratio", ""))) for trial, _ in comparison.results}
     for row in comparison.rows:
         strategy, ratio = _STRATEGIES.get(row.method.partition("[")[0]), ratios[row.method]
-        if (row.heterogeneity, row.lack_classes) == level and strategy and ratio and not math.isnan(row.mean[paper.column]):
-            spread = row.deviation[paper.column]
-            points.append((strategy, float(ratio[1]), row.mean[paper.column], 0.0 if math.isnan(spread) else spread))
-    frame = _frame(points).drop_duplicates(["series", "x"], keep="last").sort_values(["series", "x"])
-    frame = frame[frame.groupby("series")["x"].transform("size") > 1] if len(frame) else frame
+        if row.level == level and strategy and ratio:
+            points.append((strategy, float(ratio[1]), row.mean[paper.column], row.deviation[paper.column]))
+    frame = points_of(points).dropna().drop_duplicates(["series", "x"], keep="last").sort_values(["series", "x"])
+    frame = frame[frame.groupby("series")["x"].transform("size") > 1]
     time = paper.column == "simulated_seconds"
     frame = frame[frame["series"] == "learned"] if time else frame
     if frame["series"].nunique() < (1 if time else 2):
@@ -269,41 +247,43 @@ def _against_ratios(comparison: Comparison, paper: _Paper) -> _Found | None:
         x="sparse ratio of all clients", **paper.words,
     )  # fmt: skip
     if not time:
-        return _Found(figure, f"learned patterns less the best of the others, in points: {_leads(figure)}.")
+        return replace(figure, caption=f"learned patterns less the best of the others, in points: {_leads(figure)}.")
     (low, start), (high, end) = _ends(figure, 0)["learned"], _ends(figure)["learned"]
-    return _Found(figure, f"from ratio {low:g} to {high:g} time grows by a factor of {end / start:.1f}.")
+    return replace(figure, caption=f"from ratio {low:g} to {high:g} time grows by a factor of {end / start:.1f}.")
 
 
-def _bandit_ratios(comparison: Comparison, paper: _Paper) -> _Found | None:
+def _bandit_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make the figure of FedLPS, or of the first method with bandits; a point is the mean over a tenth of the run."""
-    level, frame, own = _level(comparison), comparison.frame, _own(comparison)
-    with_bandit = {trial.method for trial in comparison.finished if "Bandit" in str(trial.policies.get("ratio", ""))}
+    level, own = _level(comparison), _own(comparison)
+    with_bandit = {trial.method for trial, _ in comparison.results if "Bandit" in str(trial.policies.get("ratio", ""))}
     method = own if own in with_bandit else next((name for name in comparison.methods if name in with_bandit), "")
-    here = frame[(frame["method"] == method) & frame["metric"].str.startswith("ratio ")]
-    if level is None or not len(here):
+    executed = [
+        (record["capabilities"][client], record["round"], trial.seed, ratio)
+        for trial, result in comparison.results
+        if trial.method == method and trial.level == level
+        for record in result["rounds"]
+        for client, ratio in record.get("ratios", {}).items()
+        if client in record.get("capabilities", {})
+    ]
+    if not executed:
         return None
-    here = here[(here["heterogeneity"] == level[0]) & (here["lack_classes"] == level[1])]
-    last = int(here["round"].max())
+    frame = need("pandas").DataFrame(executed, columns=["able", "round", "seed", "ratio"])
+    last = int(frame["round"].max())
     size = max(1, last // _WINDOWS)
-    windows = here.assign(x=(-(-here["round"] // size) * size).clip(upper=last), able=here["metric"].str[6:].astype(float))
-    seeds = windows.groupby(["able", "x", "seed"])["value"].mean()
-    means = (
-        seeds.groupby(level=["able", "x"])
-        .agg(["mean", "std"])
-        .fillna(0.0)
-        .sort_index(level=["able", "x"], ascending=[False, True])
-    )
-    rows = [
+    rounds = frame.groupby(["able", "round", "seed"], as_index=False)["ratio"].mean()
+    windows = rounds.assign(x=(-(-rounds["round"] // size) * size).clip(upper=last))
+    seeds = windows.groupby(["able", "x", "seed"])["ratio"].mean()
+    means = seeds.groupby(level=["able", "x"]).agg(["mean", "std"]).sort_index(level=["able", "x"], ascending=[False, True])
+    points = points_of(
         (f"devices of {Fraction(able).limit_denominator(1000)}", x, mean, spread)
         for (able, x), mean, spread in means.itertuples()
-    ]
-    points = _frame(rows)
-    if not len(points) or points.groupby("series").size().max() < 2:
+    )
+    if points.groupby("series").size().max() < 2:
         return None
     figure = Figure(plot="lines", points=points, series=tuple(dict.fromkeys(points["series"])), x="round",
                     title=f"what bandits of {method} chose, by capability", **paper.words)  # fmt: skip
     ends = ", ".join(f"{y:.2f} of {name.rpartition(' ')[2]}" for name, (_, y) in _ends(figure).items())
-    return _Found(figure, f"mean ratio at the end, of what the device could train: {ends}.")
+    return replace(figure, caption=f"mean ratio at the end, of what the device could train: {ends}.")
 
 
 def _seconds(seconds: float) -> str:

@@ -102,7 +102,7 @@ def protocol_difference(comparison: Comparison) -> str:
     ]
     # What the partition leaves out is as unlike the paper's as another value.
     changed += [f"no {name.replace('_', ' ')}" for name in preset.options if name not in ours]
-    if PUBLISHED_LEVEL[0] not in {trial.heterogeneity for trial in comparison.trials}:
+    if PUBLISHED_LEVEL[0] not in {trial.level[0] for trial in comparison.trials}:
         changed.append("other levels of devices")
     return f"Another protocol than the paper's: {', '.join(changed)}." if changed else ""
 
@@ -129,7 +129,7 @@ def published_beside(comparison: Comparison) -> Any:
     lines: list[tuple[Any, ...]] = []
     for row in comparison.rows:
         known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_rowmask"])
-        if not known or (row.heterogeneity, row.lack_classes) != PUBLISHED_LEVEL:
+        if not known or row.level != PUBLISHED_LEVEL:
             continue
         for table, method, accuracy, deviation, flops in published_numbers(row.method, dataset):
             pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row, "personal_accuracy", 100.0), 0.0),

@@ -141,7 +141,7 @@ def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> N
 def test_the_page_has_a_headline_version_command_and_the_numbers_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsekit_fl.cli.report import write_files
+    from sparsekit_fl.paper.report import write_report
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # figures take long and are not looked at
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -152,7 +152,7 @@ def test_the_page_has_a_headline_version_command_and_the_numbers_beside(
         made["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
         made["config"]["experiment"]["partition_options"] = {"distinct": False, "classes_per_client": 2}
     save(tmp_path, cheap, dear)
-    write_files(tmp_path, command="sparsekit compare fedlps fedavg")
+    write_report(tmp_path, command="sparsekit compare fedlps fedavg")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "fedavg is most accurate: 90.0% with 0.1T FLOPs. fedlps comes within a point, 89.5%" in text
     for part in (
@@ -163,5 +163,5 @@ def test_the_page_has_a_headline_version_command_and_the_numbers_beside(
         assert part in text
     assert "distinct" not in text
     assert "2 classes a client" in text
-    write_files(tmp_path)
+    write_report(tmp_path)
     assert "sparsekit compare fedlps fedavg" in (tmp_path / "report.html").read_text(encoding="utf-8"), "the command is kept"

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit_fl.problem.names import lower_by_name
-from sparsekit_fl.results.text import bytes_scale, flops_step, minutes_text, seconds_scale, seconds_text
+from sparsekit_fl.results.text import minutes_text, scale, seconds_text
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ _TRAINING = {
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return `COLUMNS`, training alone where a method scores as it trains, and what else clients were scored by.
-
-    Args:
-        results: As in `result.json`.
-    """
+    """Return `COLUMNS`, training alone where a method scores as it trains, and what else clients were scored by."""
     found: list[Column] = []
     for column in COLUMNS:
         found.append(column)
@@ -79,11 +75,13 @@ def _metrics(results: Sequence[Mapping[str, Any]]) -> list[Column]:
     columns = []
     for name in dict.fromkeys(name for final in finals for name in final["personal"]):
         unit, larger = ("share", True) if name == "accuracy" else ("number", not lower_by_name(name))
-        kinds: list[tuple[str, str, tuple[str, ...]]] = []
-        kinds += [] if name == "accuracy" else [("", "", ("final", "personal", name))]
-        kinds += [("_weighted", ", by examples", ("final", "weighted", "personal", name)),
-                  ("_worst", ", worst tenth", ("final", "worst", "personal", name))]  # fmt: skip
-        columns += [Column(f"personal_{name}{end}", f"{name}{title}", path, unit, larger) for end, title, path in kinds]
+        kinds = [("", "", ("personal",)), ("_weighted", ", by examples", ("weighted", "personal")),
+                 ("_worst", ", worst tenth", ("worst", "personal"))]  # fmt: skip
+        # The mean of accuracy is there in any case.
+        columns += [
+            Column(f"personal_{name}{end}", f"{name}{title}", ("final", *path, name), unit, larger)
+            for end, title, path in kinds[name == "accuracy" :]
+        ]
     return columns
 
 
@@ -112,22 +110,11 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
         As many texts; those of FLOPs, bytes and seconds have three digits of the mean.
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
-    size, ending = _scale(unit, max(known, default=0.0))
+    size, ending = scale(unit, max(known, default=0.0))
     return [
         "–" if mean is None or not math.isfinite(mean) else _text(unit, mean, deviation, size, ending)
         for mean, deviation in zip(means, deviations or [None] * len(means), strict=True)
     ]
-
-
-def _scale(unit: str, largest: float) -> tuple[float, str]:
-    """Return what is one on the column's scale, and its sign."""
-    if unit == "share":
-        return 0.01, "%"
-    if unit == "flops":
-        return flops_step(largest)
-    if unit == "bytes":
-        return bytes_scale(largest)[:2]
-    return seconds_scale(largest)[:2] if unit == "seconds" else (1.0, "")
 
 
 def _text(unit: str, mean: float, deviation: float | None, size: float, ending: str) -> str:
@@ -141,11 +128,7 @@ def _text(unit: str, mean: float, deviation: float | None, size: float, ending: 
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """Make the table of one run, a row per number.
-
-    Args:
-        result: As in `result.json`.
-    """
+    """Make the table of one run, a row per number."""
     config = result["config"]
     about, rounds = config.get("experiment", {}), config["rounds"]
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""

@@ -13,13 +13,15 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.columns import Column, columns_of, texts, value_of
-from sparsekit_fl.results.report.frame import LEVEL, long_frame, runs_frame
-from sparsekit_fl.results.report.trials import Trial, protocols_of
+from sparsekit_fl.results.report.trials import Level, Trial, protocols_of
 from sparsekit_fl.results.text import share_text
 
 TARGET = "target_seconds"
 _SUBJECT = "fedlps"
 _MOST_FIRST = 6
+_GROUP = ["method", "level"]
+_RUN = [*_GROUP, "seed"]
+_COSTS = ("flops_compact", "flops_rowmask", "simulated_seconds")
 
 
 def check_target(target: float | None) -> float | None:
@@ -29,9 +31,9 @@ def check_target(target: float | None) -> float | None:
     return target
 
 
-def order_of(heterogeneity: str, lack_classes: int) -> tuple[int, int]:
+def _order(level: Level) -> tuple[int, int]:
     """Order levels from less to more different clients."""
-    return ["", *HETEROGENEITY].index(heterogeneity), lack_classes
+    return ["", *HETEROGENEITY].index(level[0]), level[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +42,8 @@ class Row:
 
     Args:
         method: Name of the method.
-        heterogeneity: As of `Trial`.
-        lack_classes: As of `Trial`.
-        level: The level in words, as far as it distinguishes rows.
+        level: As of `Trial`.
+        where: The level in words, as far as it distinguishes rows.
         n: Number of runs with finite scores.
         of: Number of runs, failed ones among them.
         mean: Column → mean over runs; NaN where no run has the number.
@@ -53,9 +54,8 @@ class Row:
     """
 
     method: str
-    heterogeneity: str
-    lack_classes: int
-    level: str
+    level: Level
+    where: str
     n: int
     of: int
     mean: Mapping[str, float]
@@ -67,7 +67,7 @@ class Row:
     @property
     def label(self) -> str:
         """Method and level."""
-        return ", ".join(filter(None, (self.method, self.level)))
+        return ", ".join(filter(None, (self.method, self.where)))
 
     @property
     def runs(self) -> str:
@@ -94,7 +94,7 @@ class Comparison:
     @property
     def slug(self) -> str:
         """The title as part of a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return slug(self.title)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -106,10 +106,10 @@ class Comparison:
         """Name of the data set; empty where it is not known."""
         return str(self.config.get("experiment", {}).get("dataset", ""))
 
-    @property
-    def finished(self) -> list[Trial]:
-        """Trials with a result."""
-        return [trial for trial in self.trials if trial.result is not None]
+    @cached_property
+    def results(self) -> list[tuple[Trial, Mapping[str, Any]]]:
+        """Finished trials with their results."""
+        return [(trial, trial.result) for trial in self.trials if trial.result is not None]
 
     @property
     def failed(self) -> list[Trial]:
@@ -117,25 +117,24 @@ class Comparison:
         return [trial for trial in self.trials if trial.error is not None]
 
     @cached_property
-    def levels(self) -> tuple[tuple[str, int], ...]:
-        """Heterogeneity and number of lacking classes of finished trials, from less to more different clients."""
-        found = {(trial.heterogeneity, trial.lack_classes) for trial in self.finished}
-        return tuple(sorted(found, key=lambda level: order_of(*level)))
+    def levels(self) -> tuple[Level, ...]:
+        """Levels of finished trials, from less to more different clients."""
+        return tuple(sorted({trial.level for trial, _ in self.results}, key=_order))
 
-    def level_text(self, heterogeneity: str, lack_classes: int) -> str:
+    def level_text(self, level: Level) -> str:
         """Say how a level differs from the others; empty where there is one."""
-        known = [trial for trial in self.trials if trial.config]
+        devices, lacks = (set(axis) for axis in zip(*(trial.level for trial in self.trials if trial.config), strict=True))
         parts = [
-            f"heterogeneity {heterogeneity or 'other'}" if len({trial.heterogeneity for trial in known}) > 1 else "",
-            f"lacks {lack_classes}" if len({trial.lack_classes for trial in known}) > 1 else "",
+            f"heterogeneity {level[0] or 'other'}" if len(devices) > 1 else "",
+            f"lacks {level[1]}" if len(lacks) > 1 else "",
         ]
         return ", ".join(filter(None, parts))
 
     @cached_property
     def _base(self) -> tuple[Column, ...]:
-        return columns_of([trial.result for trial in self.finished if trial.result])
+        return columns_of([result for _, result in self.results])
 
-    @property
+    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the wall time."""
         wanted = Column(TARGET, f"time to {share_text(self.goal).replace('.0%', '%')}", (), "seconds")
@@ -143,74 +142,92 @@ class Comparison:
         return (*self._base[:place], wanted, *self._base[place:])
 
     @cached_property
-    def frame(self) -> Any:
-        """The long table of `long_frame`."""
-        return long_frame(self.finished, self._base)
+    def rounds(self) -> Any:
+        """DataFrame with a row per run and scored round: costs so far, and scores as `PART_METRIC` and `PART_METRIC_worst`.
+
+        Here and in `runs` a level is its place in `levels`.
+        """
+        found = []
+        for trial, result in self.results:
+            for record in result["rounds"]:
+                if record["evaluation"]:
+                    costs = {name: record["cost"].get(name) for name in _COSTS}
+                    found.append({**self._run(trial), "round": record["round"], **costs, **_scores(record["evaluation"])})
+        return need("pandas").DataFrame(found, columns=None if found else [*_RUN, "round"])
+
+    def _run(self, trial: Trial) -> dict[str, Any]:
+        return {"method": trial.method, "level": self.levels.index(trial.level), "seed": trial.seed}
 
     @cached_property
-    def runs(self) -> Any:
-        """A row per finished run and a column per number; see `runs_frame`."""
-        return runs_frame(self.frame, self.goal)
+    def _scored(self) -> Any:
+        """DataFrame with a row per finished run and a column per number of the table, but for the time to the target."""
+        found = [
+            self._run(trial) | {column.name: value_of(result, column) for column in self._base}
+            for trial, result in self.results
+        ]
+        columns = [*_RUN, *(column.name for column in self._base)]
+        return need("pandas").DataFrame(found, columns=columns).set_index(_RUN).astype(float)
 
     @cached_property
     def goal(self) -> float:
         """The target accuracy."""
         if self.target is not None:
             return self.target
-        known: dict[tuple[str, str, int], list[float]] = {}
-        for trial in self.finished:
-            accuracy = value_of(trial.result or {}, self._base[0])
-            if accuracy is not None:
-                known.setdefault((trial.method, trial.heterogeneity, trial.lack_classes), []).append(accuracy)
-        best = max((math.fsum(own) / len(own) for own in known.values()), default=0.0)
+        means = self._scored["personal_accuracy"].groupby(level=_GROUP).mean().dropna()
+        best = float(means.max()) if len(means) else 0.0
         return math.floor(90 * best) / 100 if best >= 0.02 else best
+
+    @cached_property
+    def runs(self) -> Any:
+        """DataFrame with a row per finished run and a column per number, among them the simulated time to the target.
+
+        Only rounds that were scored can reach it, so the time is no finer than the run's `eval_every`.
+        """
+        return self._scored.assign(**{TARGET: [_reached(result, self.goal) for _, result in self.results]})
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Footnotes, each once, in the order of their numbers."""
-        return tuple(dict.fromkeys(note for trial in self.finished for note in trial.notes))
+        return tuple(dict.fromkeys(note for trial in self.trials for note in trial.notes))
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """One row for each method and level with a finished run."""
-        if not self.finished:
+        if not self.results:
             return ()
-        groups = self.runs.groupby(level=["method", *LEVEL])
-        mean, deviation, count = groups.mean(), groups.std(), groups.count()
-        places = [(method, *level) for level in self.levels for method in self.methods if (method, *level) in mean.index]
-        written = {column.name: self._texts(column, places, mean, deviation, count) for column in self.columns}
+        groups = self.runs.groupby(level=_GROUP)
+        every = [(method, level) for level in range(len(self.levels)) for method in self.methods]
+        places = [place for place in every if place in groups.groups]
+        mean, deviation, count, size = (
+            found.loc[places] for found in (groups.mean(), groups.std(), groups.count(), groups.size())
+        )
+        text = {}
+        for column in self.columns:
+            written = texts(column.unit, mean[column.name].tolist(), deviation[column.name].tolist())
+            # The number of runs stands behind a mean over fewer runs than the row has.
+            there = zip(written, count[column.name], size, strict=True)
+            text[column.name] = [f"{one} ({n} of {of})" if 0 < n < of else one for one, n, of in there]
+        scored = count[[name for name in count if name.startswith("personal_")]].max(axis=1)
         rows = []
-        for place, (method, heterogeneity, lack) in enumerate(places):
+        for place, (method, number) in enumerate(places):
+            level = self.levels[number]
             own = [trial for trial in self.trials if trial.method == method]
-            here = [trial for trial in own if (trial.heterogeneity, trial.lack_classes) == (heterogeneity, lack)]
-            key = (method, heterogeneity, lack)
-            scored = [name for name in ("personal_accuracy", *count.columns) if name.startswith("personal_")]
+            here = [trial for trial in own if trial.level == level]
+            # What failed before it had a configuration counts at every level.
+            lost = [trial for trial in own if trial.error and not trial.config]
             rows.append(
                 Row(
-                    method, heterogeneity, lack, self.level_text(heterogeneity, lack),
-                    n=int(count.loc[key, scored].max()),
-                    of=sum(bool(trial.result or trial.error) for trial in here)
-                    + sum(bool(trial.error and not trial.config) for trial in own),
-                    mean=mean.loc[key].to_dict(),
-                    deviation=deviation.loc[key].to_dict(),
-                    count=count.loc[key].astype(int).to_dict(),
-                    text={name: column[place] for name, column in written.items()},
+                    method, level, self.level_text(level),
+                    n=int(scored.iloc[place]),
+                    of=sum(bool(trial.result or trial.error) for trial in here) + len(lost),
+                    mean=mean.iloc[place].to_dict(),
+                    deviation=deviation.iloc[place].to_dict(),
+                    count=count.iloc[place].to_dict(),
+                    text={name: column[place] for name, column in text.items()},
                     notes=tuple(sorted({self.notes.index(note) + 1 for trial in here for note in trial.notes})),
                 )
             )  # fmt: skip
         return tuple(rows)
-
-    def _texts(
-        self, column: Column, places: Sequence[tuple[str, str, int]], mean: Any, deviation: Any, count: Any
-    ) -> list[str]:
-        """Write a column; the number of runs stands behind a mean over fewer runs than the row has."""
-        found = [tuple(frame.loc[place, column.name] for frame in (mean, deviation, count)) for place in places]
-        runs = self.runs.groupby(level=["method", *LEVEL]).size()
-        short = [
-            f" ({n} of {runs[place]})" if 0 < n < runs[place] else "" for place, (_, _, n) in zip(places, found, strict=True)
-        ]
-        written = texts(column.unit, [float(one[0]) for one in found], [float(one[1]) for one in found])
-        return [text + more for text, more in zip(written, short, strict=True)]
 
     @property
     def subject(self) -> str:
@@ -245,35 +262,37 @@ class Comparison:
 
     def failures(self) -> list[str]:
         """Name the runs that failed, and finished ones whose scores are not finite."""
-        found = [f"failed: {self.name_of(trial)}: {trial.error}" for trial in self.failed]
-        for trial in self.finished:
-            scores = [value_of(trial.result or {}, column) for column in self._base if column.path[:2] == ("final", "personal")]
+        found = [f"failed: {self._name(trial)}: {trial.error}" for trial in self.failed]
+        for trial, result in self.results:
+            scores = [value_of(result, column) for column in self._base if column.path[:2] == ("final", "personal")]
             if not any(score is not None and math.isfinite(score) for score in scores):
-                found.append(f"diverged: {self.name_of(trial)} has no finite score")
+                found.append(f"diverged: {self._name(trial)} has no finite score")
         return found
 
-    def name_of(self, trial: Trial) -> str:
-        """Join method, level and seed of a trial."""
-        level = self.level_text(trial.heterogeneity, trial.lack_classes) if trial.config else ""
+    def _name(self, trial: Trial) -> str:
+        level = self.level_text(trial.level) if trial.config else ""
         return ", ".join(filter(None, (trial.method, level, f"seed {trial.seed}")))
 
     def records(self) -> list[dict[str, Any]]:
         """Return a plain dict for each finished trial: who it is, and its numbers."""
-        found = []
-        for trial in self.finished:
-            own = self.runs.loc[(trial.method, trial.heterogeneity, trial.lack_classes, trial.seed)]
-            found.append({**_identity(trial), **{column.name: _plain(own[column.name]) for column in self.columns}})
-        return found
+        numbers = self.runs[[column.name for column in self.columns]].to_dict("records")
+        return [
+            {**_identity(trial), **{name: _plain(value) for name, value in own.items()}}
+            for (trial, _), own in zip(self.results, numbers, strict=True)
+        ]
+
+    def _errors(self) -> list[dict[str, Any]]:
+        return [{**_identity(trial), "error": trial.error} for trial in self.failed]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the content of `compare.json`."""
         return {
             "title": self.title,
             "methods": list(self.methods),
-            "seeds": sorted({trial.seed for trial in self.finished}),
+            "seeds": sorted({trial.seed for trial, _ in self.results}),
             "target": self.goal,
             "trials": self.records(),
-            "failed": [{**_identity(trial), "error": trial.error} for trial in self.failed],
+            "failed": self._errors(),
             "summary": {row.label: self._summary(row) for row in self.rows},
             "notes": {row.label: [self.notes[number - 1] for number in row.notes] for row in self.rows if row.notes},
         }
@@ -291,7 +310,7 @@ class Comparison:
 
     def to_csv(self) -> str:
         """Return CSV with one line per trial; one that failed has its error in place of numbers."""
-        lines = [*self.records(), *({**_identity(trial), "error": trial.error} for trial in self.failed)]
+        lines = [*self.records(), *self._errors()]
         return str(need("pandas").DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
@@ -307,20 +326,40 @@ def comparisons_of(trials: Iterable[Trial], *, order: Sequence[str] = (), target
     for title, members in protocols_of(trials):
         present = dict.fromkeys(trial.method for trial in members)
         methods = list(dict.fromkeys([*(name for name in order if name in present), *present]))
-        ranks = {
-            id(one): (order_of(one.heterogeneity, one.lack_classes), one.seed, methods.index(one.method)) for one in members
-        }
-        ranked = sorted(members, key=lambda trial, ranks=ranks: ranks[id(trial)])  # type: ignore[misc]
-        found.append(Comparison(title, tuple(ranked), tuple(methods), target))
+        ranks = [(_order(one.level), one.seed, methods.index(one.method), place) for place, one in enumerate(members)]
+        found.append(Comparison(title, tuple(members[rank[-1]] for rank in sorted(ranks)), tuple(methods), target))
     return found
 
 
+def slug(text: str) -> str:
+    """Return a text as part of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 def _identity(trial: Trial) -> dict[str, Any]:
-    lack = trial.lack_classes
+    heterogeneity, lack = trial.level
     return {
-        "method": trial.method, "seed": trial.seed, "heterogeneity": trial.heterogeneity or None,
+        "method": trial.method, "seed": trial.seed, "heterogeneity": heterogeneity or None,
         "lack_classes": None if lack < 0 else lack,
     }  # fmt: skip
+
+
+def _scores(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+    return {
+        f"{part}_{metric}{kind}": value
+        for kind, parts in (("", evaluation), ("_worst", evaluation.get("worst") or {}))
+        for part in ("personal", "global")
+        for metric, value in (parts.get(part) or {}).items()
+    }
+
+
+def _reached(result: Mapping[str, Any], goal: float) -> float:
+    """Return the simulated time until a mean personal accuracy; NaN where no scored round has it."""
+    for record in result["rounds"]:
+        accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
+        if accuracy is not None and accuracy >= goal:
+            return float(record["cost"]["simulated_seconds"])
+    return math.nan
 
 
 def _plain(value: float) -> float | None:

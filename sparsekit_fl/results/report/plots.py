@@ -1,4 +1,4 @@
-"""Figures, and the four plots that draw them: lines, levels, bars and a front.
+"""Figures, and the plots that draw them: lines over numbers or levels, bars and a front.
 
 Equal figures give equal bytes.
 """
@@ -6,18 +6,23 @@ Equal figures give equal bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from sparsekit_fl.results.extra import need
-from sparsekit_fl.results.text import flops_step
+from sparsekit_fl.results.text import scale
 
 # Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK, _FAINT, _GREY = "#333333", "#DDDDDD", "#A0A8B0"
+_STYLE = {
+    "font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparsekit",
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}  # fmt: skip
 _MOST_BANDS = 8
 _MOST_BELOW = 6
 _BAR_INCHES = 0.27
@@ -31,8 +36,8 @@ class Figure:
     Args:
         name: Name of its file.
         title: Text above it.
-        plot: "lines" over numbers, "levels" are lines over names, "bars" is one bar per series, "front" one point per series
-            with a line through those that no other series beats in both numbers.
+        plot: "lines" over numbers or names, "bars" is one bar per series, "front" one point per series with a line through
+            those that no other series beats in both numbers.
         points: DataFrame with the columns series, x, y, deviation; bars have their length in y, NaN for none.
         series: Names in the order that decides colour, dashes and marker, of more series than are drawn perhaps.
         x: Text of the x axis; of bars that of their length.
@@ -44,14 +49,13 @@ class Figure:
         faint: Series drawn in grey, without a line in the legend.
         labels: Series → text of the legend, where that is not its name.
         marks: DataFrame like `points` of published numbers, drawn as hollow diamonds; rings on bars. None for none.
-        mark_text: What marks are, for the legend.
         number: Number of a figure of a paper; empty for other figures.
         caption: Sentences below it.
     """
 
     name: str
     title: str
-    plot: Literal["lines", "levels", "bars", "front"]
+    plot: Literal["lines", "bars", "front"]
     points: Any
     series: tuple[str, ...]
     x: str
@@ -61,9 +65,8 @@ class Figure:
     log: bool = False
     subject: str = ""
     faint: frozenset[str] = frozenset()
-    labels: tuple[tuple[str, str], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
     marks: Any = None
-    mark_text: str = "published"
     number: str = ""
     caption: str = ""
 
@@ -78,86 +81,49 @@ class Figure:
         """Series that have a line in the legend."""
         return [name for name in self.shown if name not in self.faint]
 
-    def place(self, series: str) -> int:
-        """Return the place of a series, which decides its style."""
-        return self.series.index(series)
-
-    def label(self, series: str) -> str:
-        """Return the text of a series."""
-        return dict(self.labels).get(series, series)
-
-
-def series_style(place: int) -> tuple[str, tuple[float, ...], str]:
-    """Return colour, dashes and marker of the series at a place; distinct for 32 of them."""
-    turn = place // len(_COLOURS)
-    return _COLOURS[place % len(_COLOURS)], _DASHES[turn % len(_DASHES)], _MARKERS[(place + turn) % len(_MARKERS)]
+    def style(self, series: str) -> tuple[str, tuple[float, ...], str]:
+        """Return colour, dashes and marker of a series by its place in `series`; distinct for 32 of them."""
+        place = self.series.index(series)
+        turn = place // len(_COLOURS)
+        return _COLOURS[place % len(_COLOURS)], _DASHES[turn % len(_DASHES)], _MARKERS[(place + turn) % len(_MARKERS)]
 
 
 def draw(figure: Figure, *paths: Path | str) -> None:
     """Draw a figure with its title and legend into files, whose endings decide the format.
 
-    Args:
-        figure: The figure.
-        paths: Files of the pictures.
-
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    lines = len(figure.named)
-    few = figure.plot == "bars" or lines <= _MOST_BELOW
-    with _style():
+    lines, (width, height), legend = len(figure.named), (6.4, 4.3), {"loc": "outside lower center", "ncols": 3}
+    if figure.plot == "bars":
+        height = 0.9 + _BAR_INCHES * len(figure.shown)
+    elif lines > _MOST_BELOW:
         # A legend at the side needs a line per series.
-        picture, axes = _plotted(figure, 6.4 if few else 8.6, 4.3 if few else max(4.3, 0.6 + 0.195 * lines))
+        width, height, legend = 8.6, max(height, 0.6 + 0.195 * lines), {"loc": "outside right upper"}
+    with need("matplotlib").rc_context(_STYLE):
+        picture = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+        axes = picture.subplots()
         axes.set_title(figure.title, fontsize=11, loc="left")
-        if figure.plot != "bars":
-            _legend(
-                picture,
-                axes,
-                fontsize=9,
-                **({"loc": "outside lower center", "ncols": 3} if few else {"loc": "outside right upper"}),
-            )
+        axes.tick_params(labelsize=10)
+        axes.grid(visible=True, axis="x" if figure.plot == "bars" else "both", color=_FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(figure.x, fontsize=10)
+        axes.set_ylabel(figure.y, fontsize=10)
+        {"lines": _lines, "bars": _bars, "front": _front}[figure.plot](axes, figure)
+        handles, labels = axes.get_legend_handles_labels()
+        if handles:
+            picture.legend(handles, labels, frameon=False, handlelength=3.0, fontsize=9, **legend)
         for path in paths:
             metadata = {"Date": None} if str(path).endswith(".svg") else None
             picture.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
-def _style() -> Any:
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    plain = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
-    return need("matplotlib").rc_context({**plain, **dict.fromkeys(inked, _INK)})
-
-
-def _legend(picture: Any, axes: Any, **options: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        picture.legend(handles, labels, frameon=False, handlelength=3.0, **options)
-
-
-def _plotted(figure: Figure, width: float, height: float) -> tuple[Any, Any]:
-    if figure.plot == "bars":
-        height = 0.9 + _BAR_INCHES * len(figure.shown)
-    picture = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-    axes = picture.subplots()
-    axes.tick_params(labelsize=10)
-    axes.grid(visible=True, axis="x" if figure.plot == "bars" else "both", color=_FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(figure.x, fontsize=10)
-    axes.set_ylabel(figure.y, fontsize=10)
-    {"lines": _lines, "levels": _levels, "bars": _bars, "front": _front}[figure.plot](axes, figure)
-    # The length of a bar is its y, and stands on the x axis.
-    for axis, unit, column in (
-        [(axes.xaxis, figure.x_unit, "y")]
-        if figure.plot == "bars"
-        else [(axes.xaxis, figure.x_unit, "x"), (axes.yaxis, figure.y_unit, "y")]
-    ):
-        if unit in ("share", "flops", "seconds"):
-            axis.set_major_formatter(_ticks(unit, figure.points[column].max()))
-    return picture, axes
-
-
-def _ticks(unit: str, largest: float) -> Any:
-    size, letter = flops_step(largest)
+def _format(axis: Any, unit: str, values: Any) -> None:
+    """Write the ticks of an axis in its unit."""
+    if unit not in ("share", "flops", "seconds"):
+        return
+    size, letter = scale(unit, values.max())
 
     def text(value: float, _: int) -> str:
         if unit == "share":
@@ -166,11 +132,13 @@ def _ticks(unit: str, largest: float) -> Any:
             return f"{value / size:g}{letter}" if value else "0"
         return f"{value:g} s"
 
-    return need("matplotlib.ticker").FuncFormatter(text)
+    axis.set_major_formatter(need("matplotlib.ticker").FuncFormatter(text))
 
 
 def _lines(axes: Any, figure: Figure) -> None:
-    """Draw a line per series over numbers, with a band of one deviation."""
+    """Draw a line per series over numbers or names, with a band of one deviation."""
+    if figure.x_unit == "name":
+        axes.xaxis.update_units(list(dict.fromkeys(figure.points["x"])))
     bands = len(figure.named) <= _MOST_BANDS
     for name in figure.shown:
         own = figure.points[figure.points["series"] == name]
@@ -178,11 +146,12 @@ def _lines(axes: Any, figure: Figure) -> None:
         if name in figure.faint:
             axes.plot(x, y, color=_FAINT, linewidth=1.0, zorder=1)
             continue
-        colour, dashes, marker = series_style(figure.place(name))
+        colour, dashes, marker = figure.style(name)
         main = name == figure.subject
         axes.plot(
             x, y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
-            markevery=max(1, len(x) // 8), linewidth=3.2 if main else 1.6, label=figure.label(name), zorder=3 if main else 2,
+            markevery=max(1, len(x) // 8), linewidth=3.2 if main else 1.6, label=figure.labels.get(name, name),
+            zorder=3 if main else 2,
         )  # fmt: skip
         if bands and deviation.any():
             axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.15, linewidth=0)
@@ -191,46 +160,39 @@ def _lines(axes: Any, figure: Figure) -> None:
         _logarithmic(axes, figure)
     elif figure.x_unit == "number":
         axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True))  # rounds are whole
+    elif figure.x_unit == "name":
+        axes.margins(x=0.08)
     if figure.y_unit == "share":
         _limit(axes, figure)
-
-
-def _levels(axes: Any, figure: Figure) -> None:
-    """Draw a line per series over names, in the order in which the names first appear."""
-    order = list(dict.fromkeys(figure.points["x"]))
-    numbered = figure.points.assign(x=figure.points["x"].map(order.index))
-    marks = None if figure.marks is None else figure.marks.assign(x=figure.marks["x"].map(order.index))
-    _lines(axes, Figure(**{**vars(figure), "points": numbered, "marks": marks, "x_unit": "name"}))
-    axes.set_xticks(range(len(order)), order)
-    axes.margins(x=0.08)
+    _format(axes.xaxis, figure.x_unit, figure.points["x"])
+    _format(axes.yaxis, figure.y_unit, figure.points["y"])
 
 
 def _bars(axes: Any, figure: Figure) -> None:
     """Draw a bar per series, in the order of the points, the first one above; published numbers are rings."""
     for place, one in enumerate(figure.points.itertuples()):
         if not math.isnan(one.y):
-            colour = _GREY if one.series in figure.faint else series_style(figure.place(one.series))[0]
+            colour = _GREY if one.series in figure.faint else figure.style(one.series)[0]
             axes.barh(place, one.y, height=0.66, color=colour, alpha=0.95 if one.series == figure.subject else 0.6)
-            if one.deviation:
-                ends = [max(0.0, one.y - one.deviation), one.y + one.deviation]
-                axes.plot(ends, [place, place], color=_INK, linewidth=1.2)
+            axes.errorbar([one.y], [place], xerr=[one.deviation], color=_INK, elinewidth=1.2)
         for ring in () if figure.marks is None else figure.marks.loc[figure.marks["series"] == one.series, "y"].dropna():
             axes.plot([ring], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)
-    axes.set_yticks(range(len(figure.points)), [figure.label(name) for name in figure.points["series"]])
+    axes.set_yticks(range(len(figure.points)), [figure.labels.get(name, name) for name in figure.points["series"]])
     for name, label in zip(figure.points["series"], axes.get_yticklabels(), strict=True):
         label.set_weight("bold" if name == figure.subject else "normal")
     axes.set_ylim(len(figure.points) - 0.4, -0.6)
     axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(5))
     axes.set_xlim(0.0, 1.02 if figure.x_unit == "share" else None)
+    _format(axes.xaxis, figure.x_unit, figure.points["y"])
 
 
 def _front(axes: Any, figure: Figure) -> None:
     """Draw a point per series, a line through the best, and the names of these and of the subject."""
     for one in figure.points.itertuples():
-        colour, _, marker = series_style(figure.place(one.series))
+        colour, _, marker = figure.style(one.series)
         size = 9 if one.series == figure.subject else 6
         axes.errorbar([one.x], [one.y], [one.deviation], color=colour, marker=marker, markersize=size, linestyle="none",
-                      elinewidth=1.0, label=figure.label(one.series), zorder=3)  # fmt: skip
+                      elinewidth=1.0, label=figure.labels.get(one.series, one.series), zorder=3)  # fmt: skip
     ranked = figure.points.sort_values(["x", "y"], ascending=[True, False])
     best = ranked[ranked["y"] > ranked["y"].cummax().shift(fill_value=-math.inf)]
     axes.plot(best["x"], best["y"], color=_INK, linewidth=1.0, linestyle=":", zorder=1)
@@ -251,16 +213,18 @@ def _front(axes: Any, figure: Figure) -> None:
         ticker = need("matplotlib.ticker")
         axes.yaxis.set_major_locator(ticker.FixedLocator([share for share in _SHARES if low / 2 < share < (1 + high) / 2]))
         axes.yaxis.set_minor_locator(ticker.NullLocator())
+    _format(axes.xaxis, figure.x_unit, figure.points["x"])
+    _format(axes.yaxis, figure.y_unit, figure.points["y"])
 
 
 def _marks(axes: Any, figure: Figure) -> None:
     """Draw published numbers as hollow diamonds, and one line of the legend for all of them."""
     for one in () if figure.marks is None else figure.marks.itertuples():
-        axes.errorbar([one.x], [one.y], [one.deviation], color=series_style(figure.place(one.series))[0], marker="D",
+        axes.errorbar([one.x], [one.y], [one.deviation], color=figure.style(one.series)[0], marker="D",
                       markersize=8, linestyle="none", markerfacecolor="none", markeredgewidth=1.8, elinewidth=1.0,
                       zorder=4)  # fmt: skip
     if figure.marks is not None:
-        axes.plot([], [], "D", color=_INK, markersize=7, markerfacecolor="none", markeredgewidth=1.5, label=figure.mark_text)
+        axes.plot([], [], "D", color=_INK, markersize=7, markerfacecolor="none", markeredgewidth=1.5, label="published")
 
 
 def _logarithmic(axes: Any, figure: Figure) -> None:
@@ -279,8 +243,8 @@ def _limit(axes: Any, figure: Figure) -> None:
     """Spend the height on where series differ, not on the first rounds."""
     clear = figure.points[figure.points["series"].isin(figure.named or figure.shown)]
     groups = clear["y"].groupby(clear["series"])
-    early = figure.plot == "lines" and figure.x_unit != "name"
-    lowest = groups.apply(lambda y: sorted(y)[len(y) // 10]).min() if early else (clear["y"] - clear["deviation"]).min()
+    named = figure.x_unit == "name"
+    lowest = (clear["y"] - clear["deviation"]).min() if named else groups.apply(lambda y: sorted(y)[len(y) // 10]).min()
     highest = (clear["y"] + clear["deviation"]).max()
     for one in () if figure.marks is None else figure.marks.itertuples():
         lowest, highest = min(lowest, one.y - one.deviation), max(highest, one.y + one.deviation)

@@ -4,24 +4,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import Comparison
 
 WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_SPECIAL = {
+_LATEX = str.maketrans({
     "\\": r"\textbackslash{}",
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "±": r"$\pm$", "–": "--", "−": "$-$", "×": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$", "·": r"$\cdot$",
-}  # fmt: skip
+})  # fmt: skip
+
+
+class Published(NamedTuple):
+    """A published row beside ours, as text; `*` marks a number of ours that differs by more than chance."""
+
+    run: str
+    method: str
+    accuracy: str
+    our_accuracy: str
+    difference: str
+    flops: str
+    our_flops: str
+    reason: str
+
+
+def published_rows(published: Any) -> list[Published]:
+    """Write the DataFrame of `paper.published`, accuracies in per cent and 10¹² FLOPs; nothing for None."""
+    found = []
+    for _, pair in () if published is None else published.groupby(["table", "run"], sort=False):
+        accuracy, flops = pair.itertuples()
+        found.append(
+            Published(
+                run=accuracy.run,
+                method=accuracy.method,
+                accuracy=f"{accuracy.published:.2f}{_spread(accuracy.published_deviation, 2)}",
+                our_accuracy=f"{accuracy.ours:.2f}{_spread(accuracy.our_deviation, 2)}",
+                difference=f"{accuracy.difference:+.2f}{'*' if accuracy.flagged else ''}",
+                flops=f"{flops.published:,.1f}",
+                our_flops=f"{flops.ours:,.3f}{'*' if flops.flagged else ''}{_spread(flops.our_deviation, 3)}",
+                reason=" ".join(dict.fromkeys(filter(None, (accuracy.reason, flops.reason)))),
+            )
+        )
+    return found
+
+
+def _spread(deviation: float | None, decimals: int) -> str:
+    return "" if deviation is None else f" ± {deviation:,.{decimals}f}"
 
 
 def show(comparison: Comparison, console: Console) -> None:
@@ -30,29 +67,52 @@ def show(comparison: Comparison, console: Console) -> None:
     labels = [f"{row.label} {' '.join(map(str, row.notes)).translate(_SIGNS)}".strip() for row in rows]
     columns = [("n", [row.runs for row in rows])]
     columns += [(column.title, [row.text[column.name] for row in rows]) for column in comparison.columns]
-    first = max([len("method"), *map(len, labels)]) + 3
     parts: list[list[tuple[str, list[str]]]] = []
     left = 0
     for title, texts in columns:
         needed = max([len(title), *map(len, texts)]) + 3
         if needed > left:
-            parts.append([])
-            left = console.width - first
+            parts.append([("method", labels)])
+            left = console.width - max([len("method"), *map(len, labels)]) - 3
         parts[-1].append((title, texts))
         left -= needed
     for part in parts:
-        table = Table("method", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.columns[0].no_wrap = True
-        for title, _ in part:
-            table.add_column(title, justify="right", no_wrap=True)
-        for label, *cells in zip(labels, *(texts for _, texts in part), strict=True):
-            table.add_row(escape(label), *cells)
-        console.print(table)
+        _print(console, dict(part))
     console.print(f"{comparison.seeds_text()}; {WALL_TIME}")
     for number, note in enumerate(comparison.notes, 1):
         console.print(f"{str(number).translate(_SIGNS)} {escape(note)}", soft_wrap=True)
     for failure in comparison.failures():
         console.print(escape(failure), soft_wrap=True)
+
+
+def _print(console: Console, columns: Mapping[str, Sequence[str]], title: str | None = None) -> None:
+    """Print title → cells of each column; the first is words, the others are numbers."""
+    heads = [Column(name, justify="right" if place else "left", no_wrap=True) for place, name in enumerate(columns)]
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, cells))
+    console.print(table)
+
+
+def show_published(published: Any, console: Console) -> None:
+    """Print published and ours in 80 columns; below, each reason with its methods.
+
+    Args:
+        published: From `paper.published`, with at least one row.
+        console: Where to print.
+    """
+    lines = [
+        (row.run, row.accuracy, row.our_accuracy, row.difference, row.flops, row.our_flops.split()[0])
+        for row in published_rows(published)
+    ]
+    titles = ("method", "published, %", "ours, %", "", "e12 FLOPs", "ours, rows")
+    _print(console, dict(zip(titles, zip(*lines, strict=True), strict=True)), title="beside the published tables")
+    flagged = published[published["flagged"] == 1]
+    if len(flagged):
+        console.print("* differs by more than two deviations, FLOPs also by more than rounding:")
+    for (quantity, reason), own in flagged.groupby(["quantity", "reason"], sort=False):
+        what = "accuracy" if quantity == "accuracy_percent" else "FLOPs"
+        console.print(f"  {what} of {escape(', '.join(dict.fromkeys(own['run'])))}: {escape(reason)}", soft_wrap=True)
 
 
 def markdown_table(comparison: Comparison, published: Any = None) -> str:
@@ -62,35 +122,31 @@ def markdown_table(comparison: Comparison, published: Any = None) -> str:
         comparison: Rows of the table.
         published: From `paper.published`; its numbers are the last columns.
     """
-    beside = {} if published is None else published_texts(published)
+    # A method of both tables has the numbers of the first.
+    beside = {row.run: [row.accuracy, f"{row.flops}T"] for row in reversed(published_rows(published))}
     lines = [["method", "n", *(column.title for column in comparison.columns)]]
     lines[0] += ["published accuracy, %", "published FLOPs"] if beside else []
     for row in comparison.rows:
         notes = f" ({', '.join(map(str, row.notes))})" if row.notes else ""
         numbers = [row.text[column.name] for column in comparison.columns]
-        more = beside.get(row.label, ["–", "–"]) if beside else []
-        lines.append([row.label + notes, row.runs, *numbers, *more])
+        lines.append([row.label + notes, row.runs, *numbers, *(beside.get(row.label, ["–", "–"]) if beside else [])])
     table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
     table.insert(1, f"| --- |{' ---: |' * (len(lines[0]) - 1)}")
     below = [f"- ({number}) {note}" for number, note in enumerate(comparison.notes, 1)]
     below += [f"- {failure}" for failure in comparison.failures()]
-    parts = [f"**{comparison.title}; {comparison.seeds_text()}.**", "\n".join(table), *(["\n".join(below)] if below else [])]
-    return "\n\n".join(parts) + "\n"
+    parts = [f"**{comparison.title}; {comparison.seeds_text()}.**", "\n".join(table), "\n".join(below)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def latex_escape(text: str) -> str:
     """Escape text that LaTeX prints as it stands; letters that no plain LaTeX font has become a question mark."""
-    escaped = "".join(_SPECIAL.get(letter, letter) for letter in text)
-    return "".join(letter if ord(letter) < 0x250 else "?" for letter in escaped)
+    return "".join(letter if ord(letter) < 0x250 else "?" for letter in text.translate(_LATEX))
 
 
 def latex_table(comparison: Comparison) -> str:
     r"""Write a floating table to `\input` into a paper.
 
     It needs `\usepackage{booktabs}`, and `graphicx` to shrink it to the width of the text.
-
-    Args:
-        comparison: Rows of the table.
     """
     lines = []
     for row in comparison.rows:
@@ -115,49 +171,3 @@ def latex_table(comparison: Comparison) -> str:
             "",
         ]
     )
-
-
-def published_texts(published: Any) -> Mapping[str, list[str]]:
-    """Map the labels of rows to published accuracy and FLOPs as text.
-
-    Args:
-        published: From `paper.published`.
-    """
-    found: dict[str, list[str]] = {}
-    for one in published.itertuples():
-        spread = "" if one.published_deviation is None else f" ± {one.published_deviation:.2f}"
-        text = f"{one.published:.2f}{spread}" if one.quantity == "accuracy_percent" else f"{one.published:g}T"
-        found.setdefault(one.run, []).append(text)
-    return {run: texts[:2] for run, texts in found.items()}
-
-
-def show_published(published: Any, console: Console) -> None:
-    """Print published and ours; below, each reason with its methods.
-
-    Args:
-        published: From `paper.published`, with at least one row.
-        console: Console; 80 columns are enough.
-    """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="beside the published tables", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for title in ("published, %", "ours, %", "", "e12 FLOPs", "ours, rows"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for _, pair in published.groupby(["table", "run"], sort=False):
-        accuracy, flops = pair.itertuples()
-        ours = f"{accuracy.ours:.2f}" + ("" if accuracy.our_deviation is None else f" ± {accuracy.our_deviation:.2f}")
-        table.add_row(
-            escape(accuracy.run),
-            f"{accuracy.published:.2f} ± {accuracy.published_deviation:.2f}",
-            ours,
-            f"{accuracy.difference:+.2f}{'*' if accuracy.flagged else ' '}",
-            f"{flops.published:.1f}",
-            f"{flops.ours:.3f}{'*' if flops.flagged else ' '}",
-        )
-    console.print(table)
-    flagged = published[published["flagged"] == 1]
-    if len(flagged):
-        console.print("* differs by more than two deviations, FLOPs also by more than rounding:")
-    for (quantity, reason), own in flagged.groupby(["quantity", "reason"], sort=False):
-        what = "accuracy" if quantity == "accuracy_percent" else "FLOPs"
-        runs: Sequence[str] = list(dict.fromkeys(own["run"]))
-        console.print(f"  {what} of {escape(', '.join(runs))}: {escape(reason)}", soft_wrap=True)

@@ -18,6 +18,10 @@ from sparsekit_fl.results.read import read_result
 TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""
 
+Level = tuple[str, int]
+"""How different clients are: a name in `options.config.HETEROGENEITY`, empty for other capabilities of their devices; and the
+number of classes that every client lacks, -1 for other partitions."""
+
 # What may differ between the trials of a table: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
@@ -50,16 +54,9 @@ class Trial:
         return () if self.result is None else tuple(str(self.result.get("note", "")).splitlines())
 
     @property
-    def heterogeneity(self) -> str:
-        """Heterogeneity of the devices, a name in `options.config.HETEROGENEITY`; empty for other capabilities."""
-        drawn = tuple(self.config.get("capability_levels") or ())
-        return next((name for name, levels in HETEROGENEITY.items() if levels == drawn), "")
-
-    @property
-    def lack_classes(self) -> int:
-        """Number of classes that every client lacks; -1 for other partitions."""
-        found = self.config.get("experiment", {}).get("partition_options", {}).get(_LACKING)
-        return -1 if found is None else int(found)
+    def level(self) -> Level:
+        """Heterogeneity of the devices, and number of lacking classes."""
+        return _level(self.config)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Trial:
@@ -72,6 +69,12 @@ class Trial:
             result=saved if "final" in saved else None,
             error=saved.get("error"),
         )
+
+
+def _level(config: Mapping[str, Any]) -> Level:
+    drawn = tuple(config.get("capability_levels") or ())
+    lack = config.get("experiment", {}).get("partition_options", {}).get(_LACKING)
+    return next((name for name, levels in HETEROGENEITY.items() if levels == drawn), ""), -1 if lack is None else int(lack)
 
 
 def collect(*folders: Path | str) -> list[Trial]:
@@ -89,10 +92,10 @@ def collect(*folders: Path | str) -> list[Trial]:
     kept: dict[str, tuple[Trial, Path]] = {}
     for folder in map(Path, folders):
         for path, trial in _found(folder):
-            about = (trial.method, trial.seed, trial.heterogeneity, trial.lack_classes, _protocol(trial.config))
-            other, where = kept.setdefault(_key(about), (trial, path))
+            key = _key((trial.method, trial.seed, trial.level, _protocol(trial.config)))
+            other, where = kept.setdefault(key, (trial, path))
             if other.result is None and trial.result is not None:
-                kept[_key(about)] = (trial, path)
+                kept[key] = (trial, path)
             elif trial.result is not None and other.result is not None and _digest(trial.result) != _digest(other.result):
                 raise DataError(
                     f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {path}; leave one out"
@@ -136,10 +139,7 @@ def _trial(home: Path) -> Trial:
 
 
 def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
-    """Group trials by everything that must be equal in one table.
-
-    Args:
-        trials: Finished and failed ones.
+    """Group trials, finished and failed ones, by everything that must be equal in one table.
 
     Returns:
         Title and trials of each group; titles that would be equal name the settings that differ.
@@ -147,13 +147,9 @@ def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
     groups: dict[str, list[Trial]] = {}
     # What decides an option itself, and what failed before it had a configuration, joins a group of the others.
     for trial in sorted(trials, key=lambda trial: 2 if not trial.config else _DECIDED in trial.policies):
-        if not trial.config:
-            key = next(iter(groups), "")
-        elif _DECIDED in trial.policies:
-            key = _key({**_protocol(trial.config), _DECIDED: None})
-            key = next((other for other in groups if _key({**json.loads(other), _DECIDED: None}) == key), key)
-        else:
-            key = _key(_protocol(trial.config))
+        key = _key(_protocol(trial.config)) if trial.config else next(iter(groups), "")
+        if trial.config and _DECIDED in trial.policies:
+            key = next((other for other in groups if _undecided(other) == _undecided(key)), _undecided(key))
         groups.setdefault(key, []).append(trial)
     members = list(groups.values())
     return list(zip(_titles([group[0].config for group in members]), members, strict=True))
@@ -163,13 +159,17 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+def _undecided(key: str) -> str:
+    return _key({**json.loads(key), _DECIDED: None})
+
+
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the axes of a comparison from a configuration, and options that were not used."""
     kept = {name: value for name, value in config.items() if name not in _AXES and value is not None}
-    trial = Trial(method="", seed=0, config=config)
-    if not trial.heterogeneity:
+    heterogeneity, lack_classes = _level(config)
+    if not heterogeneity:
         kept["capability_levels"] = config.get("capability_levels")
-    if trial.lack_classes >= 0:
+    if lack_classes >= 0:
         kept["experiment"] = {**config["experiment"], "partition_options": _LACKING}
     return kept
 

@@ -10,9 +10,9 @@ from saved_results import result
 
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
+from sparsekit_fl.paper.report import read_comparisons
 from sparsekit_fl.results.report.comparison import comparisons_of
 from sparsekit_fl.results.report.trials import Trial
-from sparsekit_fl.results.report.write import read_comparisons
 
 
 def _frame(*results: dict[str, Any]) -> Any:

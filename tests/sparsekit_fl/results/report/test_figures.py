@@ -64,8 +64,8 @@ def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> Non
 def test_every_plot_is_drawn_and_equal_figures_give_equal_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     made = figures(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))
-    plots = {figure.plot: figure for figure in made.values()}
-    assert set(plots) == {"lines", "levels", "bars", "front"}
+    plots = {f"{figure.plot}-{figure.x_unit}": figure for figure in made.values()}
+    assert {"lines-number", "lines-name", "bars-share", "front-flops"} <= set(plots)
     for plot, figure in plots.items():
         draw(figure, tmp_path / f"{plot}.png")
         for name in (plot, f"{plot}-again"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from saved_results import result, save
 
-from sparsekit_fl.cli.report import write_files
+from sparsekit_fl.paper.report import write_report
 
 NASTY = "own<b>&\"'method"
 
@@ -25,7 +25,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder, {**odd, "method": "odd"})
     path = next(folder.glob("odd-*")) / "result.json"
     path.write_text(path.read_text().replace('"odd"', '"own<b>&\\"\'method"', 1))
-    write_files(folder)
+    write_report(folder)
     return folder / "report.html"
 
 

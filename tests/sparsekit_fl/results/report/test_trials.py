@@ -14,13 +14,10 @@ from sparsekit_fl.results.report.trials import Trial, collect
 
 
 def test_levels_are_read_from_the_configuration() -> None:
-    for made, heterogeneity, lack in (
-        (result("a", heterogeneity="low"), "low", -1), (result("a", lack_classes=8), "high", 8),
-    ):  # fmt: skip
-        assert (Trial.of(made).heterogeneity, Trial.of(made).lack_classes) == (heterogeneity, lack)
+    assert Trial.of(result("a", heterogeneity="low")).level == ("low", -1)
+    assert Trial.of(result("a", lack_classes=8)).level == ("high", 8)
     for config in ({"capability_levels": [1.0, 0.3]}, {"capability_levels": None}, {}):
-        trial = Trial(method="a", seed=0, config=config)
-        assert (trial.heterogeneity, trial.lack_classes) == ("", -1)
+        assert Trial(method="a", seed=0, config=config).level == ("", -1)
     made = [result("a", heterogeneity=name, lack_classes=lack) for name in ("high", "low", "median") for lack in (8, 2)]
     (comparison,) = comparisons_of(map(Trial.of, made))
     assert comparison.levels == tuple((name, lack) for name in ("low", "median", "high") for lack in (2, 8))
@@ -34,7 +31,7 @@ def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp
     assert section.dataset == "mnist"
     assert section.methods == ("c", "b", "a")
     assert [(trial.seed, trial.method) for trial in section.trials] == [(s, m) for s in (0, 1) for m in "cba"]
-    assert section.level_text("high", -1) == ""
+    assert section.level_text(("high", -1)) == ""
 
 
 def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) -> None:
@@ -49,7 +46,7 @@ def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) ->
     ]
     levels = next(section for section in sections if len(section.trials) == 2)
     assert levels.levels == (("low", -1), ("high", -1))
-    assert levels.level_text("low", -1) == "heterogeneity low"
+    assert levels.level_text(("low", -1)) == "heterogeneity low"
 
 
 def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
@@ -75,7 +72,7 @@ def test_failed_and_unfinished_trials_are_told_apart(tmp_path: Path) -> None:
         raw = {"method": name, "seed": 0, "config": result(name)["config"], "policies": {}, "error": error}
         (tmp_path / name / "trial.json").write_text(json.dumps(raw))
     (section,) = comparisons_of(collect(tmp_path))
-    assert [trial.method for trial in section.finished] == ["a"]
+    assert [trial.method for trial, _ in section.results] == ["a"]
     assert [(trial.method, trial.error) for trial in section.failed] == [("b", "it broke")]
     assert len(section.trials) == 3
 

@@ -12,8 +12,7 @@ import pytest
 from saved_results import result, save
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.report import write_files
-from sparsekit_fl.results.report.write import read_comparisons, write_report
+from sparsekit_fl.paper.report import read_comparisons, write_report
 
 pytestmark = pytest.mark.slow
 TABLES = {"compare.json", "compare.csv", "table.tex", "table.md", "report.html"}
@@ -22,14 +21,14 @@ TABLES = {"compare.json", "compare.csv", "table.tex", "table.md", "report.html"}
 def test_a_comparison_becomes_tables_figures_and_a_page_twice_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save(tmp_path, result("fedlps"), result("fedavg"))
-    written = write_files(tmp_path)[1]
+    written = write_report(tmp_path)[1]
     names = {str(path.relative_to(tmp_path)) for path in written}
     wanted = {"published.csv", "figures/accuracy-flops.svg", "figures/paper-3-accuracy-flops.png"}
     assert TABLES | wanted <= names
     assert all(path.stat().st_size for path in written)
     assert not list(tmp_path.rglob(".*.tmp"))
     first = {path: path.read_bytes() for path in written if path.suffix != ".png"}
-    assert write_files(tmp_path)[1] == written
+    assert write_report(tmp_path)[1] == written
     assert {path: path.read_bytes() for path in first} == first
 
 
@@ -38,8 +37,8 @@ def test_several_protocols_in_several_folders_make_one_report(tmp_path: Path) ->
     first = save(tmp_path / "a", result("fedlps"), result("fedavg"))
     second = save(tmp_path / "b", result("fedlps"), result("fedavg", 1, dataset="digits"))
     with pytest.raises(InvalidValueError, match="pass --out FOLDER"):
-        write_files(first, second)
-    comparisons, written = write_files(first, second, out=tmp_path / "out", target=0.7)
+        write_report(first, second)
+    comparisons, written = write_report(first, second, out=tmp_path / "out", target=0.7)
     assert [len(each.trials) for each in comparisons] == [2, 1], "the run that is in both counts once"
     names = {str(path.relative_to(tmp_path / "out")) for path in written}
     assert {f"cnn-on-{data}-100-clients-100-rounds-compare.csv" for data in ("mnist", "digits")} <= names
@@ -52,9 +51,9 @@ def test_several_protocols_in_several_folders_make_one_report(tmp_path: Path) ->
         "Figure 6 of the paper needs fedlps and a rival",
     ):
         assert part in page
-    write_files(first, second, out=first)
+    write_report(first, second, out=first)
     assert {one.target for one in read_comparisons(first)} == {None}
-    write_files(first, second, out=first, target=0.7)
+    write_report(first, second, out=first, target=0.7)
     assert {one.target for one in read_comparisons(first)} == {0.7}, "the target of a report of several protocols is kept"
 
 
@@ -62,7 +61,7 @@ def test_a_comparison_in_which_all_failed_is_a_page_with_the_errors(tmp_path: Pa
     (tmp_path / "a").mkdir()
     raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "it <broke>"}
     (tmp_path / "a/trial.json").write_text(json.dumps(raw))
-    write_files(tmp_path)
+    write_report(tmp_path)
     assert "it &lt;broke&gt;" in (tmp_path / "report.html").read_text()
     assert "it <broke>" in (tmp_path / "table.md").read_text()
 
@@ -73,7 +72,7 @@ def test_without_matplotlib_there_are_tables_and_a_page(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(logging.getLogger("sparsekit_fl"), "propagate", True)
     save(tmp_path, result("mine"))
-    assert {path.name for path in write_report(tmp_path, read_comparisons(tmp_path))} == TABLES
+    assert {path.name for path in write_report(tmp_path)[1]} == TABLES
     assert 'pip install "sparsekit-torch[report]"' in caplog.text
 
 
