@@ -1,14 +1,12 @@
-"""Every method on every engine: the same bits? Writes the page docs/evidence/parity.md.
+"""Every method on every engine: the same bits? Prints the table of docs/evidence/parity.md.
 
     python benchmarks/parity.py                                             all methods, all engines
-    python benchmarks/parity.py --methods fedlps fedper --out runs/parity.md
-    python benchmarks/parity.py --engines ray --out runs/ray.md --json      a line of JSON for each pair on stdout
+    python benchmarks/parity.py --methods fedlps fedper --out runs/parity.jsonl
+    python benchmarks/parity.py --engines ray --out runs/ray.jsonl --json   a line of JSON for each pair on stdout
 
-The reference is the embedded engine with one worker, computed anew at each call. What a pair of method and engine gave is
-kept in a JSON lines file beside the page. A pair that is there under the same settings and versions, and for the same digests
-of the reference, is not run again, unless it failed: an interrupted call goes on when it is repeated, and a method that gives
-other bits runs again on all engines. To run anything else again, remove the file or its lines. The exit code is 1 where a pair
-failed, differs, or was not run.
+The reference is the embedded engine with one worker, computed anew at each call. What a pair of method and engine gave is a
+line of `--out`. A pair that is there under the same settings and versions, and for the same digests of the reference, is not
+run again, unless it failed: an interrupted call goes on when it is repeated. The exit code is 1 where a pair failed or differs.
 
 The deployment is one SuperLink and two SuperNodes on the loopback, with TLS and registered keys, which serve all methods one
 after the other. It needs Linux, openssl and ssh-keygen.
@@ -31,32 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_engines import CLIENTS, COHORT, COLUMNS, REFERENCES, Result, plan_of
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from parity_engines import COLUMNS, REFERENCES, Result, plan_of
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.methods import registry
-from sparsekit_fl.results.state.storage import write_atomically
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "parity.md"
 
 _ROUND = ("round", "cohort", "loss", "accuracy", "ratios", "seconds", "evaluation")
 _COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds")
-_FACTS = """\
-# Every method on every engine: the same bits
-
-Runs of the preset `digits` (a convolutional model; each of {clients} clients draws its capability anew in every round),
-{rounds} rounds of {cohort} clients, one local epoch, seed 3. "same" says that the engine gave the digests of the embedded
-engine with one worker: of the global model, of all final scores, each client's with its own model among them, of the
-records of the rounds and of the costs. Where clients fail, the reference is the embedded engine on which the same clients
-fail. The deployment has TLS and SuperNodes with registered keys. **This holds on one kind of processor and one version of
-torch**: others round differently, on all engines alike ([what that means](../howto/devices.md#what-same-bits-covers)).
-
-`python benchmarks/parity.py --rounds {rounds}` makes this page: {versions}.
-
-"""
 
 
 def _sha256(value: Any) -> str:
@@ -94,7 +73,7 @@ class Pair:
     seconds: float = 0.0
 
     def text(self) -> str:
-        """The cell of the page."""
+        """The cell of the table."""
         if not self.reference:
             return "failed: the reference"
         if self.found is None:
@@ -120,12 +99,6 @@ def read_record(path: Path) -> list[Pair]:
     return [Pair(**json.loads(line)) for line in lines]
 
 
-def _append(path: Path, pair: Pair) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_bytes() if path.exists() else b""
-    write_atomically(path, before + json.dumps(vars(pair)).encode() + b"\n")
-
-
 def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) -> Pair:
     """Run a pair."""
     began = time.perf_counter()
@@ -137,109 +110,67 @@ def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) 
     return Pair(method, engine, case_of(plan), reference, found, error[:2000], round(time.perf_counter() - began, 1))
 
 
-def _reference(plan: Plan, errors: bool, console: Console) -> dict[str, str]:
+def _reference(plan: Plan, errors: bool) -> dict[str, str]:
     try:
         return digests(REFERENCES[errors](plan))
     except Exception as problem:  # noqa: BLE001 - the other methods go on
-        console.print(escape(f"{plan.method} on the reference: {type(problem).__name__}: {problem}"), highlight=False)
+        print(f"{plan.method} on the reference: {type(problem).__name__}: {problem}", file=sys.stderr)
         return {}
 
 
-_COHORT = """\
-The engine `cohort` is a parity class of its own, since the products of several clients round differently. Over a whole run in
-float64 it equals the embedded engine within 1e-9: tested for eight methods.
-"""
-
-
-def page(
-    pairs: Mapping[tuple[str, str], Pair],
-    references: Mapping[str, Mapping[str, str]],
-    engines: Sequence[str],
-    rounds: int,
-) -> str:
-    """The page.
-
-    Args:
-        pairs: By method and engine; those that are missing were not run.
-        references: Method → digests of the run without errors.
-        engines: The columns.
-        rounds: Of each run.
-    """
-    case = case_of(plan_of("fedlps", rounds))
-    versions = ", ".join(f"{name} {text}" for name, text in case["versions"].items())
+def table(pairs: Mapping[tuple[str, str], Pair], engines: Sequence[str]) -> str:
+    """Markdown: methods that gave the same on all engines share a row."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for method, digest in references.items():
-        cells = [pairs[method, engine].text() if (method, engine) in pairs else "not run" for engine in engines]
-        alike.setdefault(tuple(cells if digest else ["failed"] * len(engines)), []).append(f"`{method}`")
-    rows = [[", ".join(methods), *cells] for cells, methods in alike.items()]
+    for method in dict.fromkeys(method for method, _ in pairs):
+        alike.setdefault(tuple(pairs[method, engine].text() for engine in engines), []).append(f"`{method}`")
     head = ["methods", *(COLUMNS[engine].title for engine in engines)]
-    table = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    facts = _FACTS.format(rounds=rounds, cohort=COHORT, clients=CLIENTS, versions=versions)
-    return facts + "\n".join(table) + "\n\n" + _COHORT
+    rows = [head, ["---"] * len(head), *([", ".join(methods), *cells] for cells, methods in alike.items())]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing, print the table; 1 where not all is the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(registry), default=list(registry), metavar="METHOD")
     parser.add_argument("--engines", nargs="+", choices=list(COLUMNS), default=list(COLUMNS), help="beside the reference")
     parser.add_argument("--rounds", type=int, default=3, help="of each run (default 3)")
-    parser.add_argument("--out", type=Path, default=None, help="the page (default docs/evidence/parity.md)")
-    parser.add_argument("--record", type=Path, default=None, help="what ran (default parity.jsonl beside the page)")
+    parser.add_argument("--out", type=Path, default=Path("parity.jsonl"), help="what ran (default parity.jsonl)")
     parser.add_argument("--json", action="store_true", help="each pair as a line of JSON on stdout")
     options = parser.parse_args(argv)
-    whole = set(options.methods) == set(registry) and set(options.engines) == set(COLUMNS)
-    if options.out is None and not whole:
-        parser.error(f"{PAGE.name} is the page of all methods and engines; name another one by --out")
-    options.engines = [engine for engine in COLUMNS if engine in options.engines]
-    options.out = options.out or PAGE
-    options.record = options.record or options.out.with_name("parity.jsonl")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, write the page; 1 where not all is the same."""
-    options = _options(argv)
     # Every planted error is a warning.
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
-    console = Console(stderr=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     plans = {name: plan_of(name, options.rounds) for name in options.methods}
-    known = {(pair.method, pair.engine, json.dumps(pair.case, sort_keys=True)): pair for pair in read_record(options.record)}
-    clean: dict[str, dict[str, str]] = {}
+    known = {(pair.method, pair.engine, json.dumps(pair.case, sort_keys=True)): pair for pair in read_record(options.out)}
+    engines = [engine for engine in COLUMNS if engine in options.engines]
     pairs: dict[tuple[str, str], Pair] = {}
-    # Without a thread that draws: worker processes are forked beside it.
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, auto_refresh=False)
-    bar = progress.add_task("reference", total=len(plans) * len(options.engines))
     try:
-        with progress:
-            kinds = sorted({False, *(COLUMNS[engine].errors for engine in options.engines)})
-            references = {(name, errors): _reference(plans[name], errors, console) for name in plans for errors in kinds}
-            clean.update({name: references[name, False] for name in plans})
-            for engine in options.engines:
-                for name, plan in plans.items():
-                    progress.update(bar, description=f"{name} on {engine}", refresh=True)
-                    reference = references[name, COLUMNS[engine].errors]
-                    pair = known.get((name, engine, json.dumps(case_of(plan), sort_keys=True)))
-                    if not reference:
-                        pair = Pair(name, engine, case_of(plan), reference)
-                    elif pair is None or pair.found is None or pair.reference != reference:
-                        pair = attempt(name, engine, plan, reference)
-                        _append(options.record, pair)
-                        console.print(escape(f"{name} on {engine}: {pair.text()}, {pair.seconds} s"), highlight=False)
-                    pairs[name, engine] = pair
-                    if options.json:
-                        print(json.dumps(vars(pair)), flush=True)
-                    progress.advance(bar)
-                COLUMNS[engine].close()
+        kinds = sorted({COLUMNS[engine].errors for engine in engines})
+        references = {(name, errors): _reference(plans[name], errors) for name in plans for errors in kinds}
+        for engine in engines:
+            for name, plan in plans.items():
+                reference = references[name, COLUMNS[engine].errors]
+                pair = known.get((name, engine, json.dumps(case_of(plan), sort_keys=True)))
+                if not reference:
+                    pair = Pair(name, engine, case_of(plan), reference)
+                elif pair is None or pair.found is None or pair.reference != reference:
+                    pair = attempt(name, engine, plan, reference)
+                    with options.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(vars(pair)) + "\n")
+                    print(f"{name} on {engine}: {pair.text()}, {pair.seconds} s", file=sys.stderr)
+                pairs[name, engine] = pair
+                if options.json:
+                    print(json.dumps(vars(pair)), flush=True)
+            COLUMNS[engine].close()
     finally:
         for column in COLUMNS.values():
             column.close()
-        if clean:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(page(pairs, clean, options.engines, options.rounds), encoding="utf-8")
+    if not options.json:
+        print(table(pairs, engines))
+        print(", ".join(f"{name} {text}" for name, text in case_of(plan_of("fedlps", options.rounds))["versions"].items()))
     same = sum(pair.text() == "same" for pair in pairs.values())
-    console.print(f"{options.out}: {same} of {len(plans) * len(options.engines)} the same", highlight=False)
-    return int(same != len(plans) * len(options.engines))
+    print(f"{options.out}: {same} of {len(pairs)} the same", file=sys.stderr)
+    return int(same != len(pairs))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.criteria import Fisher, Magnitude, Normalised, Taylor
 from sparsekit.finetuning import GroupSL
+from sparsekit.measure.paired import measure_turns
 
 __all__ = ["ARMS"]
 
@@ -105,6 +106,48 @@ def ours_rounded(cell: Cell) -> Cut:
     return ours_without_teacher(cell, "auto")
 
 
+def ours_by_depth(cell: Cell) -> Cut:
+    """The same, in whole residual branches; `sk.prune` scores them by batches, and repairs by itself."""
+    return _pruned(cell, f"flops={cell.share:.0%}", limits={"block": (0.0, 1.0)}, keep=["channel"])
+
+
+def ours_by_both(cell: Cell) -> Cut:
+    """The same, in branches and in widths; a quarter of the branches at least."""
+    return _pruned(cell, f"flops={cell.share:.0%}", limits={"block": (0.0, 0.75)})
+
+
+def ours_by_milliseconds(cell: Cell) -> Cut:
+    """The same, to a share of the time of 64 images on one thread."""
+    return _timed(cell, f"latency_ms={cell.share:.0%}")
+
+
+def ours_by_flops_of_that_time(cell: Cell) -> Cut:
+    """The same, to the FLOPs that take the time of `ours_by_milliseconds`: halved intervals, each end timed in turns."""
+    asked = cell.once(f"time at {cell.share:g}", lambda: ours_by_milliseconds(cell).notes["time"])
+    low, high = 0.02, 1.0
+    for _ in range(5):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _timed(cell, f"flops={middle:.2%}").notes["time"] < asked else (low, middle)
+    return _timed(cell, f"flops={(low + high) / 2:.2%}")
+
+
+def _timed(cell: Cell, budget: str) -> Cut:
+    """Cut to a budget for 64 images, and note the share of the dense model's time."""
+    torch.set_num_threads(1)
+    images = cell.data.images["train"][:64]
+    found = _pruned(cell, budget, example=images)
+    found.notes["time"] = 1 / measure_turns(cell.dense, found.model, (images,), {}, batch=64, threads=1, seconds=2.0).faster
+    return found
+
+
+def _pruned(cell: Cell, budget: str, example: Tensor | None = None, **options: Any) -> Cut:
+    """One call of `sk.prune` with batches, as a user makes it."""
+    example = cell.example if example is None else example
+    batches = cell.once("batches", cell.scoring)
+    pruned = sk.prune(cell.dense, (example,), budget=budget, batches=batches, loss=F.cross_entropy, **options)
+    return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
+
+
 def ours_group_sl(cell: Cell) -> Cut:
     """Sparse training by our GroupSL, then magnitudes by cost."""
 
@@ -157,6 +200,10 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": ours,
     "ours, no teacher": ours_without_teacher,
     "ours, no teacher, rounded": ours_rounded,
+    "ours, depth": ours_by_depth,
+    "ours, depth and width": ours_by_both,
+    "ours, milliseconds": ours_by_milliseconds,
+    "ours, FLOPs of that time": ours_by_flops_of_that_time,
     "ours: fisher": _by_criterion("fisher"),
     "ours: taylor": _by_criterion("taylor"),
     "ours: magnitude": _by_criterion("magnitude"),

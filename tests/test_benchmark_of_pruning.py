@@ -41,7 +41,8 @@ def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path)
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     cells = json.loads(out.read_text())["accuracy"]
     assert len(cells) == 1 + len(ARMS)  # the dense model too
-    assert all(0.4 < cell["share"] <= 0.5 for key, cell in cells.items() if "dense" not in key)
+    by_flops = [cell for key, cell in cells.items() if "dense" not in key and "time" not in cell]
+    assert all(0.3 < cell["share"] <= 0.5 for cell in by_flops)  # whole branches leave more of it
     assert all(0 <= cell["finetuned"] <= 1 for cell in cells.values())
     second = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "accuracy: tiny-digits" in first.stdout
