@@ -33,7 +33,7 @@ from nets import VisionTransformer
 from torch import Tensor, nn
 
 from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
-from sparsekit.allocation.uniform import keep_count
+from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import learning, pull_to_received

@@ -104,7 +104,7 @@ REGISTRIES = {
     ),
     "sparsekit/allocation": (
         "sparsekit.allocation", "registry",
-        {"base", "choose", "limits", "rounding", "schedule", "walk", "within_budget", "worth"},
+        {"base", "choose", "limits", "schedule", "walk", "worth"},
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",

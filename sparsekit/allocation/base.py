@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.cost import CostModel
 
@@ -39,17 +38,3 @@ def equal_in_ties(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, int]
     for tied in graph.tied_sets:
         equal.update(dict.fromkeys(tied, min(equal[name] for name in tied)))
     return equal
-
-
-def needed(cost: CostModel | None, allocation: object) -> CostModel:
-    """The cost model that an allocation within a budget reads.
-
-    Raises:
-        InvalidValueError: there is none.
-    """
-    if cost is None:
-        raise InvalidValueError(
-            f"{type(allocation).__name__} needs costs to meet its budget;"
-            " pass cost=sparsekit.cost_model(model, *inputs, graph=graph)"
-        )
-    return cost

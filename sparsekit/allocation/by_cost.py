@@ -1,19 +1,17 @@
-"""ByCost: across all groups, the units go first that are worth least for what they cost."""
+"""ByCost and Global: the units go first that are worth least, for what they cost or wherever they are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from torch import Tensor
 
-from sparsekit.allocation.walk import Search
-from sparsekit.allocation.within_budget import RankedWithinBudget
+from sparsekit.allocation.limits import Counts
+from sparsekit.allocation.within_budget import Problem, RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,26 @@ class ByCost(RankedWithinBudget):
                 f"thin_layer_power must be a finite number >= 0, got {self.thin_layer_power}; 0 takes scores as they are"
             )
 
-    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
-        worth = ranked_worth(graph, scores, self.scale)
+    def _find(self, problem: Problem) -> Counts:
+        worth = ranked_worth(problem.graph, problem.scores, self.scale)
         worth = {name: own * (own.size / np.arange(1, own.size + 1)) ** self.thin_layer_power for name, own in worth.items()}
-        return lambda problem: problem.walk(lambda groups, counts: block_losses(worth, groups, counts), by_cost=True)
+        return problem.walk(partial(block_losses, worth), by_cost=True)
+
+
+@dataclass(frozen=True)
+class Global(RankedWithinBudget):
+    """Take away the units of least worth, wherever they are, until the budget is met; then put back what still fits.
+
+    Args:
+        budget: What the model may cost.
+        limits: Group name → (least, largest) share of its units that stays.
+        multiple_of: What the counts are multiples of: one number, or kind or group name → number.
+        scale: How scores of different groups are made comparable, as in `ranked_worth`; "none" where they are already.
+
+    Raises:
+        InvalidValueError: a limit, multiple or scale that is not allowed.
+    """
+
+    def _find(self, problem: Problem) -> Counts:
+        worth = ranked_worth(problem.graph, problem.scores, self.scale)
+        return problem.walk(partial(block_losses, worth), by_cost=False)

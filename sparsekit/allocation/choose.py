@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.uniform import Uniform
-from sparsekit.criteria.base import Criterion, View, check_scores, score_units
+from sparsekit.allocation.shares import Uniform
+from sparsekit.criteria.base import Criterion, View, check_scores, refuse_nan, score_units
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -46,11 +46,7 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
     """bool (units,) of the `count` largest: 0.1, 0.9, 0.5, 0.5 and 2 give False, True, True, False."""
     # Not every float dtype can be sorted; float32 and float64 hold all of them exactly.
     values = scores.cpu() if scores.dtype == torch.float64 else scores.cpu().float()
-    if bool(torch.isnan(values).any()):
-        raise InvalidValueError(
-            f"{what} hold NaN, for unit {int(torch.isnan(values).nonzero()[0])} first;"
-            " where training diverged, see that the model is in train mode, then lower the learning rate"
-        )
+    refuse_nan(values, what)
     order = torch.sort(values, descending=True, stable=True).indices
     keep = torch.zeros(values.numel(), dtype=torch.bool)
     keep[order[:count]] = True

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from sparsekit.allocation.walk import Counts, Problem, Search
-from sparsekit.allocation.within_budget import RankedWithinBudget
+from sparsekit.allocation.limits import Counts, spread
+from sparsekit.allocation.within_budget import Problem, RankedWithinBudget
 from sparsekit.allocation.worth import Scale, block_losses, ranked_worth
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
@@ -38,9 +37,9 @@ class Isomorphic(RankedWithinBudget):
 
     scale: Scale = "mean"
 
-    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
-        worth = ranked_worth(graph, scores, self.scale)
-
+    def _find(self, problem: Problem) -> Counts:
+        graph = problem.graph
+        worth = ranked_worth(graph, problem.scores, self.scale)
         members: dict[Any, list[str]] = {}
         for groups in graph.tied_sets:
             members.setdefault(_structure(graph, groups), []).extend(groups)
@@ -48,34 +47,29 @@ class Isomorphic(RankedWithinBudget):
             mean = float(np.mean(np.concatenate([worth[name] for name in names])))
             for name in names:
                 worth[name] = worth[name] / mean if mean > 0 else np.ones_like(worth[name])
+        losses = partial(block_losses, worth)
 
-        def losses(groups: tuple[str, ...], counts: Sequence[int]) -> list[float]:
-            return block_losses(worth, groups, counts)
+        classes: dict[Any, list[tuple[float, int, tuple[str, ...], int]]] = {}
+        for groups, counts in problem.free.items():
+            blocks = classes.setdefault(_structure(graph, groups), [])
+            for place, (fewer, more) in enumerate(pairwise(counts)):
+                units = more - fewer
+                blocks.append((losses(groups, (fewer, more))[1] / units / len(groups), -place, groups, units))
+        for blocks in classes.values():
+            blocks.sort()
 
-        def find(problem: Problem) -> Counts:
-            classes: dict[Any, list[tuple[float, int, tuple[str, ...], int]]] = {}
-            for groups, counts in problem.free.items():
-                blocks = classes.setdefault(_structure(graph, groups), [])
-                for place, (fewer, more) in enumerate(pairwise(counts)):
-                    units = more - fewer
-                    blocks.append((losses(groups, (fewer, more))[1] / units / len(groups), -place, groups, units))
+        def at(cut: float) -> Counts:
+            found = spread(problem.free, lambda _, counts: counts[-1])
             for blocks in classes.values():
-                blocks.sort()
+                left = cut * sum(units for *_, units in blocks)
+                for _, _, groups, units in blocks:
+                    if left < units and cut < 1:
+                        break
+                    left -= units
+                    found.update((name, found[name] - units) for name in groups)
+            return found
 
-            def at(cut: float) -> Counts:
-                found = {name: counts[-1] for groups, counts in problem.free.items() for name in groups}
-                for blocks in classes.values():
-                    left = cut * sum(units for *_, units in blocks)
-                    for _, _, groups, units in blocks:
-                        if left < units and cut < 1:
-                            break
-                        left -= units
-                        found.update((name, found[name] - units) for name in groups)
-                return found
-
-            return problem.fill(problem.least_that_fits(at), losses)
-
-        return find
+        return problem.fill(problem.least_that_fits(at), losses)
 
 
 def _structure(graph: UnitGraph, groups: tuple[str, ...]) -> Any:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from sparsekit.allocation.walk import Counts, Problem, Search, fits, spread
-from sparsekit.allocation.within_budget import RankedWithinBudget
+from sparsekit.allocation.limits import Counts, Free, least_counts
+from sparsekit.allocation.within_budget import Problem, RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 
 _BINS = 2048
 _PASSES = 6
@@ -49,34 +48,29 @@ class Knapsack(RankedWithinBudget):
         if self.choices < 2:
             raise InvalidValueError(f"a knapsack needs at least two choices for each group, got choices={self.choices}")
 
-    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
-        worth = ranked_worth(graph, scores, self.scale)
+    def _find(self, problem: Problem) -> Counts:
+        worth = ranked_worth(problem.graph, problem.scores, self.scale)
+        losses = partial(block_losses, worth)
 
-        def losses(groups: tuple[str, ...], counts: Sequence[int]) -> list[float]:
-            return block_losses(worth, groups, counts)
+        def kept(counts: Counts) -> float:
+            return float(sum(worth[name][:count].sum() for name, count in counts.items()))
 
-        def find(problem: Problem) -> Counts:
-            chosen = {groups: _evenly(counts, self.choices) for groups, counts in problem.free.items()}
-            values = {groups: np.cumsum(losses(groups, counts)) for groups, counts in chosen.items()}
-            # From the walk, which fits; every solution that fits and is worth more takes its place.
-            best = problem.walk(losses, by_cost=True)
-            around: Counts = best
-            capacity = 1.0
-            for _ in range(_PASSES):
-                found = _solve(problem, chosen, values, around, capacity)
+        chosen = {groups: _evenly(counts, self.choices) for groups, counts in problem.free.items()}
+        values = {groups: np.cumsum(losses(groups, counts)) for groups, counts in chosen.items()}
+        # From the walk, which fits; every solution that fits and is worth more takes its place.
+        best = around = problem.walk(losses, by_cost=True)
+        capacity = 1.0
+        for _ in range(_PASSES):
+            found = _solve(problem, chosen, values, around, capacity)
+            if problem.fits(found):
+                best = max(best, problem.fill(found, losses, tight=False), key=kept)
+            else:  # costs around these numbers are others than they were taken for
                 total = problem.cost.costs(found)
-                if fits(total, problem.limits):
-                    filled = problem.fill(found, losses, tight=False)
-                    if _kept(worth, filled) > _kept(worth, best):
-                        best = filled
-                else:  # costs around these numbers are others than they were taken for
-                    capacity *= min(limit / total[name] for name, limit in problem.limits.items())
-                if found == around:
-                    break
-                around = found
-            return best
-
-        return find
+                capacity *= min(limit / total[name] for name, limit in problem.limits.items())
+            if found == around:
+                break
+            around = found
+        return best
 
 
 def _evenly(counts: Sequence[int], most: int) -> tuple[int, ...]:
@@ -86,13 +80,9 @@ def _evenly(counts: Sequence[int], most: int) -> tuple[int, ...]:
     return tuple(counts[round(place)] for place in np.linspace(0, len(counts) - 1, most))
 
 
-def _kept(worth: Mapping[str, npt.NDArray[np.float64]], counts: Counts) -> float:
-    return float(sum(worth[name][:count].sum() for name, count in counts.items()))
-
-
 def _solve(
     problem: Problem,
-    chosen: Mapping[tuple[str, ...], tuple[int, ...]],
+    chosen: Free,
     values: Mapping[tuple[str, ...], npt.NDArray[np.float64]],
     around: Counts,
     capacity: float,
@@ -102,7 +92,7 @@ def _solve(
     Weights are rounded up to whole bins, so that a solution never exceeds the capacity by these costs.
     """
     limits = problem.limits
-    tracker = problem.cost.tracker(around, problem.budget.metrics)
+    tracker = problem.cost.tracker(around, tuple(limits))
     totals = tracker.totals()
 
     def weight(change: Mapping[str, float]) -> float:
@@ -117,7 +107,7 @@ def _solve(
     spent += sum(float(each[0]) for each in weights.values())
     room = capacity - spent
     if room <= 0:
-        return spread(problem.free, lambda _, counts: counts[0])
+        return least_counts(problem.free)
     best = np.zeros(_BINS + 1)
     picks: list[tuple[tuple[str, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
     for groups, each in weights.items():

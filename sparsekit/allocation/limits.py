@@ -1,15 +1,44 @@
-"""Limits: the least and the largest share of its units that a group may keep."""
+"""The numbers of units that a group may keep: limits, and multiples of what a kernel likes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, get_args
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import Kind, UnitGroup
 
 Limits = Mapping[str, tuple[float, float]]
 """Group name → (least, largest) share of its units that stay, each in [0, 1]."""
+
+Counts: TypeAlias = Mapping[str, int]
+"""Group name → number of units kept, for every group."""
+
+Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
+"""Tied groups → the numbers of units that they may keep, ascending."""
+
+
+@dataclass(frozen=True)
+class Liked:
+    """Multiples that a device likes, where they cost nothing else.
+
+    A group of fewer units than a step keeps any number, and so does one whose limits hold no multiple. An allocation within a
+    budget halves the step until at most 2 % of the budget are left, and until groups at their least number, which is a step or
+    all of their units, take at most a third of what there is to give away: narrow networks have small steps.
+
+    Args:
+        step: Width of the layers: `best_multiple` of the device.
+    """
+
+    step: int
+
+
+Multiples = int | Mapping[str, int] | Liked
+"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units; or
+what a device likes."""
 
 
 def check_limits(limits: Limits) -> None:
@@ -35,30 +64,93 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def count_range(graph: UnitGraph, limits: Limits, groups: tuple[str, ...]) -> tuple[int, int]:
-    """The least and the largest number of units that tied groups may all keep.
+def check_multiples(multiple_of: Multiples) -> None:
+    """Raise unless every number is a positive integer.
+
+    Raises:
+        InvalidValueError: it is not.
+    """
+    if isinstance(multiple_of, Liked):
+        multiple_of = multiple_of.step
+    for value in multiple_of.values() if isinstance(multiple_of, Mapping) else (multiple_of,):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidValueError(f"multiple_of must be a positive integer, or kind → positive integer, got {multiple_of!r}")
+
+
+def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
+    """The number that the count of a group must be a multiple of.
+
+    A single number means the width of the layers: 8 lets a group of heads of 4 features each keep 2, 4, 6, … heads. A mapping
+    counts units; the name of a group goes before its kind.
+    """
+    if isinstance(multiple_of, Mapping):
+        return multiple_of.get(group.name, multiple_of.get(group.kind, 1))
+    if isinstance(multiple_of, Liked):
+        step = step_of(group, multiple_of.step)
+        return step if group.size >= step else 1
+    if group.kind != "head":
+        return multiple_of
+    span = min((piece.span for piece in group.slices if piece.side == "out"), default=1)
+    return multiple_of // math.gcd(multiple_of, span)
+
+
+def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The numbers of units that each set of tied groups may keep.
 
     Args:
         graph: The groups.
-        limits: Shares by group name; groups left out may keep 1 to all of their units.
-        groups: Those that keep equally many units.
+        limits: Least and largest share by group name; groups left out may keep 1 to all of their units.
+        multiple_of: What the numbers are multiples of. Keeping all units is always allowed, whatever their number.
+
+    Returns:
+        Tied groups → numbers, ascending, at least one.
 
     Raises:
-        UnknownNameError: a limit names no group.
-        InvalidValueError: no number of units is within the limits of all `groups`.
+        UnknownNameError: a limit or a multiple names neither a group nor a kind.
+        InvalidValueError: no number is left.
     """
+    check_limits(limits)
+    check_multiples(multiple_of)
+    kinds = get_args(Kind)
     for name in limits:
         if name not in graph.groups:
             raise UnknownNameError(f"a limit names no group: {name!r}; {nearest(name, graph.groups)}")
-    least, largest = 1, min(graph.groups[name].size for name in groups)
-    for name in groups:
-        low, high = limits.get(name, (0.0, 1.0))
-        size = graph.groups[name].size
-        least = max(least, math.ceil(low * size - 1e-9))
-        largest = min(largest, max(1, math.floor(high * size + 1e-9)))
-    if least > largest:
-        raise InvalidValueError(
-            f"the limits of {', '.join(map(repr, groups))}, which keep equally many units, leave no number:"
-            f" at least {least} and at most {largest}; widen one of them"
-        )
-    return least, largest
+    for name in multiple_of if isinstance(multiple_of, Mapping) else ():
+        if name not in graph.groups and name not in kinds:
+            known = {*graph.groups, *kinds}
+            raise UnknownNameError(f"multiple_of names neither a kind of unit nor a group: {name!r}; {nearest(name, known)}")
+    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for groups in graph.tied_sets:
+        size = min(graph.groups[name].size for name in groups)
+        least, largest = 1, size
+        for name in groups:
+            low, high = limits.get(name, (0.0, 1.0))
+            least = max(least, math.ceil(low * graph.groups[name].size - 1e-9))
+            largest = min(largest, max(1, math.floor(high * graph.groups[name].size + 1e-9)))
+        told = ", ".join(map(repr, groups))
+        if least > largest:
+            raise InvalidValueError(
+                f"the limits of {told}, which keep equally many units, leave no number: at least {least} and at most {largest};"
+                " widen one of them"
+            )
+        step = math.lcm(*(step_of(graph.groups[name], multiple_of) for name in groups))
+        counts = tuple(n for n in range(least, largest + 1) if n % step == 0 or n == size)
+        if not counts and isinstance(multiple_of, Liked):
+            counts = tuple(range(least, largest + 1))
+        if not counts:
+            raise InvalidValueError(
+                f"no multiple of {step} lies between {least} and {largest} units of {told};"
+                " widen the limit or lower multiple_of"
+            )
+        found[groups] = counts
+    return found
+
+
+def spread(free: Free, at: Callable[[tuple[str, ...], tuple[int, ...]], int]) -> dict[str, int]:
+    """Group name → the count that `at` picks for its tied groups."""
+    return {name: at(groups, counts) for groups, counts in free.items() for name in groups}
+
+
+def least_counts(free: Free) -> dict[str, int]:
+    """Group name → the least number of units that it may keep."""
+    return spread(free, lambda _, counts: counts[0])

@@ -8,23 +8,18 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from sparsekit.allocation.base import needed
-from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import Multiples, check_multiples
-from sparsekit.allocation.walk import Counts, Problem, spread, within_budget
+from sparsekit.allocation.limits import Counts, Limits, Multiples, spread
+from sparsekit.allocation.within_budget import Problem, WithinBudget
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel
 
 Table: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]
 """Group name → pairs (share of its units kept, degradation of the model when this group alone is narrowed so)."""
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(WithinBudget):
     """The least widths whose measured degradation is at most τ in every group, for the least τ that meets the budget.
 
     Degradations are made monotone (a narrower group is never better) and are interpolated between the measured shares. In the
@@ -48,8 +43,7 @@ class Sensitivity:
     multiple_of: Multiples = 1
 
     def __post_init__(self) -> None:
-        check_limits(self.limits)
-        check_multiples(self.multiple_of)
+        super().__post_init__()
         for name, pairs in self.table.items():
             for pair in pairs:
                 if len(pair) != 2 or not 0 < pair[0] <= 1 or not np.isfinite(pair[1]):
@@ -58,45 +52,26 @@ class Sensitivity:
                         " measure_sensitivity makes such a table"
                     )
 
-    def counts(
-        self,
-        graph: UnitGraph,
-        scores: Mapping[str, Tensor],  # noqa: ARG002 - the table has looked at them
-        cost: CostModel | None = None,
-    ) -> Mapping[str, int]:
-        """Find the numbers, never more than the budget; `cost` is needed.
-
-        Raises:
-            BudgetError: the budget cannot be met.
-            InvalidValueError: no cost model, or a group without an entry in the table.
-        """
-
-        def harm(groups: tuple[str, ...], counts: Sequence[int]) -> npt.NDArray[np.float64]:
-            """Degradation at each count: falls as counts rise."""
+    def _find(self, problem: Problem) -> Counts:
+        harms: dict[tuple[str, ...], npt.NDArray[np.float64]] = {}
+        for groups, counts in problem.free.items():  # the degradation at each count, which falls as counts rise
             told = [name for name in groups if self.table.get(name)]
             if not told:
                 raise InvalidValueError(
                     f"the sensitivity table has no entry for group {groups[0]!r}; measure it again for this model"
                 )
-            shares = np.array(counts) / graph.groups[told[0]].size
-            harms: npt.NDArray[np.float64] = np.max([_interpolated(self.table[name], shares) for name in told], axis=0)
-            return harms
+            shares = np.array(counts) / problem.graph.groups[told[0]].size
+            harms[groups] = np.max([_interpolated(self.table[name], shares) for name in told], axis=0)
+        levels = np.unique(np.concatenate([np.zeros(1), *harms.values()]))
 
-        def find(problem: Problem) -> Counts:
-            harms = {groups: harm(groups, counts) for groups, counts in problem.free.items()}
-            levels = np.unique(np.concatenate([np.zeros(1), *harms.values()]))
+        def at(cut: float) -> Counts:
+            level = levels[min(len(levels) - 1, round(cut * (len(levels) - 1)))]
+            return spread(problem.free, lambda groups, counts: counts[int(np.argmax(harms[groups] <= level))])
 
-            def at(cut: float) -> Counts:
-                level = levels[min(len(levels) - 1, round(cut * (len(levels) - 1)))]
-                return spread(problem.free, lambda groups, counts: counts[int(np.argmax(harms[groups] <= level))])
+        def losses(groups: tuple[str, ...], _: Sequence[int]) -> Sequence[float]:
+            return [0.0, *(-np.diff(harms[groups])).tolist()]
 
-            def losses(groups: tuple[str, ...], counts: Sequence[int]) -> Sequence[float]:
-                values = harms[groups]
-                return [0.0, *(float(values[i - 1] - values[i]) for i in range(1, len(counts)))]
-
-            return problem.fill(problem.least_that_fits(at), losses)
-
-        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+        return problem.fill(problem.least_that_fits(at), losses)
 
 
 def _interpolated(pairs: Sequence[tuple[float, float]], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

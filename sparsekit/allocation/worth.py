@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sparsekit.criteria.base import check_scores, refuse_nan
 from sparsekit.criteria.normalised import share_of_remaining
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -54,17 +55,10 @@ def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -
     "share_of_remaining", there for single weights.
     """
     check_scale(scale)
-    given: dict[str, Tensor] = {}
-    for name, group in graph.groups.items():
-        found = scores.get(name)
-        if found is None or found.shape != (group.size,):
-            raise InvalidValueError(f"scores of group {name!r} must have shape ({group.size},), got {found!r}")
-        given[name] = found.detach().cpu().double().clamp(-_HUGE, _HUGE)
-        if bool(given[name].isnan().any()):
-            raise InvalidValueError(
-                f"scores of group {name!r} hold NaN, for unit {int(given[name].isnan().nonzero()[0])} first;"
-                " look for NaN in the weights or the data that they were computed from"
-            )
+    check_scores(graph, scores, "scores")
+    given = {name: scores[name].detach().cpu().double().clamp(-_HUGE, _HUGE) for name in graph.groups}
+    for name, values in given.items():
+        refuse_nan(values, f"scores of group {name!r}")
     lowest = min((float(values.min().clamp_max(0.0)) for values in given.values()), default=0.0)
     worth = {}
     for name, values in given.items():

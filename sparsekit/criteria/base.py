@@ -98,6 +98,15 @@ def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) ->
             )
 
 
+def refuse_nan(values: Tensor, what: str) -> None:
+    """Raise InvalidValueError if a score is NaN."""
+    if bool(torch.isnan(values).any()):
+        raise InvalidValueError(
+            f"{what} hold NaN, for unit {int(torch.isnan(values).nonzero()[0])} first; look for NaN in the weights or the data,"
+            " and where training diverged, see that the model is in train mode, then lower the learning rate"
+        )
+
+
 def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str, Tensor]:
     """Ask `criterion` for its scores and check their shapes.
 

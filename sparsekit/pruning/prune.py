@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.limits import Limits
-from sparsekit.allocation.rounding import Liked, Multiples, check_multiples, free_counts
+from sparsekit.allocation.limits import Liked, Limits, Multiples, check_multiples, free_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, Loss

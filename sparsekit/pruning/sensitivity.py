@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.choose import choose
-from sparsekit.allocation.uniform import check_ratio, keep_count
+from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.criteria.base import check_scores
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.choose import choose
-from sparsekit.allocation.rounding import Liked
+from sparsekit.allocation.limits import Counts, Liked
 from sparsekit.allocation.schedule import Schedule
-from sparsekit.allocation.walk import Counts
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.batches import Batch
 from sparsekit.graph.edit import narrow

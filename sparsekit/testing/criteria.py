@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.choose import select
-from sparsekit.allocation.uniform import Uniform
+from sparsekit.allocation.shares import Uniform
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice

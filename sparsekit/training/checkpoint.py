@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.allocation.uniform import check_ratio
+from sparsekit.allocation.shares import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.optimizer_hooks import just_restored

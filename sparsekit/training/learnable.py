@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.choose import choose
-from sparsekit.allocation.uniform import Uniform, check_ratio
+from sparsekit.allocation.shares import Uniform, check_ratio
 from sparsekit.allocation.worth import Scale
 from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion

@@ -25,7 +25,7 @@ from sparsekit.allocation import (
     UniformWithin,
     knapsack,
 )
-from sparsekit.allocation.walk import Problem
+from sparsekit.allocation.within_budget import Problem
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.measure import cost as cost_module
 from sparsekit.testing.allocations import AllocationContract, example_tied_graph
@@ -159,7 +159,7 @@ def test_one_pass_of_the_knapsack_is_as_good_as_trying_all_numbers() -> None:
     costs = sk.cost_model(model, x, graph=graph)
     dense = dict.fromkeys(graph.groups, 5)
     limit = 0.5 * costs.costs(dense)["params"]
-    problem = Problem({(name,): (1, 2, 3, 4, 5) for name in dense}, {"params": limit}, costs, sk.Budget(params=limit))
+    problem = Problem(graph, {}, costs, {"params": limit}, {(name,): (1, 2, 3, 4, 5) for name in dense})
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         worth = {name: np.sort(torch.rand(5, generator=generator).numpy())[::-1].astype(float) for name in dense}

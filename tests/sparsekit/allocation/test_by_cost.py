@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import ByCost
-from sparsekit.allocation.rounding import Liked, free_counts
+from sparsekit.allocation.limits import Liked, free_counts
 from sparsekit.errors import InvalidValueError, UnknownNameError
 
 

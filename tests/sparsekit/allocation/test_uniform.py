@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsekit.allocation import Uniform
-from sparsekit.allocation.uniform import check_ratio, keep_count
+from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup

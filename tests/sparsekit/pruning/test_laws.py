@@ -15,7 +15,7 @@ from laws import check_masked_equals_compact
 
 import sparsekit as sk
 from sparsekit.allocation import ByCost, Global, Isomorphic, Knapsack, UniformWithin
-from sparsekit.allocation.rounding import free_counts, step_of
+from sparsekit.allocation.limits import free_counts, step_of
 from sparsekit.errors import NoUnitsError
 
 

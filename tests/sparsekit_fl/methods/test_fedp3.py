@@ -6,7 +6,7 @@ import torch
 from personal import combine, update, watched
 from torch import nn
 
-from sparsekit.allocation.uniform import keep_count
+from sparsekit.allocation.shares import keep_count
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedp3

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsekit import load_compact, load_mask, trace_units
 from sparsekit.allocation.choose import select
-from sparsekit.allocation.uniform import keep_count
+from sparsekit.allocation.shares import keep_count
 from sparsekit.criteria import Magnitude, Ordered, View
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.engines.spec import RunSpec
