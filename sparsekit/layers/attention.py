@@ -130,7 +130,7 @@ class MultiheadAttentionRule(LayerRule):
             assert shift is not None
             tracer.unite(rows.nodes, shift.nodes)
             tracer.make(bias, 0)
-            rows = Labels(rows.nodes, tracer.store.both(rows.sources, shift.sources))
+            rows = Labels(rows.nodes, tracer.both(rows.sources, shift.sources))
         tracer.set(attended, TensorLabels((*([None] * (attended.dim() - 1)), rows)))
         if maps is None:
             return

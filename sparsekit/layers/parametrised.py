@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.labels.store import Cause
+from sparsekit.layers.labels.cause import Cause
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import Labels, TensorLabels
 
@@ -108,4 +108,4 @@ def fix_hooked(tracer: Tracer, model: nn.Module) -> None:
         for hook in pre_hooks(module):
             if isinstance(hook, SpectralNorm):
                 labels = tracer.labels(module.get_parameter(f"{hook.name}_orig"))
-                tracer.store.fix(labels.all_nodes(), Cause(name, _SPECTRAL, False))
+                tracer.fix(labels, Cause(name, _SPECTRAL))

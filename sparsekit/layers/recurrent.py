@@ -60,7 +60,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
         return None
     tracer.unite(first, columns.nodes)
     tracer.read(columns.without_zero(), columns.nodes)
-    return Labels(first, np.full(first.size, tracer.store.source(gated), dtype=np.int64))
+    return Labels(first, np.full(first.size, tracer.source(gated), dtype=np.int64))
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
@@ -70,7 +70,7 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
         return None
     if first is not last:
         tracer.unite(first.nodes, last.nodes)
-    return Labels(first.nodes, tracer.store.both(first.sources, last.sources))
+    return Labels(first.nodes, tracer.both(first.sources, last.sources))
 
 
 class RecurrentRule(LayerRule):
@@ -118,7 +118,7 @@ class RecurrentRule(LayerRule):
             self._given(tracer, layers, state)
         runs = tuple(labels.nodes for labels in layers if labels is not None)
         if len(runs) > 1:
-            tracer.store.tied.append(runs)
+            tracer.tied.append(runs)
         return outputs
 
     def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[Labels | None]:
@@ -167,9 +167,9 @@ class RecurrentRule(LayerRule):
         elif not axis.is_uniform:
             tracer.unite(units[0].nodes, axis.nodes)
             if (axis.sources == NOT_ZERO).any():
-                tracer.store.unsure.append(units[0].nodes)
+                tracer.unsure.append(units[0].nodes)
         elif int(axis.sources[0]) != ALWAYS_ZERO:
-            tracer.store.unsure.extend(labels.nodes for labels in units)
+            tracer.unsure.extend(labels.nodes for labels in units)
 
 
 def _joined(directions: Sequence[Labels | None]) -> Labels:
@@ -213,7 +213,7 @@ class CellRule(LayerRule):
             elif not axis.is_uniform:
                 tracer.unite(units.nodes, axis.nodes)
             if units is not None and axis is not None and (axis.sources == NOT_ZERO).any():
-                tracer.store.unsure.append(units.nodes)
+                tracer.unsure.append(units.nodes)
         for state in outputs if isinstance(outputs, tuple) else (outputs,):
             batch = entering.axes[:1] if state.dim() > 1 else ()
             tracer.set(state, TensorLabels((*batch, units)))

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors, with_tokens
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
+from sparsekit.tracing.passes import lent_copy
 from sparsekit.tracing.verify import Verifier
 
 LARGE_NUMBERS = 50_000_000
@@ -60,9 +61,8 @@ def is_large(model: nn.Module) -> bool:
 class _Captured(ModelInputs):
     """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
 
-    def call(self, model: nn.Module) -> Any:
-        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
-        return model(*args, **kwargs)
+    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
+        return ModelInputs(*copy.deepcopy((self.args, dict(self.kwargs))), self.guard).call(model, mode)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class BlockVerifier:
     """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
 
     Args:
-        model: A private copy, which may lend its parameters, in eval mode.
+        model: Not changed where `calls` are guarded: a copy lends its parameters.
         calls: What it is called on.
         rules: The user's layer rules.
         training: The calls that train mode accepts, as in `Verifier`.
@@ -82,7 +82,8 @@ class BlockVerifier:
     training: Sequence[tuple[int, bool]] = ()
 
     def __post_init__(self) -> None:
-        self._modules = dict(self.model.named_modules())
+        self._copy = lent_copy(self.model).eval()
+        self._modules = dict(self._copy.named_modules())
         self._meta = is_meta(self.model)
         self._numbers = _count(self.model)
         self._captured: dict[str, list[ModelInputs]] = {}
@@ -91,9 +92,9 @@ class BlockVerifier:
         self._whole: Verifier | None = None
         self._drawn = self.calls
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
-            drawn = with_tokens(self.model, self.calls, torch.Generator().manual_seed(20130))
+            drawn = with_tokens(self._copy, self.calls, torch.Generator().manual_seed(20130))
             for inputs in drawn:
-                inputs.call(self.model)
+                inputs.call(self._copy)
             self._drawn = drawn
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:
@@ -147,21 +148,22 @@ class BlockVerifier:
     def _capture(self, homes: Mapping[str, Any]) -> None:
         """Note what modules are called on, in their first call on each of the inputs."""
         wanted = [name for name in homes if name not in self._captured]
+        noted: dict[str, ModelInputs] = {}
+
+        def note(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in noted:
+                noted[name] = _Captured(*copy.deepcopy((args, kwargs)), self.calls[0].guard)
+
         for inputs in self._drawn if wanted else ():
-            noted: dict[str, ModelInputs] = {}
+            noted.clear()
             with ExitStack() as stack:
                 torch.default_generator.manual_seed(0)
                 for name in wanted:
-                    note = functools.partial(self._note, noted, name)
-                    stack.callback(self._modules[name].register_forward_pre_hook(note, with_kwargs=True).remove)
-                inputs.call(self.model)
+                    hook = functools.partial(note, name)
+                    stack.callback(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
+                inputs.call(self._copy)
             for name, captured in noted.items():
                 self._captured.setdefault(name, []).append(captured)
-
-    @staticmethod
-    def _note(noted: dict[str, ModelInputs], name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in noted:
-            noted[name] = _Captured(*copy.deepcopy((args, kwargs)))
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
         """Group name → why it is not exact within one module."""
@@ -192,7 +194,7 @@ class BlockVerifier:
             return found | {name: why for tied, why in guilty.items() for name in tied}
         part = only(graph, names)
         if self._whole is None:  # float64 would take twice the memory, for a whole large model
-            self._whole = Verifier(self.model, self.calls, self.rules, self.training, dtype=torch.float32)
+            self._whole = Verifier(self._copy, self.calls, self.rules, self.training, dtype=torch.float32)
         found = self._whole.failures(part)
         if not found:
             self._passed |= {self._key(graph, tied) for tied in sets}
@@ -205,8 +207,8 @@ class BlockVerifier:
         }
         try:
             with torch.no_grad():
-                expected = [t.shape for t in find_tensors(self.calls[0].call(self.model))]
-                small = narrow_module(self.model, graph, keep, self.rules)
+                expected = [t.shape for t in find_tensors(self.calls[0].call(self._copy))]
+                small = narrow_module(self._copy, graph, keep, self.rules)
                 found = [t.shape for t in find_tensors(self.calls[0].call(small))]
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
@@ -284,5 +286,4 @@ def _valued(inputs: ModelInputs) -> ModelInputs:
         last = tensor.shape[-1] if tensor.dim() else 1
         return torch.arange(last, dtype=tensor.dtype).expand(tensor.shape).clone()
 
-    args, kwargs = map_tensors(one, (inputs.args, dict(inputs.kwargs)))
-    return _Captured(args, kwargs)
+    return inputs.map(one)

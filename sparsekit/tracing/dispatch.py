@@ -90,7 +90,7 @@ class Dispatcher(DispatchMode):
         self.work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
         if self.work <= self.most_work:
             return False
-        everything = np.arange(self.tracer.store.nodes, dtype=np.int64)
+        everything = np.arange(self.tracer.nodes, dtype=np.int64)
         self.tracer.fix(
             everything, f"following units through {self.work:,} positions was given up here; the model has too many steps"
         )
@@ -141,7 +141,7 @@ class Dispatcher(DispatchMode):
         tracer = self.tracer
         for tensor in {id(t): t for t in tensors}.values():
             before = tracer.joint_labels(tensor)
-            labels = written_over(tensor, before, target, after, lambda a, b: pairs.append((a, b)), tracer.store.both)
+            labels = written_over(tensor, before, target, after, lambda a, b: pairs.append((a, b)), tracer.both)
             if labels is None:
                 return False
             found.append((tensor, labels))

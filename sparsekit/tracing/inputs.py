@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.tracing.passes import WithoutDropout
 
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
 _STATES = frozenset({"transformers.cache_utils.Cache"})
@@ -78,10 +80,12 @@ class ModelInputs:
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
+        guard: What every call runs within, such as `ReadOnly`.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    guard: AbstractContextManager[Any] = dataclasses.field(default_factory=nullcontext)
 
     @classmethod
     def of(cls, example_inputs: object) -> ModelInputs:
@@ -112,10 +116,21 @@ class ModelInputs:
             for call in (given if given and all(isinstance(c, tuple | Mapping) for c in given) else [example_inputs])
         ]
 
-    def call(self, model: nn.Module) -> Any:
-        """Run the model on copies of the inputs, which it may overwrite."""
+    def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
+        """Run the model on copies of the inputs, which it may overwrite; in train mode without dropout.
+
+        Args:
+            model: A private copy.
+            mode: What follows the pass, such as a dispatch mode.
+        """
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
-        return model(*args, **kwargs)
+        with self.guard, WithoutDropout() if model.training else nullcontext(), mode or nullcontext():
+            return model(*args, **kwargs)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
+        """The same with every tensor replaced."""
+        args, kwargs = map_tensors(function, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
 
     def doubled(self) -> ModelInputs:
         """The same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
@@ -128,8 +143,7 @@ class ModelInputs:
                 return tensor
             return torch.cat([tensor, tensor.flip(-1) if tensor.is_floating_point() else tensor])
 
-        args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
-        return type(self)(args, kwargs)
+        return self.map(one)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
         """The same in another floating dtype; a constant input, such as zeros, becomes random.
@@ -148,8 +162,7 @@ class ModelInputs:
                 value = value + noise
             return value
 
-        args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
-        return type(self)(args, kwargs)
+        return self.map(one)
 
 
 def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
@@ -168,4 +181,4 @@ def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch
             return tensor
         return torch.randint(rows, tensor.shape, generator=generator).to(tensor)
 
-    return [ModelInputs(*map_tensors(drawn, (inputs.args, dict(inputs.kwargs)))) for inputs in calls]
+    return [inputs.map(drawn) for inputs in calls]

@@ -2,48 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers.labels.values import IntArray
-
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class GatedAxis:
-    """Where gates act along one axis of one entry: `positions` belong to `units`, numbered through all groups."""
-
-    name: str
-    dim: int
-    positions: IntArray
-    units: IntArray
-
-
-def gated_axes(graph: UnitGraph, entries: Mapping[str, Tensor]) -> list[GatedAxis]:
-    """Every axis on which gates act; of tied names the first stands for all."""
-    parts: dict[tuple[int, int], tuple[str, list[IntArray], list[IntArray]]] = {}
-    first = 0
-    for group in graph.groups.values():
-        numbers = np.arange(first, first + group.size)
-        first += group.size
-        for piece in group.slices:
-            if piece.gated:
-                name, positions, units = parts.setdefault((id(entries[piece.name]), piece.dim), (piece.name, [], []))
-                if piece.name == name:
-                    positions.append(piece.index.numpy().reshape(-1))
-                    units.append(numbers.repeat(piece.span))
-    return [
-        GatedAxis(name, dim, np.concatenate(positions), np.concatenate(units))
-        for (_, dim), (name, positions, units) in parts.items()
-    ]
 
 
 class LiveEntries:
@@ -84,29 +48,29 @@ class LiveEntries:
 
     def restore_buffers(self) -> None:
         """Undo what a pass in train mode does to statistics."""
-        with torch.no_grad():
-            for value in self._buffers:
-                value.copy_(self._origin[id(value)])
+        self._restore(self._buffers)
 
-    def silence(self, gated: Sequence[GatedAxis], kept: BoolArray) -> None:
+    def silence(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
         """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
 
         In place, since a gated copy of every entry is most of the cost of verifying a large model.
 
         Args:
-            gated: Where gates act.
-            kept: bool (J,): which of all units are kept.
+            graph: The units.
+            keep: Group name → bool (units,); groups left out are kept.
         """
-        with torch.no_grad():
-            for value in self._silenced.values():
-                value.copy_(self._origin[id(value)])
-            self._silenced = {}
-            for axis in gated:
-                value = self.values[axis.name]
-                dropped = torch.from_numpy(axis.positions[~kept[axis.units]])
-                if dropped.numel():
+        self._restore(self._silenced.values())
+        self._silenced = {}
+        for name, stays in keep.items():
+            for piece in graph.groups[name].slices if not bool(stays.all()) else ():
+                if piece.gated:
+                    value = self.values[piece.name]
                     self._silenced[id(value)] = value
-                    value.index_fill_(axis.dim, dropped.to(value.device), 0)
+                    value.index_fill_(piece.dim, piece.index[~stays].reshape(-1).to(value.device), 0)
+
+    def _restore(self, values: Iterable[Tensor]) -> None:
+        for value in values:
+            value.copy_(self._origin[id(value)])
 
 
 def _any(tensor: Tensor) -> bool:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, NormNote, TensorLabels
 from sparsekit.surgery.kept_norms import NormMode
 from sparsekit.surgery.norm_calls import NormCall
-from sparsekit.tracing.grouping.norms import NormNote, NormNotes
 
 
 class NormRecorder(NormMode):
@@ -22,12 +21,11 @@ class NormRecorder(NormMode):
     Args:
         tracer: The trace.
         model: The private copy that is traced.
-        notes: Is added to.
     """
 
-    def __init__(self, tracer: Tracer, model: nn.Module, notes: NormNotes) -> None:
+    def __init__(self, tracer: Tracer, model: nn.Module) -> None:
         super().__init__()
-        self.tracer, self.notes = tracer, notes
+        self.tracer = tracer
         self._modules = dict(model.named_modules())
         for name, module in self._modules.items():
             self.patch(module, name)
@@ -41,12 +39,12 @@ class NormRecorder(NormMode):
         if dim is not None and any(tracer.joint_labels(t).axes[call.axis_of_scale(dim)] is None for t in scales):
             dim = None
         if labels is None or dim is None:
-            self.notes.setdefault((module, number), []).append(None)
+            tracer.norms.setdefault((module, number), []).append(None)
             return plain()
         axis = labels.axes[dim]
         assert axis is not None
         cause = tracer.cause("averaged over by one call that sees other units from time to time")
-        self.notes.setdefault((module, number), []).append(NormNote(call.name, axis.nodes, dim - call.x.dim(), cause))
+        tracer.norms.setdefault((module, number), []).append(NormNote(call.name, axis.nodes, dim - call.x.dim(), cause))
         self._count(module, call, axis.nodes)
         tracer.watching = False
         try:
@@ -80,7 +78,7 @@ class NormRecorder(NormMode):
                 assert scale is not None
                 tracer.unite(axis.nodes, scale.nodes, quiet=True)
                 tracer.make(labels, own)
-                shift = scale.sources if tensor is call.weight else tracer.store.both(shift, scale.sources)
+                shift = scale.sources if tensor is call.weight else tracer.both(shift, scale.sources)
             sources = shift
         return x.without_zero().with_axis(dim, Labels(axis.nodes, sources))
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import eager, without_fast_path
+from sparsekit._torch import without_fast_path
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.removed import Block, Blocks, Part, remove_blocks
 from sparsekit.tracing.blocks import is_large
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.live import LiveEntries
-from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
-from sparsekit.tracing.untouched import untouched
+from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.values import ModuleCall, Values, WithZeros
 
 _HALVES = 2  # times that the branches are halved at random, to remove one half for a test and then the other
@@ -137,13 +135,14 @@ def find_blocks(model: nn.Module, calls: Sequence[ModelInputs]) -> Blocks:
     Returns:
         The branches, in forward order, and those that were refused.
     """
-    with without_fast_path(), eager(), untouched(model), torch.no_grad():
+    with private_passes():
+        guard = ReadOnly(model)
+        calls = [replace(inputs, guard=guard) for inputs in calls]
         entries = named_entries(model)
         seen = Values()
         copy = copy_with(model, entries).eval()
         seen.follow(copy)
-        with seen:
-            outputs = calls[0].call(copy)
+        outputs = calls[0].call(copy, seen)
         weights = {
             name: tuple(f"{name}.{own}".strip(".") for own, entry in module.named_parameters() if entry.dim() > 1)
             for name, module in model.named_modules()
@@ -204,21 +203,20 @@ class _Tester:
             return "it is computed outside of modules of its own; put it into one"
         operands = [blocks.blocks[name].added for name in names]
         for mode in ("eval", "train") if training else ("eval",):
-            with _in_mode(mode):
-                try:
-                    expected = self._run(self.model, mode, operands)
-                except Exception:
-                    if mode == "train":
-                        continue
-                    raise
-                try:
-                    small = remove_blocks(self.model, blocks, names, share=True)
-                    found = self._run(small, mode, ())
-                    if self._has_fast_path and mode == "eval":
-                        with without_fast_path(False):
-                            self._run(small, mode, ())
-                except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
-                    return f"without it the model fails: {type(error).__name__}: {str(error)[:120]}"
+            try:
+                expected = self._run(self.model, mode, operands)
+            except Exception:
+                if mode == "train":
+                    continue
+                raise
+            try:
+                small = remove_blocks(self.model, blocks, names, share=True)
+                found = self._run(small, mode, ())
+                if self._has_fast_path and mode == "eval":
+                    with without_fast_path(False):
+                        self._run(small, mode, ())
+            except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+                return f"without it the model fails: {type(error).__name__}: {str(error)[:120]}"
             if [t.shape for t in expected] != [t.shape for t in found]:
                 return "without it the output has another shape"
             if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(expected, found, strict=True)):
@@ -237,21 +235,11 @@ class _Tester:
         return next((reason for reason in reasons if reason is not None), None)
 
     def _run(self, model: nn.Module, mode: str, operands: Collection[tuple[int, int]]) -> list[Tensor]:
-        private = copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
+        private = lent_copy(model)
         private = train_without_dropout(private) if mode == "train" else private.eval()
         outputs: list[Tensor] = []
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             for inputs in self.calls:
-                with WithZeros(operands):
-                    outputs += find_tensors(inputs.call(private))
+                outputs += find_tensors(inputs.call(private, WithZeros(operands)))
         return outputs
-
-
-@contextmanager
-def _in_mode(mode: str) -> Iterator[None]:
-    if mode == "train":
-        with WithoutDropout():
-            yield
-    else:
-        yield

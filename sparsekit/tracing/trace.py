@@ -5,32 +5,28 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from sparsekit._torch import eager, without_fast_path
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.labels.store import OUTPUT, Cause, LabelStore
+from sparsekit.layers.labels.cause import OUTPUT, Cause
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.parametrised import fix_hooked
-from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.grouping.build import Built, build
-from sparsekit.tracing.grouping.norms import NormNotes
 from sparsekit.tracing.grouping.sizes import try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.norms import NormRecorder
-from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
-from sparsekit.tracing.untouched import untouched
+from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
 _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
@@ -98,29 +94,20 @@ def trace_units(
     """
     _check(model)
     kwargs = _joined(example_kwargs or {}, more_kwargs)
-    calls = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
-    calls += [_as_call(given) for given in example_inputs]
+    given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
+    guard = ReadOnly(model)
+    calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, example_inputs))]
     if norm not in ("fixed", "kept"):
         raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
-    notes: NormNotes | None = {} if norm == "kept" else None
-    store = LabelStore()
-    with _plain_execution(), untouched(model):
-        # A large model lends its parameters, which are written to in vain.
-        private = copy_with(model, dict(model.named_parameters(remove_duplicate=False)) if is_large(model) else {})
-        seen = _run(private, calls, store, rules, notes)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-        built = build(store, shapes, notes)
+    tracer = Tracer(kept_norms=norm == "kept")
+    with private_passes():
+        seen = _run(model, calls, tracer, rules)
+        built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
         if verify and built.graph.groups:
-            verifier: Verifier | BlockVerifier
-            if is_large(model):
-                verifier = BlockVerifier(private.eval(), calls, rules, seen.training)
-            else:
-                verifier = Verifier(_twin(model).eval(), calls, rules, seen.training)
-            built = _verified(verifier, store, built, notes)
-            del verifier
-        del private
-        if is_large(model):
-            gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
+            verifier = BlockVerifier if is_large(model) else Verifier
+            built = _verified(verifier(model, calls, rules, seen.training), tracer, built)
+    if is_large(model):
+        gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
     if seen.unread:
@@ -171,24 +158,6 @@ def _check(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def _plain_execution() -> Iterator[None]:
-    """Switch off what bypasses the submodules or their operators, and put it back."""
-    with without_fast_path(), eager(), warnings.catch_warnings():
-        # Reentrant checkpoints warn without gradients, which a trace does without.
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        yield
-
-
-def _as_call(given: Any) -> ModelInputs:
-    """One of several example inputs: a tensor, a tuple of arguments or a mapping of keyword arguments."""
-    if isinstance(given, ModelInputs):
-        return given
-    if isinstance(given, Mapping):
-        return ModelInputs((), given)
-    return ModelInputs(tuple(given) if isinstance(given, tuple | list) else (given,), {})
-
-
 def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     twice = sorted(set(example) & set(more))
     if twice:
@@ -212,31 +181,25 @@ class _Seen:
 
 
 def _run(
-    private: nn.Module,
-    calls: Sequence[ModelInputs],
-    store: LabelStore,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-    notes: NormNotes | None,
+    model: nn.Module, calls: Sequence[ModelInputs], tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None
 ) -> _Seen:
-    """Fill store and notes from passes in eval mode and in train mode, where auxiliary heads may run."""
-    parameters = _enter(private, store)
-    met: set[int] = set()
+    """Trace passes in eval mode and in train mode, where auxiliary heads may run."""
+    parameters = _enter(model, tracer)
     try:
         for inputs in calls:
-            met |= _pass(_twin(private).eval(), inputs, store, rules, notes)
+            _pass(lent_copy(model).eval(), inputs, tracer, rules)
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise _failure(private, inputs, error) from error
+        raise _failure(model, inputs, error) from error
     training: list[tuple[int, bool]] = []
     failure: Exception | None = None
     for number, inputs in enumerate(calls):
         refused: Exception | None = None
         for doubled in (False, True):  # a batch norm refuses a single example
             try:
-                with WithoutDropout():
-                    copy = train_without_dropout(_twin(private))
-                    met |= _pass(copy, inputs.doubled() if doubled else inputs, store, rules, notes)
+                copy = train_without_dropout(lent_copy(model))
+                _pass(copy, inputs.doubled() if doubled else inputs, tracer, rules)
             except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
                 refused = refused or error
             else:
@@ -244,16 +207,15 @@ def _run(
                 refused = None
                 break
         failure = failure or refused
-    unread = tuple(store.entries[number].names[0] for number in sorted(parameters - met))
+    unread = tuple(tracer.entries[number].names[0] for number in sorted(parameters - tracer.used))
     return _Seen(tuple(training), unread, failure)
 
 
-def _failure(private: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
+def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
     """Whose fault it is that a pass under the tracer failed: that of the inputs, or of what the model does."""
-    name, said = type(private).__name__, f"{type(error).__name__}: {error}"
+    name, said = type(model).__name__, f"{type(error).__name__}: {error}"
     try:
-        with torch.no_grad():
-            inputs.call(_twin(private).eval())
+        inputs.call(lent_copy(model).eval())
     except Exception:  # noqa: BLE001 - the first failure is the one that is told
         tensors = find_tensors((inputs.args, inputs.kwargs))
         given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
@@ -261,7 +223,7 @@ def _failure(private: nn.Module, inputs: ModelInputs, error: Exception) -> Trace
         if len(inputs.args) == 1 and isinstance(inputs.args[0], tuple | list):
             kind = type(inputs.args[0]).__name__
             hint = f"; the only input is a {kind}: give its elements one by one, trace_units(model, *inputs)"
-        if is_meta(private):
+        if is_meta(model):
             hint += (
                 "; the model is on the meta device, without values: give the inputs on it as well, x.to('meta'), and where the"
                 " model reads values, as a branch does, make it on another device"
@@ -277,13 +239,8 @@ def _failure(private: nn.Module, inputs: ModelInputs, error: Exception) -> Trace
     )
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """The same tensors in a module of its own, which may be hooked."""
-    return copy_with(model, named_entries(model))
-
-
-def _enter(model: nn.Module, store: LabelStore) -> set[int]:
-    """Enter the state into the store; the numbers of the parameters."""
+def _enter(model: nn.Module, tracer: Tracer) -> set[int]:
+    """Give the state its nodes; the numbers of the parameters."""
     names: dict[int, list[str]] = {}
     entries = named_entries(model)
     for name, tensor in entries.items():
@@ -292,32 +249,22 @@ def _enter(model: nn.Module, store: LabelStore) -> set[int]:
     parameters = set()
     for aliases in names.values():
         tensor = entries[aliases[0]]
-        entry = store.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
+        entry = tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
         parameters |= {entry.number} if entry.is_parameter else set()
     return parameters
 
 
-def _pass(
-    copy: nn.Module,
-    inputs: ModelInputs,
-    store: LabelStore,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-    notes: NormNotes | None,
-) -> set[int]:
-    """Run a private copy of the model under the tracer; the numbers of the entries that it used."""
-    tracer = Tracer(store, kept_norms=notes is not None)
-    entries = named_entries(copy)
-    for entry in store.entries:
-        tracer.numbers[id(entries[entry.names[0]])] = entry.number
-        tracer.set(entries[entry.names[0]], store.labels_of(entry))
+def _pass(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
+    """Run a private copy of the model under the tracer."""
+    tracer.begin(named_entries(copy))
     for module in copy.modules():
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:
             object.__setattr__(module, "forward", functools.partial(_opaque, tracer, rule, module, module.forward))
     tracer.follow(copy)
     fix_hooked(tracer, copy)
-    if notes is not None:
-        NormRecorder(tracer, copy, notes)
+    if tracer.kept_norms:
+        NormRecorder(tracer, copy)
     outputs = run_traced(tracer, copy, inputs)
     found = find_tensors(outputs)
     if not found:
@@ -325,16 +272,14 @@ def _pass(
     for tensor in found:
         labels = tracer.labels(tensor)
         if labels.mixed is not None:
-            store.fix(labels.mixed, Cause("", "the model returns values averaged over them", False))
+            tracer.fix(labels.mixed, Cause("", "the model returns values averaged over them"))
         else:
-            store.fix(labels.all_nodes(), OUTPUT)
-    return tracer.used
+            tracer.fix(labels, OUTPUT)
 
 
 def run_traced(tracer: Tracer, model: nn.Module, inputs: ModelInputs) -> Any:
     """Run the model under the tracer. Its name marks where the search for the user's own source line ends."""
-    with torch.no_grad(), Dispatcher(tracer):
-        return inputs.call(model)
+    return inputs.call(model, Dispatcher(tracer))
 
 
 def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -348,15 +293,13 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
     return rule.trace(tracer, module, run, args, kwargs)
 
 
-def _verified(verifier: Verifier | BlockVerifier, store: LabelStore, built: Built, notes: NormNotes | None) -> Built:
-    while built.graph.groups:
-        failures = verifier.failures(built.graph)
-        if not failures:
-            break
+def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:
+    """The graph without the groups whose removal is not exact."""
+    while built.graph.groups and (failures := verifier.failures(built.graph)):
         for name, reason in failures.items():
-            if not try_other_sizes(store, built.sizes, name):
-                store.fix(built.nodes[name], Cause("", reason, False))
-        built = build(store, built.graph.shapes, notes)
+            if not try_other_sizes(tracer, built.sizes, name):
+                tracer.fix(built.nodes[name], Cause("", reason))
+        built = build(tracer, built.graph.shapes)
     return built
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.layers.labels.source import user_line
+from sparsekit.layers.labels.cause import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
-from sparsekit.tracing.live import LiveEntries, gated_axes
-from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
+from sparsekit.tracing.live import LiveEntries
+from sparsekit.tracing.passes import train_without_dropout
 
 _RATIOS = (0.5, 0.3, 0.8, 0.5, 0.3, 0.6)  # share kept in successive random masks
 _MASKS, _FEWEST, _MANY_NUMBERS = 6, 2, 2_000_000  # masks tried, and fewer of them on large models; never by the clock
@@ -38,7 +38,7 @@ class Verifier:
     """Compares gated and compacted copies of a model.
 
     Args:
-        model: In eval mode; not changed.
+        model: Not changed.
         calls: What it is called on.
         rules: The user's layer rules.
         training: The calls that train mode accepts, to compare there too, dropout aside: their numbers, and whether each is
@@ -55,11 +55,16 @@ class Verifier:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(20130)
         entries = named_entries(self.model)
+        self._refusal: str | None = None
         for dtype in (self.dtype, None):  # a model may fix its dtype, or its device may lack float64
             self._live = LiveEntries(entries, dtype, self._generator)
             self._dense = copy_with(self.model, self._live.values)
             if self._accepts(with_tokens(self.model, self.calls, self._generator), dtype) or self._accepts(self.calls, dtype):
                 break
+        self._whole_in_training: list[Tensor] | None = None
+        if self.training:
+            with contextlib.suppress(Exception):  # a batch norm may refuse a single example
+                self._whole_in_training = self._run(self._dense, training=True)
         self._masks = _MASKS if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEWEST
         self.trials = 0
 
@@ -67,18 +72,31 @@ class Verifier:
         """Whether the model runs on `calls`, which are used from now on: disturbed, or as they are where that breaks it."""
         self._calls = [inputs.prepared(dtype, self._generator) for inputs in calls]
         try:
-            if not _finite(self._run(self._dense)):
+            self._whole = self._run(self._dense)
+            if not _finite(self._whole):
                 disturbed, self._calls = self._calls, [inputs.prepared(dtype, None) for inputs in calls]
-                self._calls = self._calls if _finite(self._run(self._dense)) else disturbed
-        except Exception:  # noqa: BLE001 (whatever the user's code raises)
+                plain = self._run(self._dense)
+                if _finite(plain):
+                    self._whole = plain
+                else:
+                    self._calls = disturbed
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+            self._refusal = f"the model fails: {_described(error)}"
             return False
+        self._refusal = None
         return True
 
-    def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
+    def _run(self, model: nn.Module, *, training: bool = False, seed: int = 0) -> list[Tensor]:
+        calls = self._calls
+        if training:
+            train_without_dropout(model)
+            calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]
+        else:
+            model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self._live.restore_buffers()
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the accelerators, for good
-            return [tensor for inputs in self._calls for tensor in find_tensors(inputs.call(model))]
+            return [tensor for inputs in calls for tensor in find_tensors(inputs.call(model))]
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:
         """Find the groups whose removal is not exact.
@@ -86,27 +104,17 @@ class Verifier:
         Returns:
             Group name → reason; empty if all is well.
         """
+        if self._refusal is not None:
+            return dict.fromkeys(graph.groups, self._refusal)
         # What fails is often all of one kind, and is found sooner where it lies together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
-        self._gated = gated_axes(graph, self._live.values)
-        try:
-            self._whole = self._run_whole(graph)
-        except Exception as error:  # noqa: BLE001
-            return dict.fromkeys(graph.groups, f"the model fails: {_described(error)}")
         bad: dict[str, str] = {}
-        for ratio in _RATIOS[: self._masks]:
-            self._bisect(graph, units, bad, functools.partial(self._trial, graph, ratio))
+        for number, ratio in enumerate(_RATIOS[: self._masks]):
+            self._bisect(graph, units, bad, functools.partial(self._trial, graph, ratio, number == 0))
             if bad:
-                return bad
-        if self.training:
-            self._bisect(graph, units, bad, functools.partial(self._training_trial, graph))
+                break
         return bad
-
-    def _run_whole(self, graph: UnitGraph) -> list[Tensor]:
-        """Outputs with all units: what a mask changes is the measure of its errors."""
-        self._live.silence(self._gated, np.ones(graph.units, dtype=bool))
-        return self._run(self._dense)
 
     def _bisect(
         self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: dict[str, str], trial: Callable[[list[str]], str | None]
@@ -127,53 +135,51 @@ class Verifier:
             bad |= dict.fromkeys((name for tied in units for name in tied), f"only jointly: {reason}")
             return
 
-    def _trial(self, graph: UnitGraph, ratio: float, names: Sequence[str]) -> str | None:
-        """Why a random mask over some groups is not exact, or None if it is."""
+    def _trial(self, graph: UnitGraph, ratio: float, both_modes: bool, names: Sequence[str]) -> str | None:
+        """Why a random mask over some groups is not exact, in eval mode or also in train mode, or None if it is."""
         self.trials += 1
         keep = self._mask(graph, set(names), ratio)
-        kept = torch.cat(list(keep.values())).numpy()
-        self._live.silence(self._gated, kept)
-        try:
-            with kept_norms(self._dense, graph, keep):
-                expected = self._run(self._dense)
-        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
-            return f"the gated model fails: {_described(error)}"
+        self._live.silence(graph, keep)
+        self._live.restore_buffers()
         try:
             # What is silenced is what is cut away, so the narrow copy can be taken from the silenced one.
-            self._live.restore_buffers()
-            found = self._run(narrow_module(self._dense, graph, keep, self.rules))
+            small = narrow_module(self._dense, graph, keep, self.rules)
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+            return f"the compacted model fails: {_described(error)}"
+        buffers = [(buffer, buffer.clone()) for buffer in small.buffers()]
+        reason = self._compare(graph, keep, small, self._whole)
+        if reason is not None or not both_modes or self._whole_in_training is None:
+            return reason
+        for buffer, own in buffers:
+            buffer.copy_(own)
+        reason = self._compare(graph, keep, small, self._whole_in_training, training=True)
+        # A model that is random in train mode is taken to be well there.
+        return None if reason is None or self._is_random(graph, self._whole_in_training) else f"in training, {reason}"
+
+    def _compare(
+        self, graph: UnitGraph, keep: Mapping[str, Tensor], small: nn.Module, whole: list[Tensor], *, training: bool = False
+    ) -> str | None:
+        """Why the outputs of the gated and the narrow model differ, or None if they do not."""
+        try:
+            with kept_norms(self._dense, graph, keep):
+                expected = self._run(self._dense, training=training)
+        except Exception as error:  # noqa: BLE001
+            return f"the gated model fails: {_described(error)}"
+        try:
+            found = self._run(small, training=training)
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {_described(error)}"
-        return self._difference(expected, found)
-
-    def _training_trial(self, graph: UnitGraph, names: Sequence[str]) -> str | None:
-        """The same in train mode. A model that is random there, or refuses the inputs, is taken to be well."""
-        calls, self._calls = (
-            self._calls,
-            [self._calls[number].doubled() if doubled else self._calls[number] for number, doubled in self.training],
-        )
-        whole = self._whole
-        try:
-            train_without_dropout(self._dense)
-            with WithoutDropout():
-                try:
-                    self._whole = self._run_whole(graph)
-                    again = self._run(self._dense, seed=1)
-                except Exception:  # noqa: BLE001 (a batch norm may refuse a single example)
-                    return None
-                drawn = any(not torch.allclose(a, b, equal_nan=True) for a, b in zip(self._whole, again, strict=False))
-                reason = None if drawn else self._trial(graph, _RATIOS[0], names)
-        finally:
-            self._calls, self._whole = calls, whole
-            self._dense.eval()
-        return reason and f"in training, {reason}"
-
-    def _difference(self, expected: list[Tensor], found: list[Tensor]) -> str | None:
         if [t.shape for t in expected] != [t.shape for t in found]:
             return "removing units changes the shape of the output"
-        wholes = self._whole if [t.shape for t in self._whole] == [t.shape for t in expected] else expected
+        wholes = whole if [t.shape for t in whole] == [t.shape for t in expected] else expected
         reasons = (_judged(*tensors) for tensors in zip(wholes, expected, found, strict=True))
         return next((reason for reason in reasons if reason is not None), None)
+
+    def _is_random(self, graph: UnitGraph, whole: list[Tensor]) -> bool:
+        """Whether the outputs of the whole model in train mode depend on the random numbers that it draws."""
+        self._live.silence(graph, {})
+        again = self._run(self._dense, training=True, seed=1)
+        return any(not torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
 
     def _mask(self, graph: UnitGraph, names: set[str], ratio: float) -> dict[str, Tensor]:
         keep: dict[str, Tensor] = {}

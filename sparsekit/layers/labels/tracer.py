@@ -1,38 +1,115 @@
-"""Tracer: the labels of the tensors of one forward pass, and the words to describe what happens to units."""
+"""Tracer: all that a trace learns about units, and the words with which handlers and layer rules say it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph.groups import Kind
+from sparsekit.layers.labels.cause import Cause, user_line
 from sparsekit.layers.labels.joint import collapsed
-from sparsekit.layers.labels.source import user_line
-from sparsekit.layers.labels.store import Cause, LabelStore, Split
-from sparsekit.layers.labels.values import NO_UNIT, NOT_ZERO, Entry, IntArray, Joint, Labels, TensorLabels
+from sparsekit.layers.labels.values import (
+    ALWAYS_ZERO,
+    NO_UNIT,
+    NOT_ZERO,
+    Entry,
+    IntArray,
+    Joint,
+    Labels,
+    NormNote,
+    Split,
+    TensorLabels,
+)
 
 
 class Tracer:
-    """What a trace says about tensors: the words with which handlers and layer rules describe units."""
+    """What some passes of a model say about units. Vectorised: nothing here loops over units.
 
-    def __init__(self, store: LabelStore, *, kept_norms: bool = False) -> None:
-        self.store = store
-        self.kept_norms = kept_norms  # norms are taken over kept units, so that units may leave them
+    Args:
+        kept_norms: Norms are taken over kept units, so that units may leave them.
+
+    Attributes:
+        nodes: Number of nodes.
+        entries: Parameters and buffers, in the order of the state.
+        united: Pairs of node runs that are one unit, position by position.
+        fixed: Nodes whose units stay whole, with the cause.
+        made: Nodes that make the values of their units, in forward order, with the kind if it is known.
+        columns: Nodes of parameter axes that multiply the units which they read.
+        reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
+        tied: Runs of nodes that must keep equally many units.
+        unsure: Nodes whose values are not certain to be zero when gated, because they start from a state passed in.
+        heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
+        splits: Where code lays units over several axes.
+        attempts: Module → how many choices of integers that follow the number of its units have failed.
+        counts: (nodes, module, attribute) of sizes that no parameter tells, such as those of a norm without a scale.
+        norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
+        used: Numbers of the entries that some operator has met.
+        watching: False while an opaque layer runs, whose rule says what its operators do.
+    """
+
+    def __init__(self, *, kept_norms: bool = False) -> None:
+        self.kept_norms = kept_norms
+        self.nodes = 0
+        self.entries: list[Entry] = []
+        self.united: list[tuple[IntArray, IntArray]] = []
+        self.fixed: list[tuple[IntArray, Cause]] = []
+        self.made: list[tuple[IntArray, Kind | None]] = []
+        self.columns: list[IntArray] = []
+        self.reads: list[tuple[IntArray, IntArray, Cause | None]] = []
+        self.tied: list[tuple[IntArray, ...]] = []
+        self.unsure: list[IntArray] = []
+        self.heads: list[IntArray] = []
+        self.splits: list[Split] = []
+        self.attempts: dict[str, int] = {}
+        self.counts: list[tuple[IntArray, str, str]] = []
+        self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
+        self.used: set[int] = set()
+        self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
+        self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
+        self._model = nn.Module()
+        self.begin({})
+
+    # ---- one pass
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin a pass, in which `tensors` are the state: key → entry."""
         self.modules: list[str] = [""]
         self.watching = True
-        self.numbers: dict[int, int] = {}  # id of the tensor of each state entry → number of the entry
-        self.used: set[int] = set()  # numbers of the entries that some operator has met
-        self.alive: list[Tensor] = []  # ids and storages must not be reused while the trace runs
+        self.alive: list[Tensor] = []  # ids and storages must not be reused while the pass runs
         self._known: dict[int, TensorLabels] = {}
-        self._objects: dict[str, nn.Module] = {}
+        self.numbers: dict[int, int] = {}  # id of the tensor of each state entry → number of the entry
+        for entry in self.entries:
+            tensor = tensors[entry.names[0]]
+            self.numbers[id(tensor)] = entry.number
+            self.set(tensor, self.labels_of(entry))
+
+    def follow(self, model: nn.Module) -> None:
+        """Keep `modules` up to date while `model`, a private copy, runs."""
+        self._model = model
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
+            module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
+
+    def _leave(self) -> None:
+        if len(self.modules) > 1:
+            self.modules.pop()
 
     @property
     def module(self) -> str:
         """Qualified name of the innermost module that runs now."""
         return self.modules[-1]
+
+    @property
+    def running(self) -> nn.Module:
+        """The innermost module that runs now."""
+        return self._model.get_submodule(self.module)
+
+    # ---- labels of tensors
 
     def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
         """Labels of a tensor. Joint labels are settled: one axis tells units apart from here on, the others are tied.
@@ -65,24 +142,6 @@ class Tracer:
         """Labels of a tensor as they are, or None where nothing has been said of it."""
         return self._known.get(id(tensor))
 
-    def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
-        """Make the positions of joint labels along one axis one unit, so that units differ along the other axes alone."""
-        joint = labels.joint
-        if joint is None or joint.nodes.shape[dim] == 1:
-            return labels
-        nodes, sources = joint.nodes.take([0], dim), joint.sources.take([0], dim)
-        self.unite(np.broadcast_to(nodes, joint.nodes.shape).reshape(-1), joint.nodes.reshape(-1))
-        agreed = (joint.sources == sources).all(axis=dim, keepdims=True)
-        return collapsed(replace(labels, joint=Joint(nodes, np.where(agreed, sources, NOT_ZERO))))
-
-    def split(self, nodes: IntArray) -> None:
-        """Note that the module which runs now lays one axis of units over several, or several over one."""
-        if nodes.ndim > 1 and (nodes < 0).any():
-            self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
-        owner = self.running
-        numbers = {} if owner is None else {name: value for name, value in vars(owner).items() if type(value) is int}
-        self.store.splits.append(Split(nodes, self.module, numbers))
-
     def entry(self, tensor: Tensor) -> Entry | None:
         """The state entry that a tensor is or rearranges, if any."""
         return self.joint_labels(tensor).entry
@@ -102,24 +161,52 @@ class Tracer:
         """Take the labels of a tensor away and return them."""
         return self._known.pop(id(tensor), None)
 
-    def cause(self, reason: str, *, quiet: bool = False) -> Cause:
-        """Why units stay whole, with the user's own source line."""
-        if quiet:
-            return Cause(self.module, reason, True)
-        frames: list[tuple[str, int]] = []
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "run_traced":
-            frames.append((frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
-        return Cause(self.module, reason + user_line(frames), False)
+    # ---- entries and sources
 
-    def fix(self, what: TensorLabels | Labels | IntArray | None, reason: str, *, quiet: bool = False) -> None:
-        """Keep units whole."""
-        if what is None:
-            return
-        nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
-        if nodes.size and (nodes >= 0).any():
-            self.store.fix(nodes, self.cause(reason, quiet=quiet))
+    def add_entry(self, names: Sequence[str], shape: Sequence[int], *, is_parameter: bool) -> Entry:
+        """Give every position of every axis of a state entry a fresh node."""
+        first: list[int | None] = []
+        for size in shape:
+            first.append(self.nodes if size > 1 else None)
+            self.nodes += size if size > 1 else 0
+        entry = Entry(tuple(names), tuple(shape), is_parameter, len(self.entries), tuple(first))
+        self.entries.append(entry)
+        return entry
+
+    def labels_of(self, entry: Entry) -> TensorLabels:
+        """The labels of an entry as it is."""
+        axes: list[Labels | None] = []
+        for dim, (start, size) in enumerate(zip(entry.first, entry.shape, strict=True)):
+            if start is None:
+                axes.append(None)
+                continue
+            source = self.source({(entry.number, dim)}) if entry.is_parameter else NOT_ZERO
+            axes.append(Labels(np.arange(start, start + size, dtype=np.int64), np.full(size, source, dtype=np.int64)))
+        return TensorLabels(tuple(axes), entry)
+
+    def source(self, gated: AbstractSet[tuple[int, int]]) -> int:
+        """The id of a set of (entry number, axis) that must all be gated for a value to be zero."""
+        key = frozenset(gated)
+        if not key:
+            return ALWAYS_ZERO
+        if key not in self._source_ids:
+            self._source_ids[key] = len(self._sources)
+            self._sources.append(key)
+        return self._source_ids[key]
+
+    def gated_by(self, source: int) -> frozenset[tuple[int, int]]:
+        """The set behind an id."""
+        return self._sources[source]
+
+    def both(self, a: IntArray, b: IntArray) -> IntArray:
+        """Sources of a value that is zero where both `a` and `b` are zero."""
+        out = np.full(a.shape[0], NOT_ZERO, dtype=np.int64)
+        for x, y in set(zip(a.tolist(), b.tolist(), strict=True)):
+            if x != NOT_ZERO and y != NOT_ZERO:
+                out[(a == x) & (b == y)] = self.source(self._sources[x] | self._sources[y])
+        return out
+
+    # ---- what happens to units
 
     def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
         """Make two runs of nodes one unit, position by position; fix those that meet no unit.
@@ -137,7 +224,55 @@ class Tracer:
             self.fix(np.maximum(a, b)[lonely], "combined with values that belong to no unit", quiet=quiet)
         pairs = (a >= 0) & (b >= 0) & (a != b)
         if pairs.any():
-            self.store.united.append((a[pairs], b[pairs]))
+            self.united.append((a[pairs], b[pairs]))
+
+    def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
+        """Make the positions of joint labels along one axis one unit, so that units differ along the other axes alone."""
+        joint = labels.joint
+        if joint is None or joint.nodes.shape[dim] == 1:
+            return labels
+        nodes, sources = joint.nodes.take([0], dim), joint.sources.take([0], dim)
+        self.unite(np.broadcast_to(nodes, joint.nodes.shape).reshape(-1), joint.nodes.reshape(-1))
+        agreed = (joint.sources == sources).all(axis=dim, keepdims=True)
+        return collapsed(replace(labels, joint=Joint(nodes, np.where(agreed, sources, NOT_ZERO))))
+
+    def fix(self, what: TensorLabels | Labels | IntArray | None, reason: str | Cause, *, quiet: bool = False) -> None:
+        """Keep units whole.
+
+        Args:
+            what: Labels, or nodes.
+            reason: Why; where it is no `Cause`, the line of the user's code is added.
+            quiet: It is normal and needs no warning.
+        """
+        if what is None:
+            return
+        nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
+        nodes = nodes[nodes >= 0]
+        if nodes.size:
+            self.fixed.append((nodes, self.cause(reason, quiet=quiet) if isinstance(reason, str) else reason))
+
+    def cause(self, reason: str, *, quiet: bool = False) -> Cause:
+        """Why units stay whole, with the user's own source line."""
+        if quiet:
+            return Cause(self.module, reason, True)
+        frames: list[tuple[str, int]] = []
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "run_traced":
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back  # type: ignore[assignment]
+        return Cause(self.module, reason + user_line(frames))
+
+    def make(self, labels: TensorLabels, dim: int, kind: Kind | None = None) -> None:
+        """Note that axis `dim` of a state entry makes units; nothing is noted for other tensors."""
+        axis = labels.axes[dim]
+        if labels.entry is not None and axis is not None:
+            self.make_nodes(axis.nodes, kind)
+
+    def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
+        """Note that these entry positions make the values of their units."""
+        nodes = nodes[nodes >= 0]
+        if nodes.size:
+            self.made.append((nodes, kind))
 
     def read(self, values: Labels, columns: IntArray | None) -> None:
         """Note a reader of units.
@@ -151,30 +286,9 @@ class Tracer:
         if columns is None:
             cause = self.cause("read by an operator without weights although the values of dropped units are not zero")
         else:
-            self.store.columns.append(columns[columns >= 0])
+            self.columns.append(columns[columns >= 0])
         where = values.nodes >= 0
-        self.store.reads.append((values.nodes[where], values.sources[where], cause))
-
-    def make(self, labels: TensorLabels, dim: int, kind: Kind | None = None) -> None:
-        """Note that axis `dim` of a state entry makes units; nothing is noted for other tensors."""
-        axis = labels.axes[dim]
-        if labels.entry is not None and axis is not None:
-            self.make_nodes(axis.nodes, kind)
-
-    def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
-        """Note that these entry positions make the values of their units."""
-        nodes = nodes[nodes >= 0]
-        if nodes.size:
-            self.store.made.append((nodes, self.module, kind))
-
-    def count(self, nodes: IntArray, module: str, attribute: str) -> None:
-        """Note that an attribute of a layer counts these units, and that no parameter tells its value."""
-        self.store.counts.append((nodes, module, attribute))
-
-    @property
-    def running(self) -> nn.Module | None:
-        """The innermost module that runs now."""
-        return self._objects.get(self.module)
+        self.reads.append((values.nodes[where], values.sources[where], cause))
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
         """Sum of products over an axis of `a` and an axis of `b`: the units on both are one, and are read here."""
@@ -196,20 +310,16 @@ class Tracer:
                 self.read(values, weights.nodes)
                 return
         # No parameter of its own multiplies the units, so their values themselves must be zero.
-        sources = (
-            np.where(right.sources != 0, right.sources, left.sources)
-            if b.entry is not None
-            else np.where(left.sources != 0, left.sources, right.sources)
-        )
-        self.read(Labels(left.nodes, sources), None)
+        first, second = (right, left) if b.entry is not None else (left, right)
+        self.read(Labels(left.nodes, np.where(first.sources != NOT_ZERO, first.sources, second.sources)), None)
 
-    def follow(self, model: nn.Module) -> None:
-        """Keep `self.modules` up to date while `model`, a private copy, runs."""
-        for name, module in model.named_modules():
-            self._objects[name] = module
-            module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
-            module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
+    def split(self, nodes: IntArray) -> None:
+        """Note that the module which runs now lays one axis of units over several, or several over one."""
+        if nodes.ndim > 1 and (nodes < 0).any():
+            self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
+        numbers = {name: value for name, value in vars(self.running).items() if type(value) is int}
+        self.splits.append(Split(nodes, self.module, numbers))
 
-    def _leave(self) -> None:
-        if len(self.modules) > 1:
-            self.modules.pop()
+    def count(self, nodes: IntArray, module: str, attribute: str) -> None:
+        """Note that an attribute of a layer counts these units, and that no parameter tells its value."""
+        self.counts.append((nodes, module, attribute))

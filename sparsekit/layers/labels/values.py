@@ -7,11 +7,14 @@ connected in the end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from sparsekit.layers.labels.cause import Cause
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -32,7 +35,7 @@ class Labels:
     Args:
         nodes: int64 (size,); a node, NO_UNIT or ANY.
         sources: int64 (size,); which state entries must be gated for the value to be exactly zero, as an id of
-            `LabelStore.source`; NOT_ZERO if no gate does it.
+            `Tracer.source`; NOT_ZERO if no gate does it.
     """
 
     nodes: IntArray
@@ -174,3 +177,28 @@ class TensorLabels:
             return False
         pairs = zip(self.axes, other.axes, strict=True)
         return all(a is b or (a is not None and b is not None and a.same(b)) for a, b in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A place where the model's code lays one axis of units over several, with sizes of its own.
+
+    Args:
+        nodes: int64, one axis for each axis of the result along which units differ.
+        module: Qualified name of the module whose code does it.
+        numbers: Attribute → value of the plain integers of that module.
+    """
+
+    nodes: IntArray
+    module: str
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class NormNote:
+    """One averaging call over units."""
+
+    function: str
+    nodes: IntArray
+    dim: int
+    cause: Cause

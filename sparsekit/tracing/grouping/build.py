@@ -1,9 +1,10 @@
-"""From a store of nodes to groups of units: who is connected, who is fixed, and where gates act."""
+"""From the nodes of a trace to groups of units: who is connected, who is fixed, and where gates act."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice
-from sparsekit.layers.labels.store import OUTPUT, Cause, LabelStore, components
+from sparsekit.layers.labels.cause import OUTPUT, Cause
+from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import NOT_ZERO, Entry, IntArray
-from sparsekit.tracing.grouping.norms import NormNotes, find_sites, noted_nodes
+from sparsekit.tracing.grouping.norms import find_sites
 from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
 
 _UNREAD = Cause("", "nothing reads its units", True)
-_AVERAGED = Cause("", "nothing but an average over its units reads them", False)
+_AVERAGED = Cause("", "nothing but an average over its units reads them")
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", True)
 
 
@@ -41,12 +43,12 @@ class Built:
 class _Axes:
     """Every axis of every entry has a number; a node knows the number of its axis."""
 
-    def __init__(self, store: LabelStore) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self.of: list[tuple[Entry, int]] = []
         self.number: dict[tuple[int, int], int] = {}
         self.start: list[int] = []
-        axis_of = np.zeros(store.nodes, dtype=np.int64)
-        for entry in store.entries:
+        axis_of = np.zeros(tracer.nodes, dtype=np.int64)
+        for entry in tracer.entries:
             for dim, first in enumerate(entry.first):
                 if first is not None:
                     axis_of[first : first + entry.shape[dim]] = len(self.of)
@@ -57,19 +59,19 @@ class _Axes:
 
 
 class _Builder:
-    def __init__(self, store: LabelStore, averaged: IntArray) -> None:
-        self.store, self.axes, self.averaged = store, _Axes(store), averaged
-        self.root = components(store.nodes, store.united)
-        while tie_splits(store, self.root):
-            self.root = components(store.nodes, store.united)
-        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *store.heads])])
-        size = store.nodes
-        self.made_at = np.full(size, len(store.made), dtype=np.int64)  # first record that makes the node
-        for number in range(len(store.made) - 1, -1, -1):
-            self.made_at[store.made[number][0]] = number
-        self.made = self.made_at < len(store.made)
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer, self.axes = tracer, _Axes(tracer)
+        self.root = components(tracer.nodes, tracer.united)
+        while tie_splits(tracer, self.root):
+            self.root = components(tracer.nodes, tracer.united)
+        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *tracer.heads])])
+        size = tracer.nodes
+        self.made_at = np.full(size, len(tracer.made), dtype=np.int64)  # first record that makes the node
+        for number in range(len(tracer.made) - 1, -1, -1):
+            self.made_at[tracer.made[number][0]] = number
+        self.made = self.made_at < len(tracer.made)
         self.columns = np.zeros(size, dtype=bool)
-        for nodes in store.columns:
+        for nodes in tracer.columns:
             self.columns[nodes] = True
         self.gates: dict[int, frozenset[int]] = {}  # root → axes to gate, for units whose values must be zero
         self.cause = np.full(size, -1, dtype=np.int64)  # by root
@@ -87,21 +89,22 @@ class _Builder:
         self.cause[roots[self.ranks[self.cause[roots]] < _rank(cause)]] = number
 
     def _fix_all(self) -> None:
-        store = self.store
-        for nodes, cause in store.fixed:
+        tracer = self.tracer
+        for nodes, cause in tracer.fixed:
             self._mark(nodes, cause)
-        averaged = np.zeros(store.nodes, dtype=bool)
-        averaged[self.root[self.averaged]] = True
-        read = np.zeros(store.nodes, dtype=bool)
-        for nodes, _, _ in store.reads:
+        averaged = np.zeros(tracer.nodes, dtype=bool)
+        for note in (note for met in tracer.norms.values() for note in met if note is not None):
+            averaged[self.root[note.nodes[note.nodes >= 0]]] = True
+        read = np.zeros(tracer.nodes, dtype=bool)
+        for nodes, _, _ in tracer.reads:
             read[self.root[nodes]] = True
-        makes = np.zeros(store.nodes, dtype=bool)
+        makes = np.zeros(tracer.nodes, dtype=bool)
         makes[self.root[self.made]] = True
         unread = makes & ~read & (self.cause == -1)
         self._mark(np.flatnonzero(unread & averaged), _AVERAGED)
         self._mark(np.flatnonzero(unread & ~averaged), _UNREAD)
         self._choose_gates()
-        for runs in store.tied:
+        for runs in tracer.tied:
             if any((self.cause[self.root[nodes]] != -1).any() for nodes in runs):
                 for nodes in runs:
                     self._mark(nodes, _TIED)
@@ -109,17 +112,17 @@ class _Builder:
     def _choose_gates(self) -> None:
         """Units with a reader that has no weights are gated where they are made, if that makes them exactly zero."""
         needed: dict[int, Cause] = {}
-        for nodes, _, cause in self.store.reads:
+        for nodes, _, cause in self.tracer.reads:
             if cause is not None:
                 for root in np.unique(self.root[nodes]).tolist():
                     needed.setdefault(root, cause)
         if not needed:
             return
-        unsure = {root for nodes in self.store.unsure for root in self.root[nodes].tolist()}
-        wanted = np.zeros(self.store.nodes, dtype=bool)
+        unsure = {root for nodes in self.tracer.unsure for root in self.root[nodes].tolist()}
+        wanted = np.zeros(self.tracer.nodes, dtype=bool)
         wanted[list(needed)] = True
         sources: dict[int, set[int]] = {root: set() for root in needed}
-        for nodes, source, _ in self.store.reads:
+        for nodes, source, _ in self.tracer.reads:
             roots = self.root[nodes]
             for root, value in np.unique(np.stack([roots, source])[:, wanted[roots]], axis=1).T.tolist():
                 # A parameter that reads its own kind (columns of a recurrence) is silenced with the values that it reads.
@@ -130,12 +133,12 @@ class _Builder:
             if NOT_ZERO in sources[root] or root in unsure:
                 self._mark(np.array([root]), cause)
             else:
-                gated = frozenset().union(*(self.store.gated_by(s) for s in sources[root]))
+                gated = frozenset().union(*(self.tracer.gated_by(s) for s in sources[root]))
                 self.gates[root] = frozenset(self.axes.number[key] for key in gated if key in self.axes.number)
 
     def groups(self) -> list[list[int]]:
         """Roots of active units, grouped by signature, in forward order."""
-        size = self.store.nodes
+        size = self.tracer.nodes
         alive = np.zeros(size, dtype=bool)
         alive[self.root[self.made]] = True
         active = np.flatnonzero((self.cause[self.root] == -1) & alive[self.root])
@@ -171,7 +174,7 @@ class _Builder:
         record = int(self.made_at[nodes].min())
         first = nodes[0][self.made_at[nodes[0]].argmin()]
         entry, _ = self.axes.of[self.axes.axis_of[first]]
-        kind: Kind = self.store.made[record][2] or ("channel" if len(entry.shape) > 2 else "feature")
+        kind: Kind = self.tracer.made[record][1] or ("channel" if len(entry.shape) > 2 else "feature")
         if roots[0] in self.heads:
             kind = "head"
         base = _owner(entry)
@@ -193,7 +196,7 @@ class _Builder:
                 gated = axis in gates and holder.is_parameter
             index = torch.from_numpy(mine - self.axes.start[axis])
             side = "out" if made or not self.columns[mine].any() else "in"
-            when = int(self.made_at[mine].min()) if side == "out" else len(self.store.made) + axis
+            when = int(self.made_at[mine].min()) if side == "out" else len(self.tracer.made) + axis
             for key in holder.names:
                 pieces.append((when, UnitSlice(key, dim, index, side, gated)))  # type: ignore[arg-type]
         pieces.sort(key=lambda pair: pair[0])
@@ -202,17 +205,13 @@ class _Builder:
     def fixed(self) -> tuple[tuple[FixedUnits, Cause], ...]:
         """What stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
-        made_roots: set[int] = set()
-        for nodes, _, _ in self.store.made:
-            fresh = [r for r in np.unique(self.root[nodes]).tolist() if r not in made_roots and self.cause[r] != -1]
-            made_roots.update(fresh)
-            if not fresh:
-                continue
-            entry, _ = self.axes.of[self.axes.axis_of[nodes[0]]]
-            module = _owner(entry)
-            for root in fresh:
-                key = (module, int(self.cause[root]))
-                counts[key] = counts.get(key, 0) + 1
+        left = self.cause != -1  # fixed roots that no record has made yet
+        for nodes, _ in self.tracer.made:
+            fresh = np.unique(self.root[nodes][left[self.root[nodes]]])
+            left[fresh] = False
+            module = _owner(self.axes.of[self.axes.axis_of[nodes[0]]][0])
+            for cause, number in Counter(self.cause[fresh].tolist()).items():
+                counts[module, cause] = counts.get((module, cause), 0) + number
         return tuple((_as_fixed(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())
 
 
@@ -234,20 +233,39 @@ def _as_fixed(module: str, size: int, cause: Cause) -> FixedUnits:
     return FixedUnits(module, size, f"{cause.reason}{where}")
 
 
-def build(store: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes | None = None) -> Built:
+def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
+    """Connected components of `size` nodes: the lowest node of each node's component, int64 (size,)."""
+    parent = np.arange(size, dtype=np.int64)
+    if not united:
+        return parent
+    a = np.concatenate([pair[0] for pair in united])
+    b = np.concatenate([pair[1] for pair in united])
+    while True:
+        low, high = np.minimum(parent[a], parent[b]), np.maximum(parent[a], parent[b])
+        open_edges = low != high
+        if not open_edges.any():
+            return parent
+        a, b, low, high = a[open_edges], b[open_edges], low[open_edges], high[open_edges]
+        np.minimum.at(parent, high, low)
+        while True:
+            jumped = parent[parent]
+            if np.array_equal(jumped, parent):
+                break
+            parent = jumped
+
+
+def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
     """Make the graph.
 
     Args:
-        store: What a trace has learnt.
+        tracer: What a trace has learnt.
         shapes: State-dict key → shape of the whole state.
-        notes: Averages over units, where they are to be taken over the kept ones.
 
     Returns:
         The graph and what belongs to it.
     """
-    notes = {} if notes is None else notes
     while True:
-        builder = _Builder(store, noted_nodes(notes))
+        builder = _Builder(tracer)
         taken: set[str] = set()
         groups: dict[str, UnitGroup] = {}
         nodes: dict[str, IntArray] = {}
@@ -257,7 +275,7 @@ def build(store: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes 
             groups[group.name], nodes[group.name] = group, np.array(roots, dtype=np.int64)
             group_of |= dict.fromkeys(roots, group.name)
         ties, broken = [], False
-        for runs in store.tied:
+        for runs in tracer.tied:
             names = [{group_of.get(r) for r in builder.root[run].tolist()} for run in runs]
             flat = [next(iter(found)) for found in names if len(found) == 1]
             if len(flat) == len(runs) and None not in flat and len({groups[str(name)].size for name in flat}) == 1:
@@ -266,22 +284,21 @@ def build(store: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes 
             elif any(None not in found for found in names):
                 broken = True
                 for run in runs:
-                    store.fix(run, _TIED)
-        unit_of = {root: (name, unit) for name, roots in nodes.items() for unit, root in enumerate(roots.tolist())}
-        norms = find_sites(notes, store, builder.root, unit_of)
+                    tracer.fix(run, _TIED)
+        norms = find_sites(tracer, builder.root, nodes)
         if not broken and norms is not None:
             break
     fixed = builder.fixed()
     heads = {group.name: group.size for group in groups.values() if group.kind == "head"}
-    candidates = find_sizes(store, builder.root, group_of, heads)
-    sizes, shared = chosen_sizes(store, candidates)
+    candidates = find_sizes(tracer, builder.root, group_of, heads)
+    sizes, shared = chosen_sizes(tracer, candidates)
     whole = tuple(item for item, cause in fixed if cause is not _UNREAD)
     graph = UnitGraph(
         groups,
         dict(shapes),
         tuple(dict.fromkeys((*ties, *shared))),
         whole,
-        (*sizes, *counted_sizes(store, builder.root, group_of, groups)),
+        (*sizes, *counted_sizes(tracer, builder.root, group_of, groups)),
         norms,
     )
     return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates)

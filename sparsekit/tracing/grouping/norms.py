@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from sparsekit.graph.norms import NormSite
-from sparsekit.layers.labels.store import Cause, LabelStore
+from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import IntArray
 
 
-@dataclass(frozen=True, eq=False)
-class NormNote:
-    """One averaging call over units."""
-
-    function: str
-    nodes: IntArray
-    dim: int
-    cause: Cause
-
-
-NormNotes: TypeAlias = dict[tuple[str, int], list[NormNote | None]]
-"""(module, number of the call in a forward pass of it) → what each such call averaged over; None where no units."""
-
-
-def noted_nodes(notes: NormNotes) -> IntArray:
-    """The nodes of all units that are averaged over."""
-    found = [note.nodes[note.nodes >= 0] for met in notes.values() for note in met if note is not None]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
-
-
-def find_sites(
-    notes: NormNotes, store: LabelStore, root: IntArray, unit_of: Mapping[int, tuple[str, int]]
-) -> tuple[NormSite, ...] | None:
+def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
     """The norms over units that stay in some group.
 
     Args:
-        notes: What a trace noted.
-        store: Where one and the same call saw different units from time to time, these are fixed in it.
+        tracer: What a trace noted. Where one and the same call saw different units from time to time, they are fixed.
         root: The lowest node of each node's component.
-        unit_of: Root → (name of the group, number of the unit).
+        nodes: Group → the root of each of its units.
 
     Returns:
         One site for each call that averages over units; None if units were fixed, so that groups must be built again.
     """
     sites, fixed = [], False
-    for (module, number), met in notes.items():
+    units_of = nodes.items() if tracer.norms else ()
+    unit_of = {int(root): (name, unit) for name, roots in units_of for unit, root in enumerate(roots)}
+    for (module, number), met in tracer.norms.items():
         known = [note for note in met if note is not None]
         units = [np.where(note.nodes >= 0, root[note.nodes], note.nodes) for note in known]
         if not any(int(r) in unit_of for row in units for r in row):
@@ -62,7 +39,7 @@ def find_sites(
         if not agree:
             fixed = True
             for note in known:
-                store.fix(note.nodes, note.cause)
+                tracer.fix(note.nodes, note.cause)
             continue
         places: dict[str, tuple[list[int], list[int]]] = {}
         for position, r in enumerate(units[0].tolist()):

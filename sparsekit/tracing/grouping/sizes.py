@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
-from sparsekit.layers.labels.store import LabelStore, Split
-from sparsekit.layers.labels.values import IntArray
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import IntArray, Split
 
 _WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
 _OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")
@@ -42,27 +42,27 @@ def _kind(name: str) -> str | None:
     return None
 
 
-def tie_splits(store: LabelStore, root: IntArray) -> bool:
+def tie_splits(tracer: Tracer, root: IntArray) -> bool:
     """Tie positions where one axis of units was laid over several and nothing has said along which of them units differ.
 
     Code such as `view(batch, groups, -1)` wants equally many units in every group, so the last axis is the one of the units.
 
     Args:
-        store: What a trace has learnt; united further.
+        tracer: What a trace has learnt; united further.
         root: The lowest node of each node's component.
 
     Returns:
         True if anything was tied.
     """
     tied = False
-    for split in store.splits:
+    for split in tracer.splits:
         varying = _varying(split, root)
         for dim in varying[:-1]:
             first = np.broadcast_to(split.nodes.take([0], dim), split.nodes.shape)
             both = (first >= 0) & (split.nodes >= 0)
             apart = root[first[both]] != root[split.nodes[both]]
             if apart.any():
-                store.united.append((first[both][apart], split.nodes[both][apart]))
+                tracer.united.append((first[both][apart], split.nodes[both][apart]))
                 tied = True
     return tied
 
@@ -74,18 +74,18 @@ def _varying(split: Split, root: IntArray) -> list[int]:
 
 
 def counted_sizes(
-    store: LabelStore, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[SizeAttribute, ...]:
     """Attributes that count the units of one group; where they count those of several, verification keeps these whole.
 
     Args:
-        store: What a trace has learnt.
+        tracer: What a trace has learnt.
         root: The lowest node of each node's component.
         group_of: Root → name of the group that it is a unit of.
         groups: The groups.
     """
     found: dict[tuple[str, str], SizeAttribute] = {}
-    for nodes, module, attribute in store.counts:
+    for nodes, module, attribute in tracer.counts:
         names = {group_of.get(int(root[node])) if node >= 0 else None for node in nodes}
         if len(names) == 1 and (group := names.pop()) is not None:
             size = SizeAttribute(module, attribute, group, len(nodes) // groups[group].size)
@@ -94,18 +94,18 @@ def counted_sizes(
 
 
 def find_sizes(
-    store: LabelStore, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
+    tracer: Tracer, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
 ) -> tuple[SizeAttribute, ...]:
     """All integers of modules that may follow the heads kept.
 
     Args:
-        store: What a trace has learnt.
+        tracer: What a trace has learnt.
         root: The lowest node of each node's component.
         group_of: Root → name of the group that it is a unit of.
         heads: Groups of attention heads → number of heads.
     """
     found: dict[SizeAttribute, None] = {}
-    for split in store.splits:
+    for split in tracer.splits:
         varying = _varying(split, root) if split.numbers else []
         names = {group_of.get(int(r)) for r in np.unique(root[split.nodes[split.nodes >= 0]])} if varying else set()
         group = next(iter(names)) if len(names) == 1 else None
@@ -128,7 +128,7 @@ def _followers(split: Split, dim: int, group: str, units: int) -> Sequence[SizeA
 
 
 def chosen_sizes(
-    store: LabelStore, candidates: Sequence[SizeAttribute]
+    tracer: Tracer, candidates: Sequence[SizeAttribute]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
     """Those integers that are taken to follow the heads, after the choices that have failed.
 
@@ -137,18 +137,18 @@ def chosen_sizes(
     """
     claims: dict[tuple[str, str], list[SizeAttribute]] = {}
     for size in candidates:
-        if _kind(size.name) in _CHOICES[store.attempts.get(size.module, 0)]:
+        if _kind(size.name) in _CHOICES[tracer.attempts.get(size.module, 0)]:
             claims.setdefault((size.module, size.name), []).append(size)
     agreed = [claim for claim in claims.values() if len({size.per_unit for size in claim}) == 1]
     shared = {tuple(size.group for size in claim) for claim in agreed if len(claim) > 1}
     return tuple(claim[0] for claim in agreed), tuple(sorted(shared))
 
 
-def try_other_sizes(store: LabelStore, candidates: Sequence[SizeAttribute], group: str) -> bool:
+def try_other_sizes(tracer: Tracer, candidates: Sequence[SizeAttribute], group: str) -> bool:
     """Choose other integers to follow the heads of a group whose removal was not exact.
 
     Args:
-        store: Is told of the failure.
+        tracer: Is told of the failure.
         candidates: All that may follow.
         group: Name of the group.
 
@@ -159,9 +159,9 @@ def try_other_sizes(store: LabelStore, candidates: Sequence[SizeAttribute], grou
     changed = False
     for module in {size.module for size in mine}:
         kinds = {_kind(size.name) for size in mine if size.module == module}
-        now = store.attempts.get(module, 0)
+        now = tracer.attempts.get(module, 0)
         later = (n for n in range(now + 1, len(_CHOICES)) if _CHOICES[n] & kinds != _CHOICES[now] & kinds)
         following = next(later, None)
         if following is not None:
-            store.attempts[module], changed = following, True
+            tracer.attempts[module], changed = following, True
     return changed

@@ -22,7 +22,7 @@ def merge_heads(call: Call, pieces: Sequence[Labels | None], owners: Sequence[Te
     if merged is None or merged.is_uniform:
         return merged
     if all(owner.entry is None for owner in owners):
-        call.tracer.store.heads.append(merged.nodes[merged.nodes >= 0])
+        call.tracer.heads.append(merged.nodes[merged.nodes >= 0])
     sources = np.full(merged.size, NOT_ZERO, dtype=np.int64)
     for axis in pieces:
         assert axis is not None

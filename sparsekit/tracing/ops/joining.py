@@ -52,7 +52,7 @@ def merge(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLa
     sources = pieces[0].sources if pieces[0] is not None else held[0].sources
     for axis in pieces[1:]:
         assert axis is not None
-        sources = call.tracer.store.both(sources, axis.sources)
+        sources = call.tracer.both(sources, axis.sources)
     for axis in held[1:]:
         call.tracer.unite(held[0].nodes, axis.nodes)
     return Labels(held[0].nodes, sources)

@@ -32,7 +32,7 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
         bias = pieces["bias"].axes[0] if "bias" in pieces else None
         assert weight is not None
         shift = bias.sources if bias is not None else np.full(channel.size, ALWAYS_ZERO, dtype=np.int64)
-        sources = tracer.store.both(weight.sources, shift)
+        sources = tracer.both(weight.sources, shift)
     return Labels(channel.nodes, sources)
 
 

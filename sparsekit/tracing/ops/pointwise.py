@@ -47,7 +47,7 @@ def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> 
     if name in _SUMS:
         if len(operands) == 1:
             return operands[0] if _keeps_zero(call) else np.full(size, NOT_ZERO, dtype=np.int64)
-        return call.tracer.store.both(operands[0], operands[1])
+        return call.tracer.both(operands[0], operands[1])
     if len(operands) == 1 and _keeps_zero(call):
         return operands[0]
     return np.full(size, NOT_ZERO, dtype=np.int64)

@@ -62,7 +62,7 @@ def _distance(call: Call) -> Outputs:
     tracer.unite(left.nodes, right.nodes)
     for labels in pair:
         tracer.make(labels, -1)
-    tracer.read(Labels(left.nodes, tracer.store.both(left.sources, right.sources)), None)
+    tracer.read(Labels(left.nodes, tracer.both(left.sources, right.sources)), None)
     for axis in (*pair[0].axes[:-2], *pair[1].axes[:-2]):
         tracer.fix(axis, f"compared pair by pair by {call.name!r}")
     return TensorLabels((*pair[0].axes[:-2], pair[0].axes[-2], pair[1].axes[-2])).without_zero()

@@ -89,7 +89,7 @@ def _from_patches(call: Call) -> Outputs:
         joint = sources[:, 0]
         for k in range(1, places):
             call.tracer.unite(rows[:, 0], rows[:, k])
-            joint = call.tracer.store.both(joint, sources[:, k])
+            joint = call.tracer.both(joint, sources[:, k])
         axes[dim] = Labels(rows[:, 0], joint)
     return TensorLabels(tuple(axes))
 

@@ -18,7 +18,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
-from sparsekit.tracing.untouched import untouched
+from sparsekit.tracing.passes import private_passes
 from sparsekit.tracing.verify import Verifier
 
 
@@ -119,7 +119,7 @@ def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
 def test_a_wrong_group_is_found_in_its_block() -> None:
     model, tokens = _text()
     graph = _trace(model, tokens)
-    with untouched(model):
+    with private_passes():
         assert BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(graph) == {}
         for name in ("blocks.1.up", "blocks.2.attention.query", "middle"):
             failures = BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(_spoiled(graph, name))
@@ -134,7 +134,7 @@ def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
         bare = Text()
     graph = _trace(bare, tokens.to("meta"))
     assert graph.to_json() == whole.to_json()
-    with untouched(bare):
+    with private_passes():
         verifier = BlockVerifier(bare.eval(), [ModelInputs((tokens.to("meta"),), {})])
         assert list(verifier.failures(_spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
 

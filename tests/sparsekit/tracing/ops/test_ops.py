@@ -10,21 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekit.layers.labels.store import LabelStore, components
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
 from sparsekit.tracing.dispatch import Dispatcher
+from sparsekit.tracing.grouping.build import components
 
 
 class Traced:
     """A parameter of the given shape, a function of it, and what the trace learnt."""
 
     def __init__(self, shape: tuple[int, ...], run: Callable[[Tensor], Tensor]) -> None:
-        self.store = LabelStore()
-        tracer = Tracer(self.store)
+        self.tracer = tracer = Tracer()
         tensor = torch.rand(shape) + 1.0
-        self.entry = self.store.add_entry(["p"], shape, is_parameter=True)
-        labels = self.store.labels_of(self.entry)
+        self.entry = self.tracer.add_entry(["p"], shape, is_parameter=True)
+        labels = self.tracer.labels_of(self.entry)
         # Only the last axis carries units, as in an activation (batch, features).
         axes: list[Labels | None] = [None] * len(shape)
         axes[-1] = labels.axes[-1]
@@ -38,14 +37,14 @@ class Traced:
         axis = self.labels.axes[dim]
         if axis is None:
             return None
-        root = components(self.store.nodes, self.store.united)
+        root = components(self.tracer.nodes, self.tracer.united)
         start = self.entry.first[-1]
         assert start is not None
         return [int(root[n]) - start if n >= 0 else int(n) for n in axis.nodes.tolist()]
 
     @property
     def fixed(self) -> bool:
-        return any(not cause.quiet for _, cause in self.store.fixed)
+        return any(not cause.quiet for _, cause in self.tracer.fixed)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +203,7 @@ def test_heads_that_meet_what_is_not_theirs_are_fixed(run: Callable[[Tensor], Te
 
 
 def test_key_heads_are_united_with_the_query_heads_that_they_serve() -> None:
-    store = LabelStore(nodes=12)
-    tracer = Tracer(store)
+    tracer = Tracer()
     labels = Labels(np.arange(12), np.zeros(12, dtype=np.int64))
     q, k = torch.rand(2, 3, 8), torch.rand(2, 3, 4)
     tracer.set(q, TensorLabels((None, None, labels.take(slice(0, 8)))))
@@ -213,4 +211,4 @@ def test_key_heads_are_united_with_the_query_heads_that_they_serve() -> None:
     with torch.no_grad(), Dispatcher(tracer):
         keys = k.unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, 1)
         F.scaled_dot_product_attention(q.unflatten(-1, (4, 2)).transpose(1, 2), keys, keys)
-    assert components(12, store.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]
+    assert components(12, tracer.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]

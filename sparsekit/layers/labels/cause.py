@@ -1,4 +1,4 @@
-"""The line of the user's own code that an operator call comes from."""
+"""Cause: why units stay whole, with the line of the user's own code that an operator call comes from."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ import linecache
 import os
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[2]) + os.sep)
 """Folders of torch and of this package."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why units stay whole.
+
+    Args:
+        module: Qualified name of the module in which it happened.
+        reason: One phrase.
+        quiet: True for what is normal and needs no warning, such as the units of the output layer.
+    """
+
+    module: str
+    reason: str
+    quiet: bool = False
+
+
+OUTPUT = Cause("", "model output", True)
+"""Outranks all others: it is normal that the units of the last layer stay, whatever they pass through on the way out."""
 
 
 def user_line(frames: Sequence[tuple[str, int]]) -> str:

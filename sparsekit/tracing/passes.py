@@ -1,0 +1,119 @@
+"""How copies of a model run: as written, without what is random in train mode, and without a trace on the original."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsekit._torch import (
+    DispatchMode,
+    DropoutNd,
+    InstanceNorm,
+    eager,
+    operator_schema,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+    without_fast_path,
+)
+from sparsekit.rng import same_random_state
+from sparsekit.surgery.rebuild import copy_with, named_entries
+
+_STATISTICS = frozenset({"running_mean", "running_var"})
+"""Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
+
+
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The arguments of an operator, and those that it writes to."""
+    arguments = operator_schema(func).arguments
+    names = tuple(argument.name for argument in arguments)
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    return names, frozenset(written | _STATISTICS.intersection(names))
+
+
+class ReadOnly(DispatchMode):
+    """Lets operators write to copies in place of the values of a model.
+
+    A copy may lend the parameters of the original, and a lambda that holds the original calls it as it is.
+
+    Args:
+        model: The user's own. Its values stay, bit for bit, whatever copies that share its tensors do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._storages = {storage_id(tensor) for tensor in (*named_entries(model).values(), *model.buffers())}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        names, written = _arguments(func)
+        if written:
+            args = tuple(self._apart(v) if name in written else v for name, v in zip(names, args, strict=False))
+            kwargs = {name: self._apart(v) if name in written else v for name, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _apart(self, value: Any) -> Any:
+        if not any(isinstance(leaf, Tensor) and storage_id(leaf) in self._storages for leaf in tree_leaves(value)):
+            return value
+        return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
+
+
+@contextmanager
+def private_passes() -> Iterator[None]:
+    """Run copies without gradients and by their own operators, and put the global generators and switches back."""
+    with without_fast_path(), eager(), same_random_state(), torch.no_grad(), warnings.catch_warnings():
+        # Reentrant checkpoints warn without gradients, which a trace does without.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield
+
+
+def lent_copy(model: nn.Module) -> nn.Module:
+    """A copy that lends its parameters from the model and has buffers of its own; run it within `ReadOnly`."""
+    return copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
+
+
+def train_without_dropout(model: nn.Module) -> nn.Module:
+    """Put a private copy into train mode, but for dropout and instance norms.
+
+    An instance norm keeps channels apart in both modes; in train mode it also writes its statistics by operators of its own.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, DropoutNd | InstanceNorm):
+            module.eval()
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+    return model
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Makes functional dropout, and that inside attention, do nothing, as in eval mode: it says nothing about units."""
+
+    _FUNCTIONS = frozenset(
+        getattr(home, name)
+        for home in (torch, F)
+        for name in dir(home)
+        if name.rstrip("_123d").endswith("dropout") and not name.startswith(("_", "native"))
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._FUNCTIONS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
