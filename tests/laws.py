@@ -36,7 +36,7 @@ def run_gated(model: nn.Module, graph: UnitGraph, mask: UnitMask, args: Any, kwa
     gated = graph.gate(named_entries(model), {name: keep.to(dtype) for name, keep in mask.items()})
     # Statistics are updated in place; the copies keep those of the model as they are.
     gated = {k: v if v.requires_grad else v.clone() for k, v in gated.items()}
-    return find_tensors(DenseModel(model, graph).call(gated, mask, model, args, kwargs))
+    return find_tensors(DenseModel(model, graph, UnitMask.full(graph)).call(gated, mask, model, args, kwargs))
 
 
 def check_masked_equals_compact(

@@ -61,7 +61,7 @@ class _MaskedExecution:
         self.graph = graph
         self.module = copy_with(model, {})
         self.mask = UnitMask.full(graph)
-        self._dense = DenseModel(self.module, graph)
+        self._dense = DenseModel(self.module, graph, self.mask)
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self.narrow_model = self.fused = self
         self.shape_changes = 0
@@ -229,4 +229,4 @@ class _MaskedExecution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Make the dense copy anew: it may hold tensors outside its state; all others are the module's own."""
         del function
-        self._dense = DenseModel(self.module, self.graph)
+        self._dense = DenseModel(self.module, self.graph, UnitMask.full(self.graph))

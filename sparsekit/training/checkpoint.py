@@ -13,8 +13,6 @@ from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.optimizer_hooks import just_restored
 from sparsekit.training.rule import Rule
 
-__all__ = ["load_entries", "saved_entries"]
-
 _OWN = "sparsekit."
 _RULE = f"{_OWN}rule."
 
@@ -22,7 +20,7 @@ _RULE = f"{_OWN}rule."
 def saved_entries(host: Any, rule: Rule, ratio: float, prefix: str) -> dict[str, Tensor]:
     """The dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
     execution = host.execution
-    entries: dict[str, Tensor] = dict(execution.dense_state())
+    entries: dict[str, Tensor] = dict(execution.narrow_model.dense_state())
     entries.update({f"{_OWN}importance.{name}": scores for name, scores in host.importance().items()})
     entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in execution.mask.items()})
     narrow_model = execution.narrow_model
@@ -56,7 +54,7 @@ def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], pre
             dense[name] = state.pop(prefix + name)
         else:
             missing.append(prefix + name)
-    present = execution.dense_state()
+    present = execution.narrow_model.dense_state()
     scores, entries = host.importance(), dict(execution.mask)
     for name in host.graph.groups:
         scores[name] = state.pop(f"{own}importance.{name}", scores[name])

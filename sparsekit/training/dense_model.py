@@ -1,4 +1,4 @@
-"""DenseModel: passes of the dense, or a wider, model while its narrow copy trains: only there have dropped units an effect."""
+"""DenseModel: passes of a wider model while its narrow copy trains: only there have dropped units an effect."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.sizes import set_sizes
 
-__all__ = ["DenseModel", "dense_skeleton", "straight_through_gates"]
 
-
-def dense_skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask | None = None) -> nn.Module:
-    """Copy a narrow module with the dense sizes, but without memory for its state, which each call must bring.
+def skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask) -> nn.Module:
+    """Copy a narrow module with the sizes under another mask, but without memory for its state, which each call must bring.
 
     Tensors outside the state (a buffer that is not saved, a tensor in an attribute) are copied.
 
     Args:
         module: Narrow or dense.
         graph: Its units.
-        wide: Gives it the sizes under this mask instead.
+        wide: The mask.
     """
     entries = named_entries(module)
-    axes = {} if wide is None else graph.kept_indices(wide)
+    axes = graph.kept_indices(wide)
     shapes = {name: narrow_shape(shape, axes.get(name, {})) for name, shape in graph.shapes.items()}
-    dense = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
-    skeleton = copy_with(module, dense)
-    resize(skeleton)
-    set_sizes(skeleton, graph, UnitMask.full(graph).counts() if wide is None else wide.counts())
-    return skeleton
+    empty = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
+    found = copy_with(module, empty)
+    resize(found)
+    set_sizes(found, graph, wide.counts())
+    return found
 
 
 class DenseModel:
-    """The dense model under a mask, as a function of its state.
+    """The model at the sizes of a wider mask, as a function of its state.
 
     The state of a call stays in place until the next call, so that checkpointed parts, which run again in the backward
     pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
@@ -50,11 +48,11 @@ class DenseModel:
     Args:
         module: Narrow or dense; copied, with the names of the model that was traced.
         graph: Its units.
-        wide: Makes it a model of the sizes under this mask; all masks of a call are then within masks of these sizes.
+        wide: Says the sizes; all masks of a call are within masks of these sizes.
     """
 
-    def __init__(self, module: nn.Module, graph: UnitGraph, wide: UnitMask | None = None) -> None:
-        self._module = dense_skeleton(module, graph, wide)
+    def __init__(self, module: nn.Module, graph: UnitGraph, wide: UnitMask) -> None:
+        self._module = skeleton(module, graph, wide)
         self._norms = KeptNorms(self._module, graph)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["refuse_broken_kernels"]
-
 _ENTRIES = 64
 """Several vectors of every instruction set: torch 2.13 on a CPU steps the rest of a tensor and leaves whole vectors out."""
 

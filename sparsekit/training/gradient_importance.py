@@ -18,15 +18,14 @@ from sparsekit.criteria.base import View, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
+from sparsekit.training.host import Host, split_units
 from sparsekit.training.optimizer_hooks import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rule import Host, split_units
-
-__all__ = ["FollowScores", "GradientImportance", "targets_of"]
+from sparsekit.training.rule import Learning, Rule, check_explore
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientImportance:
+class GradientImportance(Learning):
     """Importance is a parameter: it is stepped along the gradient of each unit's gate, and a regulariser pulls it.
 
     The mask follows after every step in which the order of importance changed. By default the optimiser steps importance: add
@@ -59,10 +58,7 @@ class GradientImportance:
     lr: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.explore <= 1.0:
-            raise InvalidValueError(
-                f"explore must be in [0, 1], got {self.explore}; it is a share of extra work, 0.1 is 10 % more"
-            )
+        check_explore(self.explore)
         if self.lr is not None and not 0.0 <= self.lr < math.inf:
             raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
@@ -75,12 +71,7 @@ _EVERY = 4
 """Own steps of the rule between two readings of the weights for the targets, which move as slowly as the weights do."""
 
 
-def targets_of(host: Host, regularizer: ImportanceRegularizer) -> Tensor:
-    """The target of every unit under the present weights: float (J,)."""
-    return regularizer.targets(host.execution.magnitudes(), [group.size for group in host.graph.groups.values()])
-
-
-class FollowScores:
+class FollowScores(Rule):
     """Let the mask follow the scores of its criterion: after every step if it learns, else when asked."""
 
     def __init__(self, settings: GradientImportance, host: Host) -> None:
@@ -139,8 +130,8 @@ class FollowScores:
         if host.optimizers.hold:  # in the middle of a step
             return
         ratio_stands = self._seen is not None and self._seen[0] == host.target
-        by_importance = isinstance(host.criterion, Learned)
-        if ratio_stands and (not is_learned(host.criterion) or (by_importance and host.execution.stands(host.scores.detach()))):
+        by_importance, fused = isinstance(host.criterion, Learned), host.execution.fused
+        if ratio_stands and (not is_learned(host.criterion) or (by_importance and fused.stands(host.scores.detach()))):
             self._mark_seen(host)  # most steps
         else:
             self._follow(host, unless_it_stands=ratio_stands and not by_importance)
@@ -162,7 +153,7 @@ class FollowScores:
             else:
                 scores = host.criterion.scores(host.graph, self._view(host))
                 check_scores(host.graph, scores, source)
-            if unless_it_stands and execution.stands(torch.cat([scores[name] for name in host.graph.groups])):
+            if unless_it_stands and execution.fused.stands(torch.cat([scores[name] for name in host.graph.groups])):
                 self._mark_seen(host)
                 return
             mask = choose(host.graph, scores, host.counts(), source=source)
@@ -177,12 +168,12 @@ class FollowScores:
             generator = torch_generator(_fixed_rng())
         return View(
             importance=split_units(host.graph, host.scores.detach()),
-            weights=None if type(host.criterion) is Learned else host.execution.dense_state(),
+            weights=None if type(host.criterion) is Learned else host.execution.narrow_model.dense_state(),
             generator=generator,
         )
 
     def _targets(self, host: Host) -> Tensor:
-        return self.settings.regularizer.targets(host.execution.magnitudes(), self._sizes).to(host.scores.dtype)
+        return self.settings.regularizer.targets(host.execution.fused.magnitudes(), self._sizes).to(host.scores.dtype)
 
     def _recent_targets(self, host: Host) -> Tensor:
         if self._target is None or self._age % _EVERY == 0:
@@ -190,11 +181,8 @@ class FollowScores:
         self._age += 1
         return self._target
 
-    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
-        self._learn(host, gradients, None)
-
-    def _learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
-        """Step importance: both gradients in closed form, without a graph."""
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+        """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
         if lr is None or self._learned:
             return
@@ -213,17 +201,12 @@ class FollowScores:
 
     def penalty(self, host: Host) -> Tensor:
         if self.settings.lr is not None:
-            return host.scores.new_zeros(())
+            return super().penalty(host)
         if self._announced(host):
             self._catch_up(host)
         with torch.no_grad():
             targets = self._targets(host)
         return (0.5 * self._pull * (host.scores - targets).square()).sum()
-
-    def before_step(self, host: Host, optimizer: Optimizer) -> None:
-        """Step importance, if the optimiser does not."""
-        # A fused optimiser divides by the scale of a GradScaler itself.
-        self._learn(host, None, getattr(optimizer, "grad_scale", None))
 
     def after_step(self, host: Host, optimizer: Optimizer) -> None:
         # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.

@@ -12,35 +12,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsekit._torch import is_exporting, outside_compiler
-from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.choose import choose
-from sparsekit.allocation.shares import Uniform, check_ratio
+from sparsekit.allocation.shares import check_ratio
 from sparsekit.allocation.worth import Scale
 from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
-from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.training.arguments import learning_of
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import trace_units
+from sparsekit.training.arguments import costs_of, learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.example import costs_of, trace_example
 from sparsekit.training.execution import Execution
-from sparsekit.training.gradient_importance import targets_of
-from sparsekit.training.optimizer_hooks import OptimizerSet, refuse_history, settle, watch
+from sparsekit.training.host import Host, split_units
+from sparsekit.training.optimizer_hooks import OptimizerSet, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rule import Learning, split_units
-from sparsekit.training.tracking import TracksOptimizers
+from sparsekit.training.rule import Learning
 from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers
-
-__all__ = ["LearnableMask"]
 
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(TracksOptimizers, nn.Module):
+class LearnableMask(Host):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
@@ -117,9 +113,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
         steps: int | None = None,
         learning: Learning | None = None,
     ) -> None:
-        super().__init__()
         check_model(model)
-        self._ratio = check_ratio(ratio)
+        check_ratio(ratio)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
@@ -129,89 +124,41 @@ class LearnableMask(TracksOptimizers, nn.Module):
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = trace_example(model, example_inputs, norm)
+            graph = trace_units(model, norm=norm, example_inputs=ModelInputs.several(example_inputs))
         graph.check_state(model.state_dict(), what="the model")
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
-        if budget is not None and example_inputs is None:
-            raise InvalidValueError(
-                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
-            )
-        self.graph = graph
-        self.budget = None if budget is None else Budget.of(budget)
-        self._costs = None if example_inputs is None else costs_of(model, example_inputs, graph, self.budget)
-        self.criterion: Criterion = Learned() if criterion is None else criterion
+        budget = None if budget is None else Budget.of(budget)
+        costs = costs_of(model, example_inputs, graph, budget)
+        super().__init__(Execution(model, graph), ratio, budget, costs, criterion, generator)
         self.learning = learning
-        self.generator = generator
-        self.joined = False
-        self.optimizers = OptimizerSet()
-        self._execution = Execution(model, graph)
         self._fixed = False
-        self._moved = False
-        self.model = self._execution.module
-        self.scores = nn.Parameter(targets_of(self, self._targeting) if graph.groups else torch.zeros(0))
+        """Whether the mask was given, and stays."""
+        self.scores = nn.Parameter(self._targets(self._execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
         """
-        self._widths = self._first_widths(model, None if start is None else as_criterion(start))
+        first = None if start is None else as_criterion(start)
+        if first is not None:
+            scores = score_units(first, graph, View(weights=model.state_dict(), generator=generator, model=model))
+            with torch.no_grad():
+                self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
+        if budget is not None:
+            scale: Scale = "none" if first is not None and is_comparable(first) else "share_of_remaining"
+            self.set_widths(self.within_budget(self.scores.detach(), {}, scale))
         self._rule = learning.rule(self)
         self._rule.resample(self)
         self._moved = False
-        """Whether the mask has changed since an optimiser may have been loaded."""
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
 
-    def _first_widths(self, model: nn.Module, start: Criterion | None) -> dict[str, int] | None:
-        """The counts within the budget, if there is one; the importance becomes what `start` says."""
-        if start is not None:
-            scores = score_units(start, self.graph, View(weights=model.state_dict(), generator=self.generator, model=model))
-            fused = torch.cat([scores[name].to(self.scores) for name in self.graph.groups])
-            with torch.no_grad():
-                self.scores.copy_(fused)
-        if self.budget is None:
-            return None
-        return self._counts_within(
-            self.scores.detach(), {}, "none" if start is not None and is_comparable(start) else "share_of_remaining"
+    def _targets(self, magnitudes: Tensor) -> Tensor:
+        """What importance starts at."""
+        return (self.regularizer or ImportanceRegularizer()).targets(
+            magnitudes, [group.size for group in self.graph.groups.values()]
         )
-
-    def _counts_within(self, scores: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale) -> dict[str, int]:
-        assert self.budget is not None
-        # Training goes on, so what stays of a group takes over from what goes, up to a point.
-        plan = ByCost(self.budget, limits=limits, scale=scale, thin_layer_power=2.0)
-        return dict(plan.counts(self.graph, split_units(self.graph, scores), self._costs))
-
-    def within_budget(self, worth: Tensor, limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
-        """The counts within the budget at which the groups lose least, for rules.
-
-        Args:
-            worth: float (J,), of units of the loss, in the order of the graph's groups.
-            limits: Group name → (least, largest) share of its units that stays.
-        """
-        return self._counts_within(worth.clamp_min(0.0), limits, "none")
-
-    @property
-    def ratio(self) -> float:
-        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
-
-        Assign to change it; the next call remasks.
-
-        Raises:
-            InvalidValueError: assigned where a budget says what is kept.
-        """
-        return self._ratio if self._widths is None else sum(self._widths.values()) / self.graph.units
-
-    @ratio.setter
-    def ratio(self, ratio: float) -> None:
-        if self._widths is not None:
-            raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
-        self._ratio = check_ratio(ratio)
-
-    @property
-    def target(self) -> object:
-        """What the counts follow from, for rules: compares unequal when they change."""
-        return self._ratio if self._widths is None else self._widths
 
     @property
     def settled(self) -> bool:
@@ -229,19 +176,9 @@ class LearnableMask(TracksOptimizers, nn.Module):
         return self._rule.explored
 
     @property
-    def _targeting(self) -> ImportanceRegularizer:
-        """Says what importance starts at."""
-        return self.regularizer or ImportanceRegularizer()
-
-    @property
     def regularizer(self) -> ImportanceRegularizer | None:
         """The regulariser behind `penalty()`, if the rule has one."""
         return getattr(self.learning, "regularizer", None)
-
-    @property
-    def execution(self) -> Execution:
-        """What runs the model; for rules."""
-        return self._execution
 
     def extra_repr(self) -> str:
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
@@ -278,25 +215,6 @@ class LearnableMask(TracksOptimizers, nn.Module):
     def resample(self) -> None:
         """Ask the criterion again and change the mask to what it says."""
         self._rule.resample(self)
-
-    def counts(self) -> Mapping[str, int]:
-        """Group name → units that the present ratio or the present widths keep."""
-        return Uniform(self._ratio).counts(self.graph, {}) if self._widths is None else self._widths
-
-    def pass_flops(self, mask: UnitMask) -> float:
-        """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
-        return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
-
-    def set_widths(self, widths: Mapping[str, int]) -> None:
-        """Change the widths within the budget, for rules."""
-        self._widths = dict(widths)
-
-    def change(self, mask: UnitMask) -> None:
-        """Change the mask, for rules: weights and optimiser state follow."""
-        refuse_history(self.optimizers, self.weights())
-        self._moved = True
-        self._execution.remask(mask, list(self.optimizers))
-        settle(self.optimizers)
 
     def load(
         self,
@@ -340,13 +258,12 @@ class LearnableMask(TracksOptimizers, nn.Module):
             self.ratio = ratio
         self.optimizers, self._moved, self._fixed = OptimizerSet(), False, mask is not None
         if mask is not None:
-            self._execution.load(state, mask, follow=False)
+            self._execution.narrow_model.load(state, mask)
             return
         self.graph.check_state(state)
-        magnitudes = self._execution.magnitudes_of(state)
+        magnitudes = self._execution.fused.magnitudes_of(state)
         if importance is None:
-            sizes = [group.size for group in self.graph.groups.values()]
-            importance = self._targeting.targets(magnitudes, sizes)
+            importance = self._targets(magnitudes)
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         with torch.no_grad():
@@ -418,7 +335,7 @@ class LearnableMask(TracksOptimizers, nn.Module):
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
-        return self._execution.dense_state()
+        return self._execution.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
@@ -436,8 +353,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
-        if not self._fixed:
-            self._rule.before_step(self, optimizer)
+        if not self._fixed:  # a fused optimiser divides by the scale of a GradScaler itself
+            self._rule.learn(self, None, getattr(optimizer, "grad_scale", None))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.evidence import Evidence
-from sparsekit.training.rule import Host, refilled
+from sparsekit.training.host import Host
+from sparsekit.training.rule import Learning, Rule, check_explore, refilled
 from sparsekit.training.widening import Probe, read, widened
 
 _EVERY = 4
@@ -36,7 +36,7 @@ _SILENT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossImportance:
+class LossImportance(Learning):
     """Importance in units of the loss, for kept and dropped units alike; swaps where the gain exceeds the cost and the errors.
 
     Args:
@@ -63,10 +63,7 @@ class LossImportance:
     errors: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.explore <= 1.0:
-            raise InvalidValueError(
-                f"explore must be in [0, 1], got {self.explore}; it is a share of extra work, 0.1 is 10 % more"
-            )
+        check_explore(self.explore)
         for name, least in (("steps", 1), ("samples", 4)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
@@ -81,7 +78,7 @@ class LossImportance:
         return Swapping(self, host)
 
 
-class Swapping:
+class Swapping(Rule):
     """Let the mask follow what samples say of its units.
 
     Args:
@@ -159,17 +156,7 @@ class Swapping:
             and any(piece.gated for name in names for piece in groups[name].slices)
         }
 
-    def before_step(self, host: Host, optimizer: Optimizer) -> None:
-        # A fused optimiser divides by the scale of a GradScaler itself.
-        self._end_step(host, None, getattr(optimizer, "grad_scale", None))
-
-    def after_step(self, host: Host, optimizer: Optimizer) -> None:
-        """Nothing: the mask changes before the next pass."""
-
-    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
-        self._end_step(host, gradients, None)
-
-    def _end_step(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         if not self._begun:
             return
         if self._sampling:
@@ -255,7 +242,7 @@ class Swapping:
         for name, group in host.graph.groups.items():
             most = int(self.settings.share * counts[name] / self.clock["rounds"])
             limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
-        host.set_widths(host.within_budget(host.scores.detach(), limits))
+        host.set_widths(host.within_budget(host.scores.detach().clamp_min(0.0), limits))
         self._target = host.target
         mask = refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts())
         self._change(host, mask, afresh=True)
@@ -270,9 +257,6 @@ class Swapping:
                 host.execution.narrow_model.enter(entering, list(host.optimizers))
             self.seen, self.clock["due"] = {}, 0.0
             self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
-
-    def penalty(self, host: Host) -> Tensor:
-        return host.scores.new_zeros(())
 
     # What outlives a program.
 

@@ -11,8 +11,6 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.surgery.compaction import compact_state
 from sparsekit.training.learnable import LearnableMask
 
-__all__ = ["MovingAverage"]
-
 
 class MovingAverage:
     """The average of the weights of a learnable mask over its steps, unit by unit.

@@ -36,8 +36,6 @@ from sparsekit.surgery.sizes import set_sizes
 from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
 from sparsekit.training.slots import EntrySlots, GroupSlots, build_slots
 
-__all__ = ["NarrowModel"]
-
 
 class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
@@ -336,26 +334,12 @@ class NarrowModel:
 
     def dense_state(self) -> dict[str, Tensor]:
         """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
-        with torch.no_grad():
-            return {name: tensor.detach() for name, tensor in self.dense_tensors().items()}
-
-    def dense_tensors(self) -> dict[str, Tensor]:
-        """The dense state as new tensors that are differentiable in the narrow leaves."""
         result: dict[str, Tensor] = {}
         for entry in self._entries:
-            key = self._key(entry)
-            value = entry.tensor if entry.parameter is None else entry.parameter
+            key, value = self._key(entry), entry.tensor
             dense = self._slots[key].scatter(value, self._dense[key].clone()) if key in self._slots else value.clone()
             result.update(dict.fromkeys(entry.names, dense))
         return {name: result[name] for name in self.graph.shapes if name in result}
-
-    def store_buffers(self, state: StateDict) -> None:
-        """Copy the kept entries of dense buffers after a pass of the dense model; dropped entries do not change."""
-        for entry in self._entries:
-            if entry.parameter is None:
-                key = self._key(entry)
-                value = state[entry.names[0]].detach()
-                entry.tensor.copy_(self._slots[key].gather(value) if key in self._slots else value)
 
     def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
         """Let kept `units` begin afresh: nothing reads them yet, and their optimiser state starts anew.

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +26,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.fused_kernels import refuse_broken_kernels
 from sparsekit.training.wrappers import warn_of_eval_mode
-
-__all__ = ["OptimizerSet", "Watched", "has_begun", "holds", "introduce", "just_restored", "refuse_history", "settle", "watch"]
-
-
-class Watched(Protocol):
-    """An object whose methods are called before and after each step of an optimiser over its leaves."""
-
-    optimizers: OptimizerSet
-
-    def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers are watched."""
-        ...
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Called when `optimizer` is met, and when it was loaded."""
-        ...
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before `optimizer` changes the leaves."""
-        ...
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after `optimizer` changed the leaves."""
-        ...
 
 
 class OptimizerSet:
@@ -191,8 +167,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     if owners:
         refuse_broken_kernels(optimizer)
     for item in owners:
-        if isinstance(item, nn.Module):
-            warn_of_eval_mode(item)
+        warn_of_eval_mode(item)
         item.before_step(optimizer)
     # LBFGS calls its closure many times; a change of mask is refused at the first.
     if not owners or isinstance(optimizer, torch.optim.LBFGS) or not any(map(callable, [*args[1:], *kwargs.values()])):
@@ -209,8 +184,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
         item.after_step(optimizer)
 
 
-def watch(item: Watched) -> None:
-    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted."""
+def watch(item: Any) -> None:
+    """Call `before_step` and `after_step` of a learnable mask around steps of every optimiser that holds its leaves."""
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before)

@@ -13,8 +13,6 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 
-__all__ = ["ImportanceRegularizer", "standardise"]
-
 Target = Literal["standardised", "absolute"]
 Reduction = Literal["sum", "mean"]
 

@@ -17,8 +17,6 @@ from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
 
-__all__ = ["EntrySlots", "GroupSlots", "Move", "build_slots"]
-
 Move = tuple[Tensor, Tensor]
 """(slots, units): int64 (changed,) each; the slot and the unit that takes it."""
 

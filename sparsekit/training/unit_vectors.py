@@ -19,8 +19,6 @@ from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 
-__all__ = ["Reader", "UnitVectors"]
-
 
 class Reader:
     """A leaf axis whose narrow positions belong to slots: sums over the other axes land on those slots."""

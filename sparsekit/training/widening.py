@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekit.graph.index import Axes, gather, places, scatter_, wide
+from sparsekit.graph.index import Axes, gate, gather, places, scatter_, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.dense_model import DenseModel
 from sparsekit.training.narrow_model import NarrowModel
@@ -93,11 +93,20 @@ class Widening:
                     entry.probes.append((f"{group}.{number}", group, piece.dim, table))
             self._entries[key] = entry
 
-    def call(self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Probe]]:
+    def call(
+        self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any], gates: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, list[Probe]]:
         """Run `model`, which has the sizes of `mask`.
 
+        Args:
+            model: The wider model.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            gates: Group name → float (units,), of all groups: multiplied with the entries, in place of gates of 0 for dropped
+                units. Statistics of dropped units stay as they are.
+
         Returns:
-            The outputs, and the entries that read the units of the groups.
+            The outputs, and without `gates` the entries that read the units of the groups.
         """
         narrow_model = self._narrow_model
         state: dict[str, Tensor] = {}
@@ -107,19 +116,23 @@ class Widening:
             value = tensor
             if entry is not None:
                 value = entry.slots.gather(narrow_model.dense_view()[key])
-                for dim, dropped in entry.zeros:
+                for dim, dropped in entry.zeros if gates is None else ():
                     value.index_fill_(dim, dropped.to(value.device), 0.0)
                 value = scatter_(tensor, value, entry.at)
-                if isinstance(tensor, nn.Parameter) and value.requires_grad:
+                if gates is not None:
+                    for _, group, dim, table in entry.probes:
+                        value = gate(value, dim, table, gates[group])
+                elif isinstance(tensor, nn.Parameter) and value.requires_grad:
                     value.retain_grad()
                     probes += [Probe(*probe, value, tensor, entry.at) for probe in entry.probes]
             state.update(dict.fromkeys(names, value))
         result = model.call(state, narrow_model.mask, narrow_model.module, args, kwargs, within=self.mask)
-        with torch.no_grad():  # statistics of dropped units are renewed too, so that they are right when those enter
+        with torch.no_grad():  # statistics of dropped units are renewed as well, so that they are right when those enter
             for key, names, tensor in narrow_model.tensors():
                 if key in self._entries and not isinstance(tensor, nn.Parameter):
                     value, entry = state[names[0]], self._entries[key]
-                    entry.slots.scatter(value, narrow_model.writable(key))
+                    if gates is None:
+                        entry.slots.scatter(value, narrow_model.writable(key))
                     tensor.copy_(gather(value, entry.at))
         return result, probes
 

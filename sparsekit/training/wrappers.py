@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.tracing.blocks import refuse_meta
-
-__all__ = [
-    "EXPORT_INSTEAD",
-    "EvalModeWarning",
-    "Wrapped",
-    "check_model",
-    "check_transforms",
-    "guard_wrappers",
-    "warn_of_eval_mode",
-]
 
 EXPORT_INSTEAD = (
     "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
@@ -40,33 +30,6 @@ _DEPEND_ON_MODE = (NormBase, DropoutNd)
 
 class EvalModeWarning(UserWarning):
     """A learnable mask is trained while its model is in eval mode: batch norms do not follow, dropout drops nothing."""
-
-
-class Wrapped(Protocol):
-    """A module whose narrow parameters belong to other units from step to step."""
-
-    model: nn.Module
-
-    @property
-    def shape_changes(self) -> int:
-        """Number of times that the parameters took other shapes."""
-        ...
-
-    def dense_state(self) -> dict[str, Tensor]:
-        """Return the dense weights."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load the whole state."""
-        ...
-
-    def sync(self) -> None:
-        """Let the mask follow importance and ratio."""
-        ...
 
 
 def warn_of_eval_mode(mask: Any) -> None:
@@ -129,7 +92,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guard_wrappers(kind: type[nn.Module]) -> None:
-    """Meet every wrapper of modules of `kind`, which are `Wrapped`."""
+    """Meet every wrapper of learnable masks, which are of `kind`."""
     if not _kinds:
         register_module_module_registration_hook(_meet)
     _kinds.add(kind)
@@ -170,7 +133,7 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     wrapper.register_forward_pre_hook(check)
 
 
-def _broadcast(masked: Wrapped, group: Any) -> None:
+def _broadcast(masked: Any, group: Any) -> None:
     """Load the first rank's state on all that differ: DistributedDataParallel itself broadcasts the narrow entries alone.
 
     Buffers do not count as a difference: it broadcasts those before every pass.

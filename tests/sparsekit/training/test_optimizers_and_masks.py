@@ -241,29 +241,6 @@ def test_lbfgs_is_refused_when_the_mask_changes_and_only_then(execution: str) ->
         still(x)
 
 
-@pytest.mark.same_bits
-def test_second_derivatives_are_those_of_masked_execution() -> None:
-    """Of importance, of weights and between both, with a penalty on the norm of all gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
-    found = []
-    for execution in ("compact", "masked"):
-        masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, explore=0.0, criterion=Learned())
-        bias, (scores,) = masked.model[4].bias, [masked.scores]
-        first = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias], create_graph=True)
-        plain = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias])
-        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [scores, bias], create_graph=True)
-        third = torch.autograd.grad(sum(g.square().sum() for g in second), [scores, bias])
-        whole = torch.autograd.grad(F.cross_entropy(masked(x), y), masked.weights(), create_graph=True)
-        mixed = torch.autograd.grad(sum(g.square().sum() for g in whole), [scores, bias])
-        found.append([*first, *second, *third, *mixed])
-    for compact, reference in zip(*found, strict=True):
-        torch.testing.assert_close(compact, reference, rtol=1e-9, atol=1e-12)
-        assert reference.abs().sum() > 0
-
-
 @pytest.mark.parametrize(("in_place", "inside"), [(True, False), (False, True)])
 @pytest.mark.same_bits
 def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, inside: bool) -> None:

@@ -9,7 +9,7 @@ from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.dense_model import dense_skeleton
+from sparsekit.training.dense_model import skeleton
 from sparsekit.training.narrow_model import NarrowModel
 
 
@@ -23,4 +23,4 @@ def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
     narrow_model = NarrowModel(model, graph)
     narrow_model.remask(mask)
     assert narrow_model.module[1].num_groups == 3
-    assert dense_skeleton(narrow_model.module, graph)[1].num_groups == 4
+    assert skeleton(narrow_model.module, graph, UnitMask.full(graph))[1].num_groups == 4

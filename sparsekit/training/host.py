@@ -1,0 +1,224 @@
+"""Host: what a learnable mask gives its rule and its optimisers: the narrow model, the importance, what the units may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsekit.allocation.by_cost import ByCost
+from sparsekit.allocation.shares import Uniform, check_ratio
+from sparsekit.allocation.worth import Scale
+from sparsekit.criteria.base import Criterion
+from sparsekit.criteria.orders import Learned
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel
+from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.execution import Execution
+from sparsekit.training.optimizer_hooks import OptimizerSet, has_begun, holds, introduce, refuse_history, settle
+
+
+def split_units(graph: UnitGraph, fused: Tensor) -> dict[str, Tensor]:
+    """Views of a vector over all units, float (J,), by group: group name → (units,)."""
+    parts = fused.split([group.size for group in graph.groups.values()])
+    return dict(zip(graph.groups, parts, strict=True))
+
+
+class Host(nn.Module):
+    """The model under a mask, without the rule by which the mask changes.
+
+    Args:
+        execution: What runs the model.
+        ratio: Share of units kept in each group.
+        budget: What the sparse model may cost, in place of a ratio.
+        costs: What a pass costs; None where no example inputs were given.
+        criterion: What a unit is worth; None where that is learned.
+        generator: For criteria that draw.
+    """
+
+    scores: nn.Parameter
+
+    def __init__(
+        self,
+        execution: Execution,
+        ratio: float,
+        budget: Budget | None,
+        costs: CostModel | None,
+        criterion: Criterion | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__()
+        self.graph = execution.graph
+        self.budget = budget
+        self.criterion: Criterion = Learned() if criterion is None else criterion
+        self.generator = generator
+        self.optimizers = OptimizerSet()
+        self.joined = False
+        """Whether every parameter must take part in every step, as DistributedDataParallel demands."""
+        self.model = execution.module
+        self._execution = execution
+        self._ratio = ratio
+        self._widths: dict[str, int] | None = None
+        self._costs = costs
+        self._moved = False
+        """Whether the mask has changed since an optimiser may have been loaded."""
+
+    @property
+    def execution(self) -> Execution:
+        """What runs the model; for rules."""
+        return self._execution
+
+    @property
+    def ratio(self) -> float:
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+
+        Assign to change it; the next call remasks.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
+        """
+        return self._ratio if self._widths is None else sum(self._widths.values()) / self.graph.units
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        if self._widths is not None:
+            raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
+        self._ratio = check_ratio(ratio)
+
+    @property
+    def target(self) -> object:
+        """What the counts follow from, for rules: compares unequal when they change."""
+        return self._ratio if self._widths is None else self._widths
+
+    def counts(self) -> Mapping[str, int]:
+        """Group name → units that the present ratio or the present widths keep."""
+        return Uniform(self._ratio).counts(self.graph, {}) if self._widths is None else self._widths
+
+    def within_budget(
+        self, worth: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale = "none"
+    ) -> Mapping[str, int]:
+        """The counts within the budget at which the groups lose least, for rules.
+
+        Args:
+            worth: float (J,), of units of the loss, in the order of the graph's groups.
+            limits: Group name → (least, largest) share of its units that stays.
+            scale: How worth is compared between groups.
+        """
+        assert self.budget is not None
+        # Training goes on, so what stays of a group takes over from what goes, up to a point.
+        plan = ByCost(self.budget, limits=limits, scale=scale, thin_layer_power=2.0)
+        return plan.counts(self.graph, split_units(self.graph, worth), self._costs)
+
+    def set_widths(self, widths: Mapping[str, int]) -> None:
+        """Change the widths within the budget, for rules."""
+        self._widths = dict(widths)
+
+    def pass_flops(self, mask: UnitMask) -> float:
+        """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
+        return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
+
+    def change(self, mask: UnitMask) -> None:
+        """Change the mask, for rules: weights and optimiser state follow."""
+        refuse_history(self.optimizers, self.weights())
+        self._moved = True
+        self._execution.fused.remask(mask, list(self.optimizers))
+        settle(self.optimizers)
+
+    def weights(self) -> list[nn.Parameter]:
+        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
+        return list(self.model.parameters())
+
+    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimiser that keep importance out of weight decay.
+
+        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
+        the gradients of importance.
+
+        ```python
+        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
+        optimizer.step()
+        ```
+
+        Args:
+            importance_lr: Learning rate of the importance; None takes the optimiser's own.
+            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
+
+        Returns:
+            Two groups: the weights, then the importance.
+
+        Raises:
+            InvalidValueError: a number below 0, infinite or NaN.
+        """
+        for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
+            if value is not None and not 0.0 <= value < math.inf:
+                raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
+        weights: dict[str, Any] = {"params": self.weights()}
+        importance: dict[str, Any] = {"params": [self.scores], "weight_decay": 0.0}
+        if weight_decay is not None:
+            weights["weight_decay"] = weight_decay
+        if importance_lr is not None:
+            importance["lr"] = importance_lr
+        return [weights, importance]
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters whose optimisers follow a remask, and the importance."""
+        return [*self.weights(), self.scores]
+
+    def track(self, optimizer: HasState) -> None:
+        """Let the state of `optimizer` follow the mask from now on.
+
+        A torch optimiser is met at its first step and needs no such call, unless it has state before that, as one that was
+        loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
+        units: `state[leaf][name]`, each of the leaf's shape.
+
+        Args:
+            optimizer: Steps some of `parameters()`, or has state for them; held weakly.
+
+        Raises:
+            InvalidValueError: `optimizer` steps none of them.
+        """
+        if hasattr(optimizer, "param_groups") and not any(holds(optimizer, leaf) for leaf in self.leaves()):
+            raise InvalidValueError(
+                f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
+            )
+        self.optimizers.add(optimizer)
+        if isinstance(optimizer, Optimizer):
+            introduce(optimizer)
+        self._execution.narrow_model.claim_saved(optimizer)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the mask as it is within a block, in which an optimiser steps in two parts.
+
+        ```python
+        with masked.held():
+            sam.first_step()
+            F.cross_entropy(masked(x), y).backward()
+            sam.second_step()
+        ```
+        """
+        return self.optimizers.held()
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Called when an optimiser over `parameters()` steps for the first time, or was loaded.
+
+        Raises:
+            InvalidValueError: it has state, and the mask has changed since that may have been loaded.
+        """
+        unknown = self._moved and optimizer not in self.optimizers
+        if unknown and any(has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in self.weights()):
+            raise InvalidValueError(
+                f"this {type(optimizer).__name__} has state from before the last change of the mask, which could not follow;"
+                " call masked.track(optimizer) when its state is loaded"
+            )
+        self.track(optimizer)
