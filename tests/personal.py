@@ -12,8 +12,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.round import WorkerState
 from sparsekit_fl.engines.spec import RunSpec

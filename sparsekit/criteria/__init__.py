@@ -42,7 +42,7 @@ registry = Registry(
         "normalised": "sparsekit.criteria.normalised:Normalised",
         "ordered": "sparsekit.criteria.orders:Ordered",
         "random": "sparsekit.criteria.orders:Random",
-        "rolling": "sparsekit_fl.policies.rolling:Rolling",  # of the federated layer, by name alone
+        "rolling": "sparsekit_fl.methods.fedrolex:Rolling",  # of the federated layer, by name alone
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
     },

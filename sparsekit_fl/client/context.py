@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,13 +17,23 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
-from sparsekit_fl.client.memory import Memory, PolicyKind
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 
 Split = Literal["train", "val", "test"]
+
+Memory = dict[str, Any]
+"""State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
+
+PolicyKind = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
+
+
+def rngs_by_kind(rng: np.random.Generator) -> dict[str, np.random.Generator]:
+    """Return an independent generator for each kind of policy."""
+    kinds = get_args(PolicyKind)
+    return dict(zip(kinds, rng.spawn(len(kinds)), strict=True))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from sparsekit.allocation import check_ratio
 from sparsekit.graph import StateDict
 from sparsekit.rng import torch_scope
 from sparsekit.training import GradientImportance, LearnableMask
-from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.context import ClientContext, Memory, rngs_by_kind
 from sparsekit_fl.client.costs import client_seconds
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
-from sparsekit_fl.client.memory import Memory, rngs_by_kind
 from sparsekit_fl.client.messages import Assignment, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.client.packing import upload_dtype
 from sparsekit_fl.engines.spec import RunSpec

@@ -19,11 +19,10 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask, mask_state
-from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Positive, Ratio
 from sparsekit_fl.policies import Constant, LocalResult, MaskPolicy, Mean, Sgd, SharePolicy
-from sparsekit_fl.policies.aggregate import Weighting
+from sparsekit_fl.policies.aggregate import Arrivals, Weighting
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.pruning import prunable_weights
@@ -78,22 +77,17 @@ class ComplementMean(Mean):
     """Add `rate` times the mean of the clients' pruned weights to the sparse model, then prune it again.
 
     Args:
-        weighting: By the number of examples, or equal.
-        over: Which clients an entry's mean is over; see `Mean`.
         rate: η, the aggregation ratio; 1.5 in the reference code.
         ratio: Share of each layer's weights that stays.
 
     Source: Jiang and Borcea, AAAI 2023, reference code.
     """
 
-    weighting: Weighting = "examples"
     over: Over = "all"
     rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
     ratio: Ratio = 0.5
 
-    def combine(
-        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
-    ) -> dict[str, Tensor]:
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         pruned = {name for update, _ in arrivals for name in update.mask or ()}
 
         def strong(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
@@ -128,7 +122,6 @@ class ChangeMean(Mean):
 
     Args:
         weighting: "uniform" in the released code.
-        over: Which clients an entry's mean is over; see `Mean`.
         ratio: Share of each layer's weights that had been sent down.
     """
 
@@ -136,9 +129,7 @@ class ChangeMean(Mean):
     over: Over = "all"
     ratio: Ratio = 0.5
 
-    def combine(
-        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
-    ) -> dict[str, Tensor]:
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
         return super().combine(ctx, sent, arrivals, rule)
 

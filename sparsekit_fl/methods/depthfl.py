@@ -29,8 +29,8 @@ from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, MaskPolicy, Mean
-from sparsekit_fl.policies.aggregate import Weighting
-from sparsekit_fl.policies.combine import Changes, Over
+from sparsekit_fl.policies.aggregate import Arrivals, Weighting
+from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
 from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards, sgd_step
@@ -175,7 +175,6 @@ class DynamicMean(Mean):
 
     Args:
         weighting: Equal, as in the baseline.
-        over: Which clients an entry's mean is over; see `Mean`.
         alpha: α; 0 is the plain mean.
 
     Source: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, as used by Kim et al., ICLR 2023.
@@ -185,21 +184,20 @@ class DynamicMean(Mean):
     over: Over = "holders"
     alpha: float = 0.1
 
-    def adjust(self, ctx: ServerContext, found: Changes) -> dict[str, Tensor]:
-        """Return the mean of entries that are held, minus h / α for parameters."""
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(ctx.state)
         drifts = ctx.memory.setdefault("drift", {})
-        moved: dict[str, Tensor] = {}
-        for name, mean in found.changes.items():
-            holders = found.holders.get(name, 0.0)
-            if not holders:
-                continue
-            moved[name] = mean
-            if self.alpha and name in parameters:
-                before: Tensor = drifts.get(name, torch.zeros_like(mean))
-                drifts[name] = before - self.alpha * holders / len(ctx.roster) * mean
-                moved[name] = mean - drifts[name] / self.alpha
-        return moved
+
+        def dynamic(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+            found = rule(graph, state, updates, over)
+            moved = {name: change for name, change in found.changes.items() if found.holders.get(name)}
+            for name in [name for name in moved if name in parameters] if self.alpha else ():
+                change, share = moved[name], found.holders[name] / len(ctx.roster)
+                drifts[name] = drifts.get(name, torch.zeros_like(change)) - self.alpha * share * change
+                moved[name] = change - drifts[name] / self.alpha
+            return found._replace(changes=moved)
+
+        return super().combine(ctx, state, arrivals, dynamic)
 
 
 def depthfl(*, alpha: float = 0.1) -> Method:

@@ -13,9 +13,8 @@ In a round:
    `share.upload_mask`, and `share.leave` for each entry that goes up.
 3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
    that one of them refuses changes nothing.
-4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.counted` for the weighted
-   updates (and that for each `aggregate.weight` and `aggregate.coverage`) and `aggregate.adjust` for the changes, and
-   `sampling.seconds`.
+4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.coverage` what a client
+   trained, and `sampling.seconds`.
 5. Last it calls `ratio.observe_all` (which calls `ratio.observe` for each update), `mask.observe`, `sampling.observe`.
 
 To score a client: `personal.model`, `personal.calibrate`, `personal.predictor`.
@@ -31,7 +30,7 @@ from typing import Any, Literal
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
-from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy
 from sparsekit_fl.policies.personal import GlobalModel, PersonalPolicy

@@ -34,6 +34,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.policies import LocalResult, MaskPolicy, Mean, SamplingPolicy, Sgd
+from sparsekit_fl.policies.aggregate import Arrivals
 from sparsekit_fl.policies.combine import Over, Rule, mean
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd
@@ -247,11 +248,7 @@ def _density(mask: WeightMask | None) -> float:
 
 @dataclass(frozen=True)
 class MaskedMean(Mean):
-    """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there.
-
-    Args:
-        over: Which clients an entry's mean is over; see `Mean`.
-    """
+    """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
 
     over: Over = "all"
 
@@ -259,9 +256,7 @@ class MaskedMean(Mean):
         if assignment.mask is not None and update.mask != assignment.mask:
             raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
 
-    def combine(
-        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
-    ) -> dict[str, Tensor]:
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         return mask_state(ctx.graph, arrivals[-1][0].mask, super().combine(ctx, state, arrivals, rule))
 
 

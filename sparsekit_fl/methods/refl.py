@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
-from sparsekit_fl.policies.aggregate import Mean, Weighting
-from sparsekit_fl.policies.combine import Counted, mean
+from sparsekit_fl.policies.aggregate import Arrivals, Mean, Weighting
+from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.sampling import SamplingPolicy
 
@@ -191,24 +192,28 @@ class StaleMean(Mean):
     weighting: Weighting = "uniform"
     beta: Share = 0.35
 
-    def counted(self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]]) -> list[Counted]:
-        """Return the fresh updates, and then the late ones, weighed by what the fresh ones say."""
-        fresh = super().counted(ctx, state, [(update, age) for update, age in arrivals if not age])
-        late = [(update, age) for update, age in arrivals if age]
-        boosts = _boosts(ctx.graph, state, fresh, [update for update, _ in late])
-        factors = [(1.0 - self.beta) / (age + 1) + self.beta * boost for (_, age), boost in zip(late, boosts, strict=True)]
-        weights = [factor * self.weight(*one) for one, factor in zip(late, factors, strict=True)]
-        return [*fresh, *(Counted(update, weight) for (update, _), weight in zip(late, weights, strict=True))]
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
+        arrivals = sorted(arrivals, key=lambda one: one[1] > 0)
+        ages = [age for _, age in arrivals if age]
+
+        def weighed(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+            fresh, late = updates[: len(updates) - len(ages)], updates[len(updates) - len(ages) :]
+            found = list(fresh)
+            for one, age, boost in zip(late, ages, _boosts(graph, state, fresh, late), strict=True):
+                found.append(replace(one, weight=((1.0 - self.beta) / (age + 1) + self.beta * boost) * one.weight))
+            return rule(graph, state, found, over)
+
+        return super().combine(ctx, state, arrivals, weighed)
 
 
-def _boosts(graph: UnitGraph, state: StateDict, fresh: Sequence[Counted], late: Sequence[Update]) -> list[float]:
+def _boosts(graph: UnitGraph, state: StateDict, fresh: Sequence[Counted], late: Sequence[Counted]) -> list[float]:
     """1 − e^(−Λ / Λ_max) for each late update; 0 where there is no fresh one to compare with."""
     if not late or not fresh:
         return [0.0] * len(late)
     found = mean(graph, state, fresh, "whole").changes
     floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
     size = sum(float(found[name].square().sum()) for name in floats)
-    gaps = [sum(float((found[name] - update.delta[name]).square().sum()) for name in floats) for update in late]
+    gaps = [sum(float((found[name] - one.update.delta[name]).square().sum()) for name in floats) for one in late]
     deviations = [gap / (len(fresh) + 1) ** 2 / size if size else 0.0 for gap in gaps]
     largest = max(deviations)
     return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]

@@ -8,7 +8,6 @@ The global step size η_g is the run's `server_lr`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +31,7 @@ from sparsekit_fl.policies import (
     mean,
     sgd,
 )
+from sparsekit_fl.policies.aggregate import Arrivals
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ class ControlledMean(Mean):
         if found != sent:
             raise UpdateError(f"the update of client {update.client_id} lacks control variates, or has others than were sent")
 
-    def combine(
-        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
-    ) -> dict[str, Tensor]:
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         share = len(arrivals) / len(ctx.everybody)
         both = {**state, **{_key(name): tensor for name, tensor in self.broadcast(ctx, 0).items()}}
         joined = []

@@ -22,7 +22,7 @@ from sparsekit_fl import policies
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Choice, annotation_of, described
 from sparsekit_fl.options.values import parse_value
-from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import Policy
 
 _KINDS = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
 

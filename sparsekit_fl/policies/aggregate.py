@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.combine import Counted, Over, Rule, mean
+from sparsekit_fl.policies.context import Policy, ServerContext
 
 Weighting = Literal["examples", "uniform"]
+
+Arrivals = Sequence[tuple[Update, int]]
+"""Updates and their ages in rounds."""
 
 
 class AggregatePolicy(Policy):
@@ -46,10 +48,6 @@ class AggregatePolicy(Policy):
                 " hold an entry)"
             )
 
-    def weight(self, update: Update, age: int) -> float:
-        """Return the weight of an update, before dividing by their sum."""
-        return float(update.examples) if self.weighting == "examples" else 1.0
-
     def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
         """Return which entries of `name`, inside the update's mask, the client trained, where not all of them.
 
@@ -63,36 +61,23 @@ class AggregatePolicy(Policy):
         """
         return None
 
-    def counted(self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]]) -> list[Counted]:
-        """Return the updates with their weights, in the order in which they are added up.
-
-        Args:
-            ctx: The context of the server.
-            state: The shared state before the round.
-            arrivals: Updates and their ages in rounds.
-        """
-        return [self._counted(ctx, update, self.weight(update, age)) for update, age in arrivals]
-
-    def _counted(self, ctx: ServerContext, update: Update, weight: float) -> Counted:
+    def _counted(self, ctx: ServerContext, update: Update) -> Counted:
         covered = {name: self.coverage(ctx, name, update) for name in update.delta}
+        weight = float(update.examples) if self.weighting == "examples" else 1.0
         return Counted(update, weight, {name: tensor for name, tensor in covered.items() if tensor is not None})
 
-    def adjust(self, ctx: ServerContext, found: Changes) -> Mapping[str, Tensor]:
-        """Return the change of each entry of the state, from what the updates say together; entries without one stay."""
-        return found.changes
-
-    def combine(
-        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
-    ) -> dict[str, Tensor]:
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         """Return the new shared state; `state` is read only. Integer entries are rounded to the nearest, halves to even.
+
+        A method that changes how updates count, or what becomes of the common change, calls this with a rule around `rule`.
 
         Args:
             ctx: The context of the server.
             state: The shared state before the round.
-            arrivals: Updates and their ages in rounds.
+            arrivals: Updates and their ages.
             rule: Makes one change of all, as the options of the run say; see `policies.combine`.
         """
-        changes = self.adjust(ctx, rule(ctx.graph, state, self.counted(ctx, state, arrivals), self.over))
+        changes = rule(ctx.graph, state, [self._counted(ctx, update) for update, _ in arrivals], self.over).changes
         result: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if name not in changes:

@@ -13,12 +13,10 @@ import numpy as np
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.memory import Memory
+from sparsekit_fl.client.context import ClientContext, Memory
 from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.options.checked import Fraction, Hint, Ratio
-from sparsekit_fl.policies.base import require_accuracy
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.context import ServerContext, require_accuracy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
 

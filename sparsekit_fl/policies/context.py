@@ -1,4 +1,4 @@
-"""ServerContext: what a policy reads on the server, and where it keeps its state."""
+"""Policy: the base of all policies; ServerContext: what one reads on the server, and where it keeps its state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.memory import Memory, PolicyKind
+from sparsekit_fl.client.context import Memory, PolicyKind
+from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
 
@@ -112,3 +116,30 @@ class ServerContext:
     def rng(self) -> np.random.Generator:
         """The generator of this kind of policy."""
         return self.rngs[self.kind]
+
+
+class Policy(Checked):
+    """One choice of a method: a frozen dataclass of options, whose ranges are in their annotations.
+
+    What a policy learns is in the `memory` of its context.
+    """
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
+
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed."""
+
+
+def require_accuracy(problem: Problem, who: str) -> None:
+    """Raise InvalidValueError unless the problem has the metric "accuracy".
+
+    Args:
+        problem: Has the metrics.
+        who: Starts the message: who needs accuracy, and for what.
+    """
+    if "accuracy" not in problem.metrics:
+        raise InvalidValueError(
+            f"{who}, and the problem has the metrics {sorted(problem.metrics)};"
+            " give it one named 'accuracy', or choose another policy"
+        )

@@ -20,7 +20,7 @@ from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
 from sparsekit_fl.client.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.problem.problem import Loss, Problem
 
 

@@ -13,8 +13,7 @@ from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.messages import Update
-from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.context import Policy, ServerContext
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 

@@ -14,7 +14,7 @@ from sparsekit.graph import StateDict, UnitGraph, along, head_entries
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Hint, Positive
-from sparsekit_fl.policies.aggregate import Mean, Weighting
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.combine import Over
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.share import SharePolicy
@@ -104,13 +104,8 @@ class TouchedRowsMean(Mean):
 
     With `OwnClasses`, or a masked loss, a client's rows of other clients' classes come back as they were; to average them in
     would slow down what the owners learn. The server is told nothing more: which rows changed is in the update.
-
-    Args:
-        weighting: By the number of examples, or equal.
-        over: Which clients an entry's mean is over; see `Mean`.
     """
 
-    weighting: Weighting = "examples"
     over: Over = "holders"
 
     def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:

@@ -17,7 +17,7 @@ from sparsekit_fl.client.kept import Kept, Mask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.client.packing import pack_mask, unpack_mask
-from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult
 
 

@@ -8,15 +8,13 @@ from typing import Annotated, Any, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, layer_weights
-from sparsekit_fl.client.context import ClientContext, Split
+from sparsekit_fl.client.context import ClientContext, Memory, Split
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
-from sparsekit_fl.client.memory import Memory
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import pack_mask, unpack_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.checked import Fraction, Hint, Share
-from sparsekit_fl.policies.base import require_accuracy
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.context import ServerContext, require_accuracy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.personal import PersonalModel

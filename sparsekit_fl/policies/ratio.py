@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Ratio
-from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.context import Policy, ServerContext
 
 
 class RatioPolicy(Policy):

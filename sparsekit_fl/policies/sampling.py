@@ -11,8 +11,7 @@ import numpy as np
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.options.checked import Hint, NonNegativeCount
-from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies.context import Policy, ServerContext
 
 
 class SamplingPolicy(Policy):

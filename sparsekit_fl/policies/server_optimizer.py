@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import UnitGraph
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.memory import Memory
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
 

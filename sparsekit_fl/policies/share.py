@@ -12,7 +12,7 @@ from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.checked import Count, Hint
-from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 

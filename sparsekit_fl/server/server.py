@@ -10,9 +10,9 @@ from torch import Tensor
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
+from sparsekit_fl.client.context import Memory, rngs_by_kind
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.memory import Memory, rngs_by_kind
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
@@ -160,7 +160,7 @@ def _check_asynchronous(method: Method) -> None:
                 f"method {method.name!r} cannot run with async_buffer: {sampling.__name__} decides itself"
                 f" {'which updates count' if name == 'arrivals' else 'how long a round lasts'}"
             )
-    if any(getattr(aggregate, name) is not getattr(AggregatePolicy, name) for name in ("counted", "adjust", "combine")):
+    if aggregate.combine is not AggregatePolicy.combine:
         raise InvalidValueError(
             f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
             " updates, and clients that are under way would not know"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit_fl.client.memory import Memory
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.packing import checksum, pack, unpack
 from sparsekit_fl.errors import LostMemoryError, MemoryStateError
 from sparsekit_fl.results.state.storage import sync_folder, write_atomically

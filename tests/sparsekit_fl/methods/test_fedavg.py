@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsekit.rng import torch_scope
-from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.streams import Streams

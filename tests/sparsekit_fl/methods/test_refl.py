@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean

@@ -9,8 +9,8 @@ import torch
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.aggregate import Mean

@@ -16,8 +16,8 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id

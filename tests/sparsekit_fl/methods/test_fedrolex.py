@@ -6,8 +6,8 @@ import pytest
 
 from sparsekit.allocation import Uniform, choose
 from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+from sparsekit_fl.methods.fedrolex import Rolling
 from sparsekit_fl.policies.mask import RoundView
-from sparsekit_fl.policies.rolling import Rolling
 
 
 def _kept(round: int, count: int, step: int = 1) -> list[int]:
