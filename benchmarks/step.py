@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import learning, pull_to_received
-from sparsekit_fl.policies.local import local_step, sgd_step, trained_leaves
+from sparsekit_fl.policies.local import local_step, trained_leaves
 from sparsekit_fl.problem.models.cnn import Cnn
 from sparsekit_fl.problem.models.lstm import NextWordLstm
 from sparsekit_fl.problem.models.vgg import Vgg
@@ -103,7 +104,7 @@ def our_step(
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
     adjusts = [learning(masked, leaves), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
-    one = local_step(masked, cross_entropy, sgd_step(training, leaves), adjusts)
+    one = local_step(masked, cross_entropy, make_step(training, leaves.values()), adjusts)
     batch = Batch((x,), y, len(x))
     masked.train()
     return lambda: one(batch) and None, masked

@@ -14,17 +14,7 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
-from sparsekit_fl.client.packing import (
-    MAX_HEADER_BYTES,
-    MaskShapes,
-    Spec,
-    pack,
-    pack_mask,
-    packed_bytes,
-    spec_of,
-    unpack,
-    unpack_mask,
-)
+from sparsekit_fl.client.packing import MAX_HEADER_BYTES, MaskShapes, pack, pack_mask, packed_bytes, unpack, unpack_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.problem.clients import Capability
 
@@ -245,8 +235,7 @@ def encode_update(update: Update) -> bytes:
 
 def update_bytes(update: Update) -> int:
     """Exactly `len(encode_update(update))`, without serialising."""
-    tensors, meta = _update_parts(update)
-    return packed_bytes({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
+    return packed_bytes(*_update_parts(update))
 
 
 def _integer(meta: Mapping[str, Any], name: str) -> int:
@@ -259,7 +248,7 @@ def _integer(meta: Mapping[str, Any], name: str) -> int:
 
 def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count: int) -> list[Any]:
     tensor = tensors[name]
-    if spec_of(tensor) != (dtype, (count,)):
+    if (tensor.dtype, tensor.shape) != (dtype, (count,)):
         raise DataError(f"{name!r} must be {count} numbers of {dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
     return tensor.tolist()
 
@@ -332,10 +321,9 @@ def assignment_bytes(assignment: Assignment, graph: UnitGraph) -> int:
     """Exactly `len(encode_assignment(assignment, graph))`, without serialising."""
     tensors, meta = _assignment_parts(assignment)
     kept = Kept(graph, assignment.mask)
-    specs: dict[str, Spec] = {name: spec_of(tensor) for name, tensor in tensors.items()}
     for name, tensor in assignment.state.items():
-        specs[f"state:{name}"] = (tensor.dtype, kept.shape(name))
-    return packed_bytes(specs, meta)
+        tensors[f"state:{name}"] = torch.empty(kept.shape(name), dtype=tensor.dtype, device="meta")
+    return packed_bytes(tensors, meta)
 
 
 def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Assignment:

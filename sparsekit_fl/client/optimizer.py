@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,26 +41,6 @@ class _Scale:
         return list(foreach_mul(gradients, 1.0 / factor_before))
 
 
-class _Course:
-    """The learning rate of each step of a round."""
-
-    def __init__(self, training: TrainingConfig, steps: int | None) -> None:
-        self._training, self._steps, self._place = training, steps, 0
-        self._varies = training.local_schedule != "constant" or training.local_warmup > 0
-        if training.local_schedule != "constant" and steps is None:
-            raise InvalidValueError(
-                f"local_schedule={training.local_schedule!r} needs the number of steps of the round; a method with its own loop"
-                " makes its optimiser with sgd_step(training, leaves, steps=batches.steps)"
-            )
-
-    def next(self, lr: float) -> float:
-        """The rate of the next step, where `lr` is the first."""
-        if not self._varies:
-            return lr
-        place, self._place = self._place, self._place + 1
-        return lr * factor(self._training.local_schedule, place, self._steps or 1, warmup=self._training.local_warmup)
-
-
 class _Step(ABC):
     """What all optimisers of a client share.
 
@@ -72,9 +53,8 @@ class _Step(ABC):
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, clip: float | None) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.lr = lr
-        self._first_lr = lr
         self._clip = clip
-        self._course: _Course | None = None
+        self._rates: Iterator[float] | None = None
         self._scale: _Scale | None = None
 
     def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
@@ -91,8 +71,8 @@ class _Step(ABC):
         with torch.no_grad():
             if self._scale is not None:
                 gradients = self._scale.undone(gradients or [])
-            if self._course is not None:
-                self.lr = self._course.next(self._first_lr)
+            if self._rates is not None:
+                self.lr = next(self._rates)
             if gradients is None:
                 return
             if adjust is not None:
@@ -107,8 +87,15 @@ class _Step(ABC):
         return self
 
     def set_schedule(self, training: TrainingConfig, steps: int | None) -> None:
-        """Take the course of the learning rate, and the scale of the loss, from the options."""
-        self._course = _Course(training, steps)
+        """Take the learning rates of a round, and the scale of the loss, from the options."""
+        schedule, first = training.local_schedule, self.lr
+        if schedule != "constant" and steps is None:
+            raise InvalidValueError(
+                f"local_schedule={schedule!r} needs the number of steps of the round; a method with its own loop makes its"
+                " optimiser with make_step(training, leaves.values(), steps=batches.steps)"
+            )
+        if schedule != "constant" or training.local_warmup > 0:
+            self._rates = (first * factor(schedule, place, steps or 1, warmup=training.local_warmup) for place in count())
         self._scale = _Scale() if training.amp == "float16" else None
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:

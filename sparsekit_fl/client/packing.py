@@ -26,9 +26,6 @@ from sparsekit_fl.options.config import Upload
 MAX_HEADER_BYTES = 2**24
 """A message's header is no longer: that of a hundred thousand tensors."""
 
-Spec = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape: all that the size of a packed tensor depends on."""
-
 MaskShapes = Mapping[str, tuple[int, ...]]
 """Name of a unit group or an entry → shape of what a mask says of it."""
 
@@ -53,32 +50,27 @@ def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
-def spec_of(tensor: Tensor) -> Spec:
-    """Dtype and shape of a tensor."""
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def _header(specs: Mapping[str, Spec], meta: Mapping[str, Any]) -> tuple[bytes, list[str], int]:
+def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[bytes, list[str], int]:
     # Largest items first keeps every tensor aligned to its item size, as the safetensors library itself does.
-    order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {_META: json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
     offset = 0
     for name in order:
-        dtype, shape = specs[name]
+        dtype = tensors[name].dtype
         if dtype not in _NAMES:
             raise DataError(
                 f"{name!r} has dtype {dtype}, which cannot be packed; allowed: {', '.join(sorted(_NAMES.values()))}"
             )
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        size = tensors[name].nbytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensors[name].shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8), order, offset
 
 
-def packed_bytes(specs: Mapping[str, Spec], meta: Mapping[str, Any]) -> int:
-    """Exactly `len(pack(tensors, meta))`, from dtypes and shapes alone."""
-    header, _, size = _header(specs, meta)
+def packed_bytes(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
+    """Exactly `len(pack(tensors, meta))`, from dtypes and shapes alone: tensors on the device "meta" will do."""
+    header, _, size = _header(tensors, meta)
     return 8 + len(header) + size
 
 
@@ -92,7 +84,7 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     Returns:
         The bytes; equal input gives equal bytes.
     """
-    header, order, _ = _header({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
+    header, order, _ = _header(tensors, meta)
     parts: Sequence[bytes | memoryview] = [plain_bytes(tensors[name]) for name in order]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 

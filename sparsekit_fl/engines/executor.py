@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Kept
@@ -171,7 +171,7 @@ class ClientExecutor:
 
 def _load(ctx: ClientContext, model: PersonalModel) -> None:
     state = model.state
-    if model.narrow:
+    if isinstance(model.mask, UnitMask):
         # What is dropped never runs, so it may hold anything of the right shape.
         state = Kept(ctx.graph, model.mask).scatter_all(state, ctx.initial_state())
     ctx.load(state, model.mask)

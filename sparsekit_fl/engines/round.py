@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit.rng import torch_scope
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import ClientContext, Memory, rngs_by_kind
@@ -194,7 +194,7 @@ class OpenRound:
         share, graph = spec.method.share, spec.graph
         upload = share.upload_mask(ctx, result)
         private = [name for name in completed if name not in self._received and name not in spec.frozen]
-        trained, narrow = result.state, result.narrow
+        trained, narrow = result.state, isinstance(result.mask, UnitMask)
         if narrow and (private or upload is not result.mask):
             trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
         ctx.memory.update({name: trained[name] for name in private})

@@ -24,16 +24,15 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
-from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, MaskPolicy, Mean
+from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
 from sparsekit_fl.policies.aggregate import Arrivals, Weighting
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
-from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
-from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards, sgd_step
+from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 
@@ -128,7 +127,7 @@ class ExitSgd(LocalPolicy):
         names = depth_entries(ctx.graph)[depth - 1]
         leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
         batches = ctx.batches()
-        update = sgd_step(ctx.training, leaves, steps=batches.steps)
+        update = make_step(ctx.training, leaves.values(), steps=batches.steps)
         adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
         module, loss_of = ctx.masked.model, ctx.problem.loss
         assert isinstance(module, WithExits)

@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, pull_towards, sgd
-from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
+from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, PersonalModel, PersonalPolicy, load_leaves, pull_towards, sgd
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class TwoModels(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train both models; the work is that of both."""
-        if mask is not None:
-            raise InvalidValueError("TwoModels trains whole models; use it with the mask policy Dense()")
+        self.trains_whole(mask)
         batches = ctx.batches()
         log = sgd(ctx, load_leaves(ctx, start, None), batches)
         trained = ctx.masked.narrow_state()

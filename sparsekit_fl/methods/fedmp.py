@@ -16,12 +16,10 @@ import numpy as np
 
 from sparsekit.bandit import EUCB, Interval, Pull
 from sparsekit.criteria import Magnitude
-from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
-from sparsekit_fl.policies import Mean, RatioPolicy, RecalibratedBatchNorm, ServerCriterion
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies import ClientContext, Mean, RatioPolicy, RecalibratedBatchNorm, ServerContext, ServerCriterion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,9 @@ from sparsekit.allocation import select
 from sparsekit.criteria import Ordered, View
 from sparsekit.graph import Layer, StateDict, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Ratio
-from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, MaskPolicy, Mean, PrivateHead
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, Mask, MaskPolicy, Mean, PrivateHead, ServerContext
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Share
-from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies import ClientContext, LocalResult, Mask, Sgd
 
 
 @dataclass(frozen=True)

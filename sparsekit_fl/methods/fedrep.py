@@ -12,16 +12,13 @@ from typing import Annotated
 
 from torch import nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
-from sparsekit_fl.policies.share import PrivateHead
+from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
 from sparsekit_fl.problem.problem import Problem
 
 
@@ -41,8 +38,7 @@ class HeadThenBody(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
-        if mask is not None:
-            raise InvalidValueError("HeadThenBody trains whole models; use it with the mask policy Dense()")
+        self.trains_whole(mask)
         names = set(head_entries(ctx.graph.layers, self.layers))
         leaves = load_leaves(ctx, start, None)
         head = {name: leaf for name, leaf in leaves.items() if name in names}

@@ -22,11 +22,11 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import rowmask_flops
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mean, RecalibratedBatchNorm, ServerCriterion
-from sparsekit_fl.policies.local import Leaves, load_leaves, sgd_step
+from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mask, Mean, RecalibratedBatchNorm, ServerCriterion
+from sparsekit_fl.policies.local import Leaves, load_leaves
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 from sparsekit_fl.problem.metrics import IGNORED
@@ -117,7 +117,7 @@ class OrderedDropoutSgd(LocalPolicy):
         narrower = [_Width(ctx, start, widest, mask) for mask in masks[:-1]]
         leaves = load_leaves(ctx, start, widest)
         batches = ctx.batches()
-        update = sgd_step(ctx.training, leaves, steps=batches.steps)
+        update = make_step(ctx.training, leaves.values(), steps=batches.steps)
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         steps = batches.steps
         drawn = iter(ctx.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)

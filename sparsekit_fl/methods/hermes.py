@@ -19,12 +19,9 @@ from torch import Tensor
 from sparsekit.allocation import Uniform, choose
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.policies import LocalResult, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
-from sparsekit_fl.policies.local import Adjust, Leaves
+from sparsekit_fl.policies import Adjust, ClientContext, Leaves, LocalResult, Mask, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 

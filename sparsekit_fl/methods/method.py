@@ -29,12 +29,9 @@ from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
+from sparsekit_fl.policies import AggregatePolicy, Dense, Full, LocalPolicy, MaskPolicy, Mean, RatioPolicy, Sgd
 from sparsekit_fl.policies.context import Policy
-from sparsekit_fl.policies.local import LocalPolicy, Sgd
-from sparsekit_fl.policies.mask import Dense, MaskPolicy
 from sparsekit_fl.policies.personal import GlobalModel, PersonalPolicy
-from sparsekit_fl.policies.ratio import Full, RatioPolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, SharePolicy
 

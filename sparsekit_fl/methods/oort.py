@@ -19,12 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
-from sparsekit_fl.policies import LocalResult, SamplingPolicy, Sgd
+from sparsekit_fl.policies import ClientContext, LocalResult, Mask, SamplingPolicy, Sgd
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Loss
 

@@ -14,18 +14,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add, foreach_copy_, foreach_sub
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext, Work
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batch, Batches
-from sparsekit_fl.client.optimizer import SgdStep
+from sparsekit_fl.client.optimizer import SgdStep, make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies import LocalPolicy, LocalResult, Mean, PersonalModel, PersonalPolicy
-from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves, sgd_step
+from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, Mean, PersonalModel, PersonalPolicy
+from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves
 
 Variant = Literal["first-order", "hessian-free"]
 
@@ -63,8 +61,7 @@ class MetaSgd(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; the work of a step is two gradients (first-order) or four."""
-        if mask is not None:
-            raise InvalidValueError("MetaSgd trains whole models; use it with the mask policy Dense()")
+        self.trains_whole(mask)
         leaves = load_leaves(ctx, start, None)
         batches = ctx.batches()
         others = _forever(lambda: ctx.batches(epochs=1))
@@ -91,7 +88,7 @@ class _MetaStep:
     ) -> None:
         self._module, self._loss = ctx.masked.model, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
-        self._update = sgd_step(ctx.training, leaves, steps=steps)
+        self._update = make_step(ctx.training, leaves.values(), steps=steps)
         self._adapt = _adaptation(ctx.training, leaves, rate)
         self._others, self._delta = others, delta
         self.gradients_per_batch = 1 if delta is None else 3

@@ -33,11 +33,9 @@ from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.policies import LocalResult, MaskPolicy, Mean, SamplingPolicy, Sgd
+from sparsekit_fl.policies import Leaves, LocalResult, MaskPolicy, Mean, SamplingPolicy, ServerContext, Sgd, load_leaves, sgd
 from sparsekit_fl.policies.aggregate import Arrivals
 from sparsekit_fl.policies.combine import Over, Rule, mean
-from sparsekit_fl.policies.context import ServerContext
-from sparsekit_fl.policies.local import Leaves, load_leaves, sgd
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability

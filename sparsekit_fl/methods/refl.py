@@ -20,13 +20,11 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
+from sparsekit_fl.policies import SamplingPolicy, ServerContext, Update
 from sparsekit_fl.policies.aggregate import Arrivals, Mean, Weighting
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
-from sparsekit_fl.policies.context import ServerContext
-from sparsekit_fl.policies.sampling import SamplingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

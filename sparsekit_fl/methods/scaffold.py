@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
@@ -40,8 +39,7 @@ class ControlledSgd(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train, and send by how much cᵢ has changed."""
-        if mask is not None:
-            raise InvalidValueError("ControlledSgd trains whole models; use it with the mask policy Dense()")
+        self.trains_whole(mask)
         leaves = load_leaves(ctx, start, None)
         own = {name: ctx.memory.get(name, torch.zeros_like(common)) for name, common in ctx.extra.items()}
         # What does not travel, such as a head of the client's own, has no c and is not corrected.

@@ -58,7 +58,7 @@ class Changes(NamedTuple):
 
 
 Rule = Callable[[UnitGraph, StateDict, Sequence[Counted], Over], Changes]
-"""(graph, the shared state before the round, updates, what is divided by) → changes."""
+"""(the units of the model, the shared state before the round, updates, what is divided by) → changes."""
 
 
 class Sums(NamedTuple):
@@ -157,10 +157,6 @@ def trimmed_mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
     Equal values are alike, so it does not matter which of them goes. Clients count equally.
 
     Args:
-        graph: The units of the model.
-        state: The shared state before the round.
-        updates: The updates.
-        over: What is divided by.
         share: Part of the values that goes at each end, in [0, 0.5): at least the share of faulty clients.
 
     Source: Yin et al., ICML 2018 (arXiv 1803.01498), definition 2, where share · holders is an integer; we round up, so
@@ -187,10 +183,6 @@ def _by_entry(
     Where a method divides by all clients, the centre counts in the proportion of holders to clients, as the mean does.
 
     Args:
-        graph: The units of the model.
-        state: The shared state before the round.
-        updates: The updates.
-        over: What is divided by.
         centre: (float64 (updates, entries), ascending along the updates, infinite from the number of holders on; int64
             (entries,), that number) → the centre of each column, of any value where nobody holds it.
     """
@@ -251,10 +243,6 @@ def norm_clipped(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
     Integer entries, which count batches, move by the median of the clients' changes.
 
     Args:
-        graph: The units of the model.
-        state: The shared state before the round.
-        updates: The updates.
-        over: What is divided by.
         limit: The norm; None takes the median of the round's norms, so that half of the updates stay as they are.
 
     Source: Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning?, 2019 (arXiv 1911.07963), norm

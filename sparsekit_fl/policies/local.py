@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
-from sparsekit.graph import StateDict, UnitMask, WeightMask
+from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.kept import Mask, mask_state
@@ -29,10 +30,9 @@ class LocalResult:
     """What a client learned.
 
     Args:
-        state: The trained state: dense, or with `narrow` in the shapes that `mask` (a unit mask) keeps.
+        state: The trained state: in the shapes that `mask` keeps where it is a unit mask, dense otherwise.
         mask: What was trained; only this is uploaded, unless the share policy says otherwise.
         log: Log of the training.
-        narrow: Whether `state` is narrow.
         extra: Further tensors to upload.
         metrics: Further numbers to upload.
         work: FLOPs, where they are not those of `log` under `mask`.
@@ -43,7 +43,6 @@ class LocalResult:
     state: StateDict
     mask: Mask | None
     log: TrainingLog
-    narrow: bool = False
     extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     work: Work | None = None
@@ -56,12 +55,11 @@ class LocalResult:
 
         Args:
             ctx: The client's.
-            mask: What was trained; the state is narrow where it is a unit mask.
+            mask: What was trained.
             log: Log of the training.
             **others: The other fields.
         """
-        masked, narrow = ctx.masked, isinstance(mask, UnitMask)
-        return LocalResult(state=masked.narrow_state(), mask=mask, log=log, narrow=narrow, module=masked.model, **others)
+        return LocalResult(state=ctx.masked.narrow_state(), mask=mask, log=log, module=ctx.masked.model, **others)
 
 
 class LocalPolicy(Policy):
@@ -81,6 +79,11 @@ class LocalPolicy(Policy):
             ratio: The executed ratio.
         """
         return Sgd().train(ctx, start, mask, ratio)
+
+    def trains_whole(self, mask: Mask | None) -> None:
+        """Raise InvalidValueError where a mask policy chose what is trained, for methods that train whole models."""
+        if mask is not None:
+            raise InvalidValueError(f"{type(self).__name__} trains whole models; use it with the mask policy Dense()")
 
 
 Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
@@ -160,17 +163,6 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
 
 
-def sgd_step(training: TrainingConfig, leaves: Leaves, *, steps: int | None = None) -> SgdStep | TorchStep:
-    """Build the optimiser of some leaves as the options of training say.
-
-    Args:
-        training: The options.
-        leaves: What trains.
-        steps: Steps of the round, for a schedule over them; None: not known.
-    """
-    return make_step(training, leaves.values(), steps=steps)
-
-
 def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
     """Return the context with another number of local epochs.
 
@@ -214,7 +206,7 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
-    update = sgd_step(ctx.training, leaves, steps=batches.steps)
+    update = make_step(ctx.training, leaves.values(), steps=batches.steps)
     return ctx.fit(ctx.masked.model, batches, local_step(ctx.masked, ctx.problem.loss, update, adjusts))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Kept, Mask
 from sparsekit_fl.client.loop import TrainingLog
@@ -26,15 +26,13 @@ class PersonalModel:
     """What a client deploys.
 
     Args:
-        state: Dense, or with `narrow` in the shapes that `mask` (a unit mask) keeps.
+        state: In the shapes that `mask` keeps where it is a unit mask, dense otherwise.
         mask: What is kept; None for a whole model.
-        narrow: Whether `state` is narrow.
         ratio: The ratio that it was trained with; None where it is not sparse.
     """
 
     state: StateDict
     mask: Mask | None = None
-    narrow: bool = False
     ratio: float | None = None
 
 
@@ -130,7 +128,6 @@ class LocalModel(PersonalPolicy):
             state={name: tensor for name, tensor in result.state.items() if name not in ctx.frozen},
             mask=dict(bits),
             description=description,
-            narrow=result.narrow,
             ratio=ratio,
             round=ctx.round,
         )
@@ -150,7 +147,7 @@ class LocalModel(PersonalPolicy):
     def _module(self, ctx: ClientContext, result: LocalResult) -> nn.Module:
         if result.module is not None:
             return result.module
-        if result.narrow:
+        if isinstance(result.mask, UnitMask):
             raise InvalidValueError("a local policy that returns a narrow state must return the module that holds it")
         ctx.load(result.state, result.mask)
         return ctx.masked.model
@@ -163,6 +160,6 @@ class LocalModel(PersonalPolicy):
         mask = unpack_mask(memory["mask"], memory["description"])
         own = memory["state"]
         if ctx.frozen:
-            kept = Kept(ctx.graph, mask if memory["narrow"] else None)
+            kept = Kept(ctx.graph, mask if isinstance(mask, UnitMask) else None)
             own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in state.items()}
-        return PersonalModel(state=own, mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"])
+        return PersonalModel(state=own, mask=mask, ratio=None if mask is None else memory["ratio"])

@@ -142,5 +142,5 @@ class UnderOwnMask(RecalibratedBatchNorm):
         if mask is None:
             return PersonalModel(state=state)
         if isinstance(mask, UnitMask):
-            return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, narrow=True, ratio=ratio)
+            return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, ratio=ratio)
         return PersonalModel(state=mask_state(ctx.graph, mask, state), mask=mask, ratio=ratio)

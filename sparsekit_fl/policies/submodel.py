@@ -132,7 +132,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
         if self.criterion is None or ratio == 1.0:
             return PersonalModel(state=state)
         mask = select(self.criterion, ctx.graph, ratio, RoundView(round=ctx.round, weights=state))
-        return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, narrow=True, ratio=ratio)
+        return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, ratio=ratio)
 
     def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
         """Replace the running statistics by the mean over a few large batches of the client's training data."""

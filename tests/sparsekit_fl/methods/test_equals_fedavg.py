@@ -35,11 +35,7 @@ from sparsekit_fl.methods import (
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import StaleMean
-from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.personal import GlobalModel
-from sparsekit_fl.policies.ratio import Full
-from sparsekit_fl.policies.share import Everything
+from sparsekit_fl.policies import Everything, Full, GlobalModel, LearnableSgd, Mean
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

@@ -12,10 +12,9 @@ import torch
 from sparsekit import trace_units
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods.fedlps import fedlps
+from sparsekit_fl.policies import Constant, Full, LearnableSgd
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.ratio import Constant, Full
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

@@ -27,8 +27,7 @@ from sparsekit_fl.methods.oort import GuidedSampling
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
-from sparsekit_fl.policies.bandit import BanditRatio
-from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies import BanditRatio, LearnableSgd
 from sparsekit_fl.problem.metrics import log_loss
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run

@@ -14,8 +14,7 @@ from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.paper.ablations import rcr_dyn
-from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.mask import RoundView
+from sparsekit_fl.policies import LearnableSgd, RoundView
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import TinyNet, tiny_config
 

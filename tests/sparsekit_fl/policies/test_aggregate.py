@@ -11,10 +11,8 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.policies import Assignment, Mean, ServerContext, Update
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(

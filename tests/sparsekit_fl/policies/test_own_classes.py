@@ -16,9 +16,8 @@ from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.policies import Everything, OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
-from sparsekit_fl.policies.share import Everything
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem

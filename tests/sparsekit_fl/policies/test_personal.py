@@ -12,11 +12,9 @@ import torch
 from personal import client_context, equals, watched
 from torch import nn
 
-from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
 PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10)]

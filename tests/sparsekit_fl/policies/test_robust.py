@@ -18,15 +18,13 @@ from sparsekit.graph.state import digest
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.context import rngs_by_kind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.messages import Update
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import AggregatePolicy, Mean
+from sparsekit_fl.policies import AggregatePolicy, Mean, ServerContext, Update
 from sparsekit_fl.policies import combine as combining
 from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
-from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

@@ -18,8 +18,7 @@ from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl, with_settings
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.policies.local import Sgd
-from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.policies import RecalibratedBatchNorm, Sgd, SubmodelSgd
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
