@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import Layer
-from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.context import rngs_by_kind
+import sparsekit_fl as fl
+from sparsekit.graph import Layer, UnitGraph, WeightMask
+from sparsekit_fl.client.context import PolicyKind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.round import WorkerState
 from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
@@ -31,17 +27,31 @@ GRAPH = UnitGraph(
 STATE = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]])}
 
 
-def server_context(*, round=2, rounds=10, state=None, memory=None, clients=2, costs=None, graph=GRAPH):
-    """A server's, on the model of three numbers."""
-    return ServerContext(
+def server_context(
+    *,
+    round=2,
+    rounds=10,
+    state=STATE,
+    memory=None,
+    clients=2,
+    roster=None,
+    cohort=2,
+    rng=0,
+    kind="sampling",
+    graph=GRAPH,
+    costs=None,
+):
+    """A server's, on the model of three numbers; every kind of policy draws from one generator, seeded with `rng`."""
+    return fl.ServerContext(
         round=round,
         rounds=rounds,
-        roster=dict.fromkeys(range(clients), ClientInfo(1, None)),
-        cohort_size=2,
-        rngs=rngs_by_kind(np.random.default_rng(0)),
+        roster=roster or dict.fromkeys(range(clients), ClientInfo(10, fl.Capability())),
+        cohort_size=cohort,
+        rngs=dict.fromkeys(get_args(PolicyKind), np.random.default_rng(rng)),
         memory={} if memory is None else memory,
+        kind=kind,
         graph=graph,
-        state=STATE if state is None else state,
+        state=state,
         costs=costs,
     )
 
@@ -50,34 +60,34 @@ def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, m
     """An update of the model of three numbers; `keep` says which of w it holds."""
     mask = None if keep is None else WeightMask({"w": torch.tensor([keep])})
     delta = {"w": Kept(GRAPH, mask).gather("w", torch.tensor([w])), "b": torch.tensor([b]), "out": torch.tensor([[out]])}
-    return Update(
+    return fl.Update(
         round=2, client_id=client_id, examples=examples, delta=delta, mask=mask, extra=extra or {}, metrics=metrics or {}
     )
 
 
 def combine(policy, *updates, ctx=None, state=None):
     """What a policy makes of updates."""
-    ctx = ctx or server_context(state=state)
+    ctx = ctx or server_context(state=state or STATE)
     return policy.combine(ctx, ctx.state, [(item, 0) for item in updates])
 
 
-def deep_problem() -> Problem:
+def deep_problem() -> fl.Problem:
     """Three layers without batch norm, so that nothing but gradients moves the state."""
-    return Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
+    return fl.Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
 
 
 def _deep() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-class Watch(Callback):
+class Watch(fl.Callback):
     """Keeps every update."""
 
     def __init__(self) -> None:
-        self.updates: list[Update] = []
+        self.updates: list[fl.Update] = []
 
     def on_client_end(self, run, client_id, update) -> None:
-        if isinstance(update, Evaluation):
+        if isinstance(update, fl.Evaluation):
             return
         self.updates.append(update)
 
@@ -85,7 +95,7 @@ class Watch(Callback):
 def watched(method, *, problem=None, clients=None, config=None, **options):
     """A small run and its updates."""
     watch = Watch()
-    result = run(
+    result = fl.run(
         method, problem or tiny_problem(), clients or tiny_clients(), config or tiny_config(), callbacks=[watch], **options
     )
     return result, watch.updates

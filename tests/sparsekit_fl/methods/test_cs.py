@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from personal import STATE, combine, equals, server_context, update, watched
 
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedavg
 from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
 from sparsekit_fl.server.loop import run

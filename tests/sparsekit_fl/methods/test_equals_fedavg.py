@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from personal import deep_problem, equals
 
+import sparsekit_fl as fl
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.methods import (
     cs,
@@ -32,28 +33,25 @@ from sparsekit_fl.methods import (
     refl,
     with_settings,
 )
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import StaleMean
 from sparsekit_fl.policies import Everything, Full, GlobalModel, LearnableSgd, Mean
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
-def _bare_fedlps() -> Method:
+def _bare_fedlps() -> fl.Method:
     local = LearnableSgd(proximal=0.0, term=ImportanceRegularizer(strength=0.0))
     parts = {"share": Everything(), "aggregate": Mean(over="all"), "personal": GlobalModel(), "local": local}
     return dataclasses.replace(fedlps(), ratio=Full(), **parts)
 
 
-def _refl() -> Method:
+def _refl() -> fl.Method:
     """Everybody is there and is waited for."""
     method = with_settings(refl(), {"sampling.target": 1.0, "sampling.cool_down": 0, "sampling.availability": None})
     return dataclasses.replace(method, aggregate=StaleMean(weighting="examples"))
 
 
-EQUAL: dict[str, Callable[[], Method]] = {
+EQUAL: dict[str, Callable[[], fl.Method]] = {
     "cs": lambda: cs(ratio=1.0, variant="released"),
     "ditto": lambda: with_settings(ditto(), {"local.strength": 0.0}),
     "ditto-pulled": lambda: with_settings(ditto(), {"local.strength": 2.0}),
@@ -90,16 +88,16 @@ WITHOUT_NORM = {"per-fedavg-first-order", "per-fedavg-hessian-free", "lotteryfl"
 SAMPLES_ITSELF = {"oort"}
 
 
-def _run(method: Method, *, norm: bool, samples_itself: bool) -> RunResult:
+def _run(method: fl.Method, *, norm: bool, samples_itself: bool) -> fl.RunResult:
     # Equally many examples and full capabilities, so that every weighting is one.
     base = tiny_config(rounds=1 if samples_itself else 3)
     training = dataclasses.replace(base.training, momentum=0.5)
     config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
-    return run(method, tiny_problem() if norm else deep_problem(), tiny_clients(4) if samples_itself else equals(), config)
+    return fl.run(method, tiny_problem() if norm else deep_problem(), tiny_clients(4) if samples_itself else equals(), config)
 
 
 @functools.cache
-def _plain(norm: bool, samples_itself: bool) -> RunResult:
+def _plain(norm: bool, samples_itself: bool) -> fl.RunResult:
     return _run(fedavg(), norm=norm, samples_itself=samples_itself)
 
 

@@ -8,15 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.models.cnn import Cnn
 from sparsekit_fl.problem.models.lstm import NextWordLstm
 from sparsekit_fl.problem.models.vgg import Vgg
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 
 NAMES = ("efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl")
 
@@ -49,19 +45,19 @@ def trained(name: str, model: str):
     make, draw = MODELS[model]
     torch.manual_seed(0)
 
-    def split(count: int) -> TensorData:
+    def split(count: int) -> fl.TensorData:
         inputs = draw(count)
         labels = inputs if model == "lstm" else torch.arange(count) % 4
-        return TensorData((inputs,), labels)
+        return fl.TensorData((inputs,), labels)
 
     clients = [
-        Client(id=k, data=ClientData(train=split(6), val=split(2), test=split(2)), capability=Capability(ratio=level))
+        fl.Client(id=k, data=fl.ClientData(train=split(6), val=split(2), test=split(2)), capability=fl.Capability(ratio=level))
         for k, level in enumerate((1.0, 0.5, 0.25))
     ]
-    problem = Problem(model=make, example_inputs=(draw(2),))
-    training = TrainingConfig(local_epochs=1, batch_size=3, lr=0.01)
-    config = RunConfig(rounds=2, cohort=2, training=training, eval_every=2)
-    return run(registry[name](), problem, clients, config)
+    problem = fl.Problem(model=make, example_inputs=(draw(2),))
+    training = fl.TrainingConfig(local_epochs=1, batch_size=3, lr=0.01)
+    config = fl.RunConfig(rounds=2, cohort=2, training=training, eval_every=2)
+    return fl.run(registry[name](), problem, clients, config)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
+from personal import server_context
 
-from sparsekit import trace_units
-from sparsekit_fl.client.messages import Update, WorkCost
+import sparsekit_fl as fl
 from sparsekit_fl.methods.fedlps import fedlps
 from sparsekit_fl.policies import Constant, Full, LearnableSgd
 from sparsekit_fl.policies.bandit import BanditRatio, utility
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -29,37 +26,27 @@ def test_the_proximal_shortcut_equals_the_added_gradient() -> None:
             fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1)
         )
         config = dataclasses.replace(tiny_config(rounds=2), training=training)
-        results.append(run(method, tiny_problem(), tiny_clients(), config).state)
+        results.append(fl.run(method, tiny_problem(), tiny_clients(), config).state)
     for name, value in results[0].items():
         assert torch.allclose(value.double(), results[1][name].double(), atol=1e-5), name
 
 
 def test_only_kept_entries_travel() -> None:
-    full = run(dataclasses.replace(fedlps(), ratio=Full()), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
-    half = run(dataclasses.replace(fedlps(), ratio=Constant(0.5)), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+    full = fl.run(dataclasses.replace(fedlps(), ratio=Full()), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+    half = fl.run(dataclasses.replace(fedlps(), ratio=Constant(0.5)), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
     assert half.cost.uplink_bytes < full.cost.uplink_bytes
     assert half.cost.flops_compact < half.cost.flops_rowmask
 
 
-def server(round: int, capability: float, memory: dict, *, seed: int = 0) -> ServerContext:
-    graph = trace_units(tiny_problem().model(), *tiny_problem().example_inputs)
-    return ServerContext(
-        round=round,
-        rounds=100,
-        roster={7: ClientInfo(examples=10, capability=Capability(ratio=capability))},
-        cohort_size=10,
-        rngs={"ratio": np.random.default_rng([seed, round])},
-        kind="ratio",
-        memory=memory,
-        graph=graph,
-        state={},
-    )
+def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
+    roster = {7: ClientInfo(examples=10, capability=fl.Capability(ratio=capability))}
+    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], kind="ratio", memory=memory)
 
 
-def answer(ratio: float, accuracy: float, **metrics: float) -> Update:
-    return Update(
+def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
+    return fl.Update(
         round=1, client_id=7, examples=10, delta={}, ratio=ratio,
-        metrics={"accuracy": accuracy, **metrics}, cost=WorkCost(seconds=2.0),
+        metrics={"accuracy": accuracy, **metrics}, cost=fl.WorkCost(seconds=2.0),
     )  # fmt: skip
 
 
@@ -100,7 +87,7 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
         config = tiny_config(rounds=1)
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, local_epochs=epochs))
         method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(epochs_factor=epochs_factor))
-        return run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact_training
+        return fl.run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact_training
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]

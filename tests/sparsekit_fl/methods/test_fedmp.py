@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from personal import watched
+from personal import server_context, watched
 
-from sparsekit_fl.client.messages import Update, WorkCost
+import sparsekit_fl as fl
 from sparsekit_fl.methods import fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.testing import tiny_config
 
 
-def context(round: int, memory: dict, *, capability: float = 1.0, clients: int = 2) -> ServerContext:
-    return ServerContext(
-        round=round,
-        rounds=100,
-        roster={k: ClientInfo(examples=10, capability=Capability(ratio=capability)) for k in range(clients)},
-        cohort_size=clients,
-        rngs={"ratio": np.random.default_rng([5, round])},
-        kind="ratio",
-        memory=memory,
-        graph=None,
-        state={},
-    )
+def context(round: int, memory: dict, *, capability: float = 1.0) -> fl.ServerContext:
+    roster = {k: ClientInfo(examples=10, capability=fl.Capability(ratio=capability)) for k in range(2)}
+    return server_context(round=round, rounds=100, roster=roster, rng=[5, round], kind="ratio", memory=memory)
 
 
-def answer(client_id: int, loss: float, seconds: float) -> Update:
-    cost = WorkCost(seconds=seconds)
-    return Update(round=1, client_id=client_id, examples=10, delta={}, metrics={"loss": loss}, cost=cost)
+def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
+    cost = fl.WorkCost(seconds=seconds)
+    return fl.Update(round=1, client_id=client_id, examples=10, delta={}, metrics={"loss": loss}, cost=cost)
 
 
 def rewards(policy: TimelyRatio, memory: dict, client_id: int) -> list[float]:

@@ -7,7 +7,7 @@ from personal import combine, update, watched
 from torch import nn
 
 from sparsekit.allocation.shares import keep_count
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedp3
 from sparsekit_fl.methods.fedp3 import own_layers

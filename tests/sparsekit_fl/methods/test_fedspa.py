@@ -7,7 +7,7 @@ import math
 import torch
 from personal import combine, deep_problem, update, watched
 
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import fedspa, with_settings
 from sparsekit_fl.methods.fedspa import move_mask
 from sparsekit_fl.policies.aggregate import Mean

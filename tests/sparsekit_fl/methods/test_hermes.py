@@ -10,10 +10,10 @@ from personal import client_context, watched
 from torch import nn
 
 from sparsekit import load_compact, load_mask, trace_units
-from sparsekit.allocation.choose import select
+from sparsekit.allocation import select
 from sparsekit.allocation.shares import keep_count
 from sparsekit.criteria import Magnitude, Ordered, View
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import hermes, with_settings
 from sparsekit_fl.methods.hermes import GroupLassoSgd

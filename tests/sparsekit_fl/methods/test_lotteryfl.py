@@ -8,7 +8,7 @@ import pytest
 import torch
 from personal import client_context, combine, deep_problem, update, watched
 
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import lotteryfl, with_settings
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.weight_masks import weight_count

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+import sparsekit_fl as fl
 from sparsekit import criteria
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl import policies
 from sparsekit_fl.methods import method as module
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -22,7 +21,7 @@ class Plain(policies.LocalPolicy):
 
 
 def test_a_description_names_every_option_and_no_address():
-    method = Method(name="m", source="s", mask=policies.UnitCriterion(criteria.Random()), local=Plain())
+    method = fl.Method(name="m", source="s", mask=policies.UnitCriterion(criteria.Random()), local=Plain())
     described = method.describe()
     assert described["mask"] == "UnitCriterion(criterion=Random())"
     assert described["aggregate"] == "Mean(weighting='examples', over='whole')"
@@ -32,7 +31,7 @@ def test_a_description_names_every_option_and_no_address():
 
 def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
     for note in ("It saves bytes.", ""):
-        result = run(Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+        result = fl.run(fl.Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
         assert result.to_dict().get("note", "") == note
         assert ("note" in result.to_dict()) == bool(note)
 
@@ -51,22 +50,24 @@ def _recorded(policy: Any, kind: str, hooks: list[str], calls: list[str]) -> Any
 
 
 def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
-    written = re.findall(rf"`((?:{'|'.join(Method(name='m', source='').policies())})\.\w+)`", module.__doc__)
+    written = re.findall(rf"`((?:{'|'.join(fl.Method(name='m', source='').policies())})\.\w+)`", module.__doc__)
     calls: list[str] = []
-    plain = Method(name="m", source="")
+    plain = fl.Method(name="m", source="")
     hooks = {kind: [name.split(".")[1] for name in written if name.startswith(f"{kind}.")] for kind in plain.policies()}
     recorded = {kind: _recorded(policy, kind, hooks[kind], calls) for kind, policy in plain.policies().items()}
     config = replace(tiny_config(rounds=1), cohort=1)
-    run(replace(plain, **recorded), tiny_problem(), tiny_clients(), config)
+    fl.run(replace(plain, **recorded), tiny_problem(), tiny_clients(), config)
     assert list(dict.fromkeys(calls)) == written
 
 
 def test_every_policy_may_refuse_a_problem_before_the_run():
-    for kind, policy in Method(name="m", source="").policies().items():
+    for kind, policy in fl.Method(name="m", source="").policies().items():
 
         def refuse(self, problem, graph, kind=kind):
             raise InvalidValueError(f"{kind} cannot work with this problem")
 
         picky = type("Picky", (type(policy),), {"check": refuse})()
         with pytest.raises(InvalidValueError, match=f"{kind} cannot work"):
-            run(replace(Method(name="m", source=""), **{kind: picky}), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+            fl.run(
+                replace(fl.Method(name="m", source=""), **{kind: picky}), tiny_problem(), tiny_clients(), tiny_config(rounds=1)
+            )

@@ -8,24 +8,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from personal import server_context
 
-from sparsekit_fl.client.messages import Update, WorkCost
+import sparsekit_fl as fl
 from sparsekit_fl.methods.oort import GuidedSampling, _RecordingLoss
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.policies.context import ClientInfo
 
 
-def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> ServerContext:
-    roster = {k: ClientInfo(examples=100, capability=Capability(flops_per_second=speed(k))) for k in range(clients)}
-    return ServerContext(
-        round=round, rounds=1000, roster=roster, cohort_size=size, memory=memory, graph=None, state={},
-        rngs={"sampling": np.random.default_rng([7, round])},
-    )  # fmt: skip
+def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> fl.ServerContext:
+    roster = {k: ClientInfo(examples=100, capability=fl.Capability(flops_per_second=speed(k))) for k in range(clients)}
+    return server_context(round=round, rounds=1000, roster=roster, cohort=size, memory=memory, rng=[7, round])
 
 
-def answer(client_id: int, *, loss: float = 1.0, seconds: float = 1.0) -> Update:
+def answer(client_id: int, *, loss: float = 1.0, seconds: float = 1.0) -> fl.Update:
     metrics = {"mean_squared_loss": loss**2}
-    return Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=WorkCost(seconds=seconds))
+    return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=fl.WorkCost(seconds=seconds))
 
 
 def played(rounds: int, policy: GuidedSampling, *, loss=lambda _: 1.0, seconds=lambda _: 1.0, **options):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from personal import ONE_STEP, client_context, deep_problem, watched
 
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.prunefl import Search, weight_seconds

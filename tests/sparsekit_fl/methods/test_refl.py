@@ -8,16 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from personal import server_context
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit_fl.client.context import rngs_by_kind
-from sparsekit_fl.client.messages import Update, WorkCost
+import sparsekit_fl as fl
+from sparsekit.graph import UnitGraph
 from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
@@ -31,15 +28,15 @@ def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
         refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.adaptive": False, "sampling.availability": None}
     )
     # Devices on which computing, not sending, takes the time.
-    clients = [dataclasses.replace(client, capability=Capability(flops_per_second=1e6)) for client in tiny_clients()]
-    slow, fast = (run(method, tiny_problem(), clients, config) for method in (everybody, some))
+    clients = [dataclasses.replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
+    slow, fast = (fl.run(method, tiny_problem(), clients, config) for method in (everybody, some))
     assert fast.cost.seconds < 0.8 * slow.cost.seconds
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
 
 
 def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
     config = tiny_config(rounds=8)
-    adaptive = run(
+    adaptive = fl.run(
         with_settings(refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.availability": None}),
         tiny_problem(),
         tiny_clients(),
@@ -49,15 +46,12 @@ def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
 
 
 def context(round, memory, *, clients=10, size=4):
-    return ServerContext(
-        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort_size=size,
-        rngs=rngs_by_kind(np.random.default_rng([3, round])), memory=memory, graph=GRAPH, state=STATE,
-    )  # fmt: skip
+    return server_context(round=round, clients=clients, cohort=size, rng=[3, round], memory=memory, graph=GRAPH, state=STATE)
 
 
 def update(client_id, value, *, seconds=1.0, round=1):
     delta = {"w": torch.tensor(value), "n": torch.tensor(0)}
-    return Update(round=round, client_id=client_id, examples=10, delta=delta, cost=WorkCost(seconds=seconds))
+    return fl.Update(round=round, client_id=client_id, examples=10, delta=delta, cost=fl.WorkCost(seconds=seconds))
 
 
 def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:

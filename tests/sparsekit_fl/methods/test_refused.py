@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit_fl.methods import cs, depthfl, fedrep, per_fedavg, registry
 from sparsekit_fl.methods.cs import ComplementMean
@@ -29,8 +30,6 @@ from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
 from sparsekit_fl.policies import BanditRatio, LearnableSgd
 from sparsekit_fl.problem.metrics import log_loss
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -44,8 +43,8 @@ class _TiedWithoutBias(nn.Module):
         return F.linear(self.mix(self.embedding(tokens)), self.embedding.weight)
 
 
-FLAT = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-TIED = Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
+FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
 BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
 
 
@@ -117,9 +116,9 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("depthfl", FLAT, "no place for an exit"),
     ],
 )
-def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: Problem, message: str) -> None:
+def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: fl.Problem, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        run(make_method(method), problem, tiny_clients(), tiny_config(rounds=1))
+        fl.run(make_method(method), problem, tiny_clients(), tiny_config(rounds=1))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +137,4 @@ def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, probl
 )
 def test_a_model_without_units_is_refused_before_the_run(method: str, who: str) -> None:
     with pytest.raises(NoUnitsError, match=f"the model has no units, so {who} has nothing to choose from"):
-        run(make_method(method), FLAT, tiny_clients(), tiny_config(rounds=1))
+        fl.run(make_method(method), FLAT, tiny_clients(), tiny_config(rounds=1))

@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from personal import client_context, deep_problem, server_context, watched
 
+import sparsekit_fl as fl
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods import fedavg, scaffold
 from sparsekit_fl.methods.scaffold import ControlledMean
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies import Assignment, Mean, Update
 from sparsekit_fl.policies.combine import median
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 LR, STEPS = 0.2, 3
 # Each epoch is one batch of all examples, so that nothing is drawn but the cohorts.
-CONFIG = RunConfig(rounds=4, cohort=2, training=TrainingConfig(local_epochs=STEPS, batch_size=99, lr=LR), seed=3)
+CONFIG = fl.RunConfig(rounds=4, cohort=2, training=fl.TrainingConfig(local_epochs=STEPS, batch_size=99, lr=LR), seed=3)
 
 
 def by_hand(cohorts, clients, server_lr):
@@ -53,9 +52,9 @@ def by_hand(cohorts, clients, server_lr):
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch(server_lr):
     clients = tiny_clients(4)
-    result = run(scaffold(), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
+    result = fl.run(scaffold(), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
     expected = by_hand([record.cohort for record in result.rounds], clients, server_lr)
-    plain = run(replace(fedavg(), aggregate=Mean("uniform")), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
+    plain = fl.run(replace(fedavg(), aggregate=Mean("uniform")), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
     for name, value in expected.items():
         torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
         assert float((plain.state[name] - value).abs().max()) > 1e-3, "the correction is there to be seen"

@@ -9,7 +9,7 @@ import torch
 from personal import client_context, training, watched
 
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation.choose import select
+from sparsekit.allocation import select
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd

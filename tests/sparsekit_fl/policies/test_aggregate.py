@@ -1,38 +1,35 @@
-"""Aggregation on a model of three numbers, exactly."""
+"""Means and robust rules on a model of three numbers, exactly; then in runs, under every engine's order and across a resume."""
 
 from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from personal import server_context
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.client.context import rngs_by_kind
+import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask, digest
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.policies import Assignment, Mean, ServerContext, Update
+from sparsekit_fl.engines.spec import RunSpec, by_id
+from sparsekit_fl.errors import RunInterrupted, UpdateError
+from sparsekit_fl.methods import registry
+from sparsekit_fl.policies import AggregatePolicy, Assignment, Mean, Update
+from sparsekit_fl.policies import combine as combining
+from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
     groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 0, INDEX, "out", False),))},
     shapes={"w": torch.Size([3]), "n": torch.Size([])},
 )
-STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
-
-
-def context():
-    return ServerContext(
-        round=1,
-        rounds=1,
-        roster={},
-        cohort_size=2,
-        rngs=rngs_by_kind(np.random.default_rng(0)),
-        memory={},
-        graph=GRAPH,
-        state=STATE,
-    )
+STATE = {"w": torch.zeros(3), "n": torch.tensor(10)}
 
 
 def update(client_id, delta, *, keep=None, examples=1, count=0):
@@ -42,86 +39,258 @@ def update(client_id, delta, *, keep=None, examples=1, count=0):
     return Update(round=1, client_id=client_id, examples=examples, delta=entries, mask=mask)
 
 
-def combine(policy, *updates):
-    return policy.combine(context(), STATE, [(item, 0) for item in updates])
+def trim(share):
+    return partial(trimmed_mean, share=share)
 
 
-def test_weighted_mean_weighs_by_examples():
-    result = combine(Mean(), update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
-    assert result["w"].tolist() == [5.0, 5.0, 4.0]
+def clip(limit):
+    return partial(norm_clipped, limit=limit)
 
 
-def test_uniform_weighting_ignores_examples():
-    policy = Mean("uniform")
-    result = combine(policy, update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
-    assert result["w"].tolist() == [4.0, 4.0, 5.0]
+def combine(policy, rule, updates, state=STATE):
+    return policy.combine(server_context(graph=GRAPH, state=STATE), state, [(item, 0) for item in updates], rule)
 
 
-def test_weighted_mean_refuses_masked_updates():
-    masked = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
+START = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
+ALL, HOLDERS, BY_EXAMPLES = Mean(over="all"), Mean("uniform", over="holders"), Mean("examples", over="holders")
+SIZES = [update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3)]
+DISJOINT = [update(0, [2.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 4.0, 0.0], keep=[False, True, False])]
+ALIKE = [update(k, [2.0 + k, 8.0, 4.0 - k], keep=[True, False, True]) for k in range(2)]
+UNEVEN = [
+    update(0, [1.0, 3.0, 0.0], keep=[True, True, False], examples=1),
+    update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=3),
+]
+ALONE = [
+    update(0, [1.0, 0.0, 0.0], keep=[True, False, False], examples=3),
+    update(1, [0.0, 4.0, 0.0], keep=[False, True, False], examples=1),
+]
+BY_ENTRY = Update(
+    round=1,
+    client_id=0,
+    examples=1,
+    mask=WeightMask({"w": torch.tensor([False, True, True])}),
+    delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)},
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "updates", "expected"),
+    [
+        (Mean(), SIZES, [5.0, 5.0, 4.0]),
+        (Mean("uniform"), SIZES, [4.0, 4.0, 5.0]),
+        (ALL, ALIKE, [3.5, 2.0, 6.5]),
+        (HOLDERS, ALIKE, [3.5, 2.0, 6.5]),
+        (HOLDERS, DISJOINT, [3.0, 6.0, 3.0]),
+        (ALL, DISJOINT, [2.0, 4.0, 3.0]),
+        (BY_EXAMPLES, UNEVEN, [5.0, 5.0, 3.0]),
+        (BY_EXAMPLES, ALONE, [2.0, 6.0, 3.0]),  # a holder of few examples counts in full where it is alone
+        (HOLDERS, [update(0, [2.0] * 3), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])], [4.0, 4.0, 5.0]),
+        (HOLDERS, [BY_ENTRY, update(1, [1.0, 1.0, 1.0])], [2.0, 4.0, 6.0]),
+    ],
+)
+def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(policy, updates, expected):
+    assert combine(policy, mean, updates, START)["w"].tolist() == expected
+
+
+def test_a_mean_of_whole_entries_refuses_masked_updates():
+    ctx, masked = server_context(graph=GRAPH, state=START), update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
     with pytest.raises(UpdateError, match=r'choose Mean\(over="all"\)'):
-        Mean().validate(context(), masked, Assignment(round=1, client_id=0, state=STATE))
-    for over in ("all", "holders"):
-        Mean(over=over).validate(context(), masked, Assignment(round=1, client_id=0, state=STATE))
-
-
-def test_equal_masks_move_kept_entries_alike_under_both_rules():
-    updates = [update(k, [2.0 + k, 8.0, 4.0 - k], keep=[True, False, True]) for k in range(2)]
-    delta, coverage = combine(Mean(over="all"), *updates), combine(Mean("uniform", over="holders"), *updates)
-    assert delta["w"].tolist() == coverage["w"].tolist() == [3.5, 2.0, 6.5]
-
-
-def test_disjoint_masks_are_copied_by_coverage_and_halved_by_delta():
-    updates = [update(0, [2.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 4.0, 0.0], keep=[False, True, False])]
-    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [3.0, 6.0, 3.0]
-    assert combine(Mean(over="all"), *updates)["w"].tolist() == [2.0, 4.0, 3.0]
+        Mean().validate(ctx, masked, Assignment(round=1, client_id=0, state=START))
+    for policy in (ALL, HOLDERS):
+        policy.validate(ctx, masked, Assignment(round=1, client_id=0, state=START))
 
 
 def test_an_entry_that_nobody_keeps_is_the_same_bits():
     updates = [update(k, [1.0, 1.0, 1.0], keep=[True, True, False]) for k in range(3)]
-    for policy in (Mean(over="all"), Mean("uniform", over="holders"), Mean("examples", over="holders")):
-        assert torch.equal(combine(policy, *updates)["w"][2], STATE["w"][2])
-
-
-def test_coverage_weighs_by_examples_where_asked():
-    updates = [
-        update(0, [1.0, 3.0, 0.0], keep=[True, True, False], examples=1),
-        update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=3),
-    ]
-    assert combine(Mean("examples", over="holders"), *updates)["w"].tolist() == [5.0, 5.0, 3.0]
-    # A holder of few examples alone counts in full.
-    alone = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False], examples=3)]
-    alone += [update(1, [0.0, 4.0, 0.0], keep=[False, True, False], examples=1)]
-    assert combine(Mean("examples", over="holders"), *alone)["w"].tolist() == [2.0, 6.0, 3.0]
-
-
-def test_whole_and_masked_updates_mix():
-    updates = [update(0, [2.0, 2.0, 2.0]), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])]
-    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
+    for policy in (ALL, HOLDERS, BY_EXAMPLES):
+        assert torch.equal(combine(policy, mean, updates, START)["w"][2], START["w"][2])
 
 
 @pytest.mark.same_bits
 def test_a_full_mask_gives_the_bits_of_no_mask():
     deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
-    plain = combine(Mean(), *[update(k, delta, examples=7) for k, delta in enumerate(deltas)])
-    for policy in (
-        Mean(over="all"),
-        Mean("uniform", over="all"),
-        Mean("uniform", over="holders"),
-        Mean("examples", over="holders"),
-    ):
+    plain = combine(Mean(), mean, [update(k, delta, examples=7) for k, delta in enumerate(deltas)], START)
+    for policy in (ALL, Mean("uniform", over="all"), HOLDERS, BY_EXAMPLES):
         masked = [update(k, delta, keep=[True] * 3, examples=7) for k, delta in enumerate(deltas)]
-        assert torch.equal(combine(policy, *masked)["w"], plain["w"])
-
-
-def test_weight_masks_hold_single_entries():
-    mask = WeightMask({"w": torch.tensor([False, True, True])})
-    item = Update(round=1, client_id=0, examples=1, mask=mask, delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)})
-    assert combine(Mean("uniform", over="holders"), item, update(1, [1.0, 1.0, 1.0]))["w"].tolist() == [2.0, 4.0, 6.0]
+        assert torch.equal(combine(policy, mean, masked, START)["w"], plain["w"])
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])
 def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, expected):
-    result = combine(Mean(), *(update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)))
+    result = combine(Mean(), mean, [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)])
     assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
+
+
+def column(*values):
+    """One update per value, whose three entries are the value, its double and its negative."""
+    return [update(k, [value, 2 * value, -value]) for k, value in enumerate(values)]
+
+
+def test_the_median_of_an_odd_number_is_the_middle_and_of_an_even_one_the_mean_of_two():
+    assert combine(Mean(), median, column(1.0, 900.0, 2.0))["w"].tolist() == [2.0, 4.0, -2.0]
+    assert combine(Mean(), median, column(1.0, 900.0, 2.0, 4.0))["w"].tolist() == [3.0, 6.0, -3.0]
+
+
+def test_a_trimmed_mean_leaves_out_both_ends():
+    result = combine(Mean(), trim(0.2), column(-500.0, 1.0, 2.0, 6.0, 900.0))
+    assert result["w"].tolist() == [3.0, 6.0, -3.0]
+    assert combine(Mean(), trim(0.0), column(1.0, 2.0, 6.0))["w"].tolist() == [3.0, 6.0, -3.0]
+
+
+def test_the_number_that_is_trimmed_is_rounded_up_and_leaves_one_or_two():
+    assert [trimmed(0.2, holders) for holders in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3]
+    assert [trimmed(0.49, holders) for holders in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [trimmed(0.0, holders) for holders in range(7)] == [0] * 7
+    assert trimmed(0.1, 30) == 3
+
+
+HELD = [
+    update(0, [1.0, 8.0, 0.0], keep=[True, True, False], examples=5),
+    update(1, [3.0, 0.0, 0.0], keep=[True, False, False], examples=50),
+    update(2, [50.0, 4.0, 0.0], keep=[True, True, False]),
+]
+
+
+@pytest.mark.parametrize("rule", [median, trim(0.2)], ids=["median", "trimmed"])
+def test_only_the_holders_of_an_entry_vote_and_one_or_two_are_averaged(rule):
+    # Of three holders the middle; of two the mean, since nobody can tell which of them lies; of none nothing.
+    assert combine(Mean("examples", over="holders"), rule, HELD)["w"].tolist() == [3.0, 6.0, 0.0]
+    single = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 7.0, 0.0], keep=[False, True, False])]
+    assert combine(Mean("uniform", over="holders"), rule, single)["w"].tolist() == [1.0, 7.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", [median, trim(0.2)], ids=["median", "trimmed"])
+def test_where_the_mean_is_over_all_clients_a_centre_counts_as_its_holders_do(rule):
+    assert combine(Mean(over="all"), rule, HELD)["w"].tolist() == [3.0, 4.0, 0.0]
+
+
+def test_without_trimming_it_is_the_uniform_mean_of_either_kind():
+    for policy in (Mean("uniform", over="all"), Mean("uniform", over="holders")):
+        assert torch.allclose(combine(policy, trim(0.0), HELD)["w"], combine(policy, mean, HELD)["w"])
+
+
+def test_entries_of_a_weight_mask_vote_one_by_one():
+    result = combine(HOLDERS, median, [BY_ENTRY, update(1, [1.0, 1.0, 1.0]), update(2, [7.0, 2.0, 90.0])])
+    assert result["w"].tolist() == [4.0, 2.0, 5.0]
+
+
+def test_integers_are_voted_on_too():
+    counts = [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate((5, 7, 2**31))]
+    for rule in (median, trim(0.2), clip(None)):
+        result = combine(Mean(), rule, counts)["n"]
+        assert result.item() == 17
+        assert result.dtype == torch.int64
+
+
+def test_norms_are_clipped_at_the_median_of_the_cohort():
+    updates = [update(0, [3.0, 4.0, 0.0]), update(1, [0.0, 0.0, 1.0]), update(2, [600.0, 0.0, 800.0])]
+    # Norms 5, 1, 1000: the third shrinks to (3, 0, 4).
+    result = combine(Mean(), clip(None), updates)
+    assert torch.allclose(result["w"], torch.tensor([6.0, 4.0, 5.0]) / 3)
+
+
+def test_norms_are_clipped_at_a_given_value_and_weights_stay():
+    updates = [update(0, [3.0, 4.0, 0.0], examples=3), update(1, [0.0, 0.0, 1.0], examples=1)]
+    result = combine(Mean(), clip(2.5), updates)
+    assert torch.allclose(result["w"], torch.tensor([1.5 * 3, 2.0 * 3, 1.0]) / 4)
+
+
+def test_a_norm_is_over_all_floating_entries_and_no_others():
+    assert update_norm(update(0, [3.0, 4.0, 0.0], count=10**6)) == 5.0
+    assert update_norm(update(0, [3.0, 4.0, 12.0], keep=[True, True, False])) == 5.0
+
+
+RULES = {
+    "median": {"aggregation": "median"},
+    "trimmed": {"aggregation": "trimmed-mean"},
+    "norm": {"aggregation": "norm-clipped"},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("policy", [Mean(over="all"), Mean("uniform", over="holders")], ids=["delta", "coverage"])
+@pytest.mark.same_bits
+def test_the_order_of_arrival_changes_no_bit(name, policy):
+    spec = RunSpec.build(
+        fl.Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name])
+    )
+    digests = set()
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        server = Server(spec, by_id(tiny_clients()))
+        assignments = server.assign(1)
+        rng = np.random.default_rng(0)
+        updates = []
+        for assignment in assignments:
+            keep = UnitMask({"first": torch.from_numpy(rng.permutation(8) < 5)})
+            kept = Kept(spec.graph, keep)
+            delta = {
+                key: torch.as_tensor(rng.normal(size=kept.shape(key)) * (10 if value.is_floating_point() else 3)).to(
+                    value.dtype
+                )
+                for key, value in assignment.state.items()
+            }
+            examples = server._clients[assignment.client_id].data.train
+            updates.append(Update(round=1, client_id=assignment.client_id, examples=len(examples), delta=delta, mask=keep))
+        assert len(server.aggregate([updates[place] for place in order]).updates) == 4
+        digests.add(digest(server.state.state))
+    assert len(digests) == 1
+
+
+class Stop(fl.Callback):
+    def on_round_end(self, run, record):
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("name", "method"), [("trimmed", "heterofl"), ("norm", "fedlps")])
+@pytest.mark.same_bits
+def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
+    config = replace(tiny_config(), **RULES[name])
+    problem, clients = tiny_problem(), tiny_clients()
+    whole = fl.run(registry[method](), problem, clients, config)
+    with pytest.raises(RunInterrupted):
+        fl.run(registry[method](), problem, clients, config, callbacks=[Stop()], out=tmp_path, engine=fl.Embedded(workers=2))
+    resumed = fl.run(registry[method](), problem, clients, config, out=tmp_path, resume=True)
+    plain = fl.run(registry[method](), problem, clients, tiny_config())
+    assert whole.final.state_sha256 == resumed.final.state_sha256
+    assert whole.final.state_sha256 != plain.final.state_sha256
+
+
+def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
+    @dataclass(frozen=True)
+    class Own(AggregatePolicy):
+        def combine(self, ctx, state, arrivals, rule=mean):
+            return {name: tensor + arrivals[0][0].delta[name] for name, tensor in state.items()}
+
+    config = replace(tiny_config(rounds=1), aggregation="median")
+    with pytest.raises(InvalidValueError, match="does not reach all that Own"):
+        fl.run(fl.Method(name="own", source="", aggregate=Own()), tiny_problem(), tiny_clients(), config)
+
+
+@pytest.mark.parametrize("clients", [3, 5, 8, 40])
+@pytest.mark.parametrize("rule", [mean, median, trim(0.1), clip(None)])
+@pytest.mark.same_bits
+def test_an_entry_does_not_depend_on_those_beside_it(rule, clients, monkeypatch):
+    """Sums over clients are taken in one order, whatever the width and the processor."""
+    numbers = torch.from_numpy(np.random.default_rng(clients).normal(size=(clients, 90)))
+    state = {"w": torch.zeros(90, dtype=torch.float64)}
+    updates = [
+        combining.Counted(Update(round=1, client_id=k, examples=1, delta={"w": row}, mask=None), 1.0)
+        for k, row in enumerate(numbers)
+    ]
+    whole = rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"]
+    for size in (1, 7, 20):
+        monkeypatch.setattr(combining, "_CHUNK", size)
+        assert torch.equal(rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"], whole)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "heterofl", "cs"])
+@pytest.mark.same_bits
+def test_entries_in_pieces_give_the_same_bits_as_whole_ones(method, monkeypatch):
+    config = dataclasses.replace(tiny_config(rounds=1), aggregation="trimmed-mean")
+    digests = []
+    for size in (2**18, 20):
+        monkeypatch.setattr(combining, "_CHUNK", size)
+        digests.append(fl.run(registry[method](), tiny_problem(), tiny_clients(), config).final.state_sha256)
+    assert digests[0] == digests[1]

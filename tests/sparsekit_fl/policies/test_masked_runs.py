@@ -7,24 +7,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import sparsekit_fl as fl
 from sparsekit import criteria, load_compact, load_mask, trace_units
-from sparsekit.allocation.choose import select
-from sparsekit.criteria.base import View
-from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.allocation import select
+from sparsekit.criteria import View
+from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl import policies
-from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.messages import Evaluation, Update
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import MethodContract, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
-class Keep(Callback):
+class Keep(fl.Callback):
     def __init__(self):
-        self.updates: list[Update] = []
+        self.updates: list[fl.Update] = []
 
     def on_client_end(self, run, client_id, update):
-        if isinstance(update, Evaluation):
+        if isinstance(update, fl.Evaluation):
             return
         self.updates.append(update)
 
@@ -63,12 +60,12 @@ def half(**other):
         "aggregate": policies.Mean(over="all"),
         "personal": policies.LocalModel("best"),
     }
-    return Method(name="half", source="", **{**chosen, **other})
+    return fl.Method(name="half", source="", **{**chosen, **other})
 
 
 def watched(method, **options):
     keep = Keep()
-    return run(method, tiny_problem(), tiny_clients(), tiny_config(), callbacks=[keep], **options), keep.updates
+    return fl.run(method, tiny_problem(), tiny_clients(), tiny_config(), callbacks=[keep], **options), keep.updates
 
 
 class TestHalfOfTheUnits(MethodContract):
@@ -80,7 +77,7 @@ class TestHalfOfTheUnits(MethodContract):
 class TestEntries(MethodContract):
     @pytest.fixture
     def make(self):
-        return lambda: Method(
+        return lambda: fl.Method(
             name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean("uniform", over="holders")
         )
 
@@ -103,19 +100,19 @@ class TestPrivateHead(MethodContract):
 def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
     clients = tiny_clients(examples=24)[::4]
     config = replace(tiny_config(), cohort=2)
-    plain = run(Method(name="fedavg", source=""), tiny_problem(), clients, config)
+    plain = fl.run(fl.Method(name="fedavg", source=""), tiny_problem(), clients, config)
     for aggregate in (
         policies.Mean(over="all"),
         policies.Mean("uniform", over="holders"),
         policies.Mean("examples", over="holders"),
     ):
-        method = Method(name="m", source="", mask=policies.UnitCriterion(criteria.Random()), aggregate=aggregate)
-        assert run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
+        method = fl.Method(name="m", source="", mask=policies.UnitCriterion(criteria.Random()), aggregate=aggregate)
+        assert fl.run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
 
 
 def test_updates_are_narrow_and_narrow_work_is_cheaper():
     result, updates = watched(half())
-    whole, _ = watched(Method(name="whole", source=""))
+    whole, _ = watched(fl.Method(name="whole", source=""))
     assert all(update.delta["first.weight"].shape == (4, 6) for update in updates)
     assert all(update.delta["last.weight"].shape == (3, 4) for update in updates)
     assert all(isinstance(update.mask, UnitMask) and update.ratio == 0.5 for update in updates)
@@ -131,9 +128,9 @@ def test_a_mask_from_the_server_saves_downlink_bytes():
 
 
 def test_entries_outside_a_weight_mask_neither_train_nor_travel():
-    result, updates = watched(Method(name="m", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean(over="all")))
+    result, updates = watched(fl.Method(name="m", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean(over="all")))
     assert all(update.delta["first.weight"].shape == (24,) for update in updates)
-    whole, _ = watched(Method(name="whole", source=""))
+    whole, _ = watched(fl.Method(name="whole", source=""))
     assert result.cost.flops_compact == whole.cost.flops_compact
     assert result.cost.flops_rowmask < whole.cost.flops_rowmask
 
@@ -141,7 +138,7 @@ def test_entries_outside_a_weight_mask_neither_train_nor_travel():
 def test_private_entries_stay_on_the_client():
     result, updates = watched(half(share=PrivateHead(), personal=policies.GlobalModel()))
     assert all(not name.startswith("last.") for update in updates for name in update.delta)
-    untouched, _ = watched(Method(name="m", source="", share=policies.Nothing()))
+    untouched, _ = watched(fl.Method(name="m", source="", share=policies.Nothing()))
     assert torch.equal(result.state["last.weight"], untouched.state["last.weight"])
     assert result.final.personal != result.final.shared
 

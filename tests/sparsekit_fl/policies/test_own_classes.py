@@ -6,22 +6,16 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from personal import server_context
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps
 from sparsekit_fl.policies import Everything, OwnClasses, TouchedRowsMean
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 GRAPH = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).graph
@@ -57,12 +51,12 @@ def test_rows_of_other_classes_go_up_as_they_came() -> None:
 
 
 def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) -> None:
-    problem = Problem(
+    problem = fl.Problem(
         model=lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3, bias=False)),
         example_inputs=(torch.zeros(2, 6),),
     )
     states = [
-        run(dataclasses.replace(fedavg(), share=share), problem, tiny_clients(), tiny_config(rounds=1)).final.state_sha256
+        fl.run(dataclasses.replace(fedavg(), share=share), problem, tiny_clients(), tiny_config(rounds=1)).final.state_sha256
         for share in (Everything(), OwnClasses())
     ]
     assert states[0] == states[1]
@@ -71,45 +65,38 @@ def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) ->
         OwnClasses(depth=0.0)
 
 
-def server() -> ServerContext:
-    return ServerContext(
-        round=1, rounds=1, cohort_size=2, roster={k: ClientInfo(examples=10, capability=Capability()) for k in (0, 1)},
-        rngs={"aggregate": np.random.default_rng(0)}, kind="aggregate", memory={}, graph=GRAPH, state={},
-    )  # fmt: skip
-
-
 def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it() -> None:
     state = {"last.bias": torch.zeros(3), "first.bias": torch.zeros(8)}
     first = {"last.bias": torch.tensor([2.0, 0.0, 0.0]), "first.bias": torch.ones(8)}
     second = {"last.bias": torch.tensor([4.0, 6.0, 0.0]), "first.bias": torch.zeros(8)}
-    policy, ctx = TouchedRowsMean(), server()
+    policy, ctx = TouchedRowsMean(), server_context(graph=GRAPH)
     sent = ((0, 10, first), (1, 30, second))
-    arrivals = [(Update(round=1, client_id=id, examples=examples, delta=delta), 0) for id, examples, delta in sent]
+    arrivals = [(fl.Update(round=1, client_id=id, examples=examples, delta=delta), 0) for id, examples, delta in sent]
     found = policy.combine(ctx, state, arrivals)
     # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
     assert found["last.bias"].tolist() == [3.5, 6.0, 0.0]
     assert found["first.bias"].tolist() == [0.25] * 8
 
 
-class Updates(Callback):
+class Updates(fl.Callback):
     def __init__(self) -> None:
-        self.all: list[Update] = []
+        self.all: list[fl.Update] = []
 
     def on_client_end(self, run, client_id, update) -> None:
-        if isinstance(update, Evaluation):
+        if isinstance(update, fl.Evaluation):
             return
         self.all.append(update)
 
 
-def one_class_less(client: Client) -> Client:
+def one_class_less(client: fl.Client) -> fl.Client:
     """The client without its examples of class 1."""
 
-    def without(data: TensorData) -> TensorData:
+    def without(data: fl.TensorData) -> fl.TensorData:
         kept = data.targets != 1
-        return TensorData((data.inputs[0][kept],), data.targets[kept])
+        return fl.TensorData((data.inputs[0][kept],), data.targets[kept])
 
     data = client.data
-    return dataclasses.replace(client, data=ClientData(train=without(data.train), val=data.val, test=without(data.test)))
+    return dataclasses.replace(client, data=fl.ClientData(train=without(data.train), val=data.val, test=without(data.test)))
 
 
 def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_path) -> None:
@@ -118,7 +105,7 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     clients = [one_class_less(client) for client in tiny_clients()]
     updates = Updates()
     method = dataclasses.replace(fedlps(), share=OwnClasses(), aggregate=TouchedRowsMean())
-    run(method, tiny_problem(), clients, tiny_config(rounds=4), callbacks=[updates], out=tmp_path)
+    fl.run(method, tiny_problem(), clients, tiny_config(rounds=4), callbacks=[updates], out=tmp_path)
     for update in updates.all:
         assert not update.delta["last.weight"][1].any()
         assert not update.delta["last.bias"][1].any()

@@ -7,29 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from personal import server_context
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
+from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.problem.availability import Availability
-from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):
-    roster = {id: ClientInfo(examples=size, capability=Capability()) for id, size in enumerate(sizes)}
-    return ServerContext(
-        round=round,
-        rounds=10,
-        roster=roster,
-        cohort_size=cohort,
-        rngs={"sampling": np.random.default_rng(round)},
-        memory={} if memory is None else memory,
-        graph=None,
-        state={},
-    )
+    roster = {id: ClientInfo(examples=size, capability=fl.Capability()) for id, size in enumerate(sizes)}
+    return server_context(round=round, roster=roster, cohort=cohort, rng=round, memory=memory)
 
 
 def test_by_size_draws_large_clients_more_often():
@@ -63,7 +54,7 @@ def test_a_fixed_cohort_is_drawn_once_or_named():
 def ran(sampling=None, **options):
     config = replace(tiny_config(rounds=4), **options)
     method = make_method("fedavg", settings={"sampling": sampling} if sampling else {})
-    return run(method, tiny_problem(), tiny_clients(), config)
+    return fl.run(method, tiny_problem(), tiny_clients(), config)
 
 
 @pytest.mark.parametrize("name", ["by-size", "poisson", "power-of-choice", "fixed", "uniform"])

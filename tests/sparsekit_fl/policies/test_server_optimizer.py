@@ -7,27 +7,24 @@ import math
 import pytest
 import torch
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.client.messages import Update
+import sparsekit_fl as fl
+from sparsekit.graph import UnitGraph, WeightMask
 from sparsekit_fl.methods import registry
-from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3])})
 
 
 def optimizer(memory, **options):
-    return ServerOptimizer(RunConfig(rounds=1, **options), memory, frozenset({"w"}))
+    return ServerOptimizer(fl.RunConfig(rounds=1, **options), memory, frozenset({"w"}))
 
 
 def moved(memory, change, *, mask=None, **options):
     """One round in which one update holds what `mask` keeps."""
     combined = torch.tensor(change, dtype=torch.float64)
-    update = Counted(Update(round=1, client_id=0, examples=1, delta={"w": combined}, mask=mask), 1.0)
+    update = Counted(fl.Update(round=1, client_id=0, examples=1, delta={"w": combined}, mask=mask), 1.0)
     found = optimizer(memory, **options).moved(GRAPH, Changes({"w": combined}, {}), [update])
     return found.changes["w"].tolist()
 
@@ -81,11 +78,11 @@ def test_entries_that_nobody_held_stay_and_keep_their_state():
 
 
 def test_buffers_take_the_change_as_it_is():
-    one = ServerOptimizer(RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
+    one = ServerOptimizer(fl.RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
     change = torch.tensor([1.0, 2.0], dtype=torch.float64)
     found = Changes({"norm.running_mean": change}, {})
     assert (
-        one.moved(GRAPH, found, [Counted(Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
+        one.moved(GRAPH, found, [Counted(fl.Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
             "norm.running_mean"
         ]
         is change
@@ -96,7 +93,7 @@ def ran(method="fedavg", rounds=3, out=None, resume=False, **options):
     from dataclasses import replace
 
     config = replace(tiny_config(rounds=rounds), **options)
-    return run(registry[method](), tiny_problem(), tiny_clients(), config, out=out, resume=resume)
+    return fl.run(registry[method](), tiny_problem(), tiny_clients(), config, out=out, resume=resume)
 
 
 @pytest.mark.same_bits
@@ -129,8 +126,8 @@ def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
     from dataclasses import replace
 
     config = replace(tiny_config(rounds=4), server_optimizer="fedadam")
-    whole = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config)
+    whole = fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config)
     with pytest.raises(RunInterrupted):
-        run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, callbacks=[Stops()])
-    again = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, resume=True)
+        fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, callbacks=[Stops()])
+    again = fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, resume=True)
     assert again.final.state_sha256 == whole.final.state_sha256

@@ -11,18 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.criteria import Ordered
-from sparsekit.graph.mask import UnitMask
+from sparsekit.graph import UnitMask
 from sparsekit_fl.engines.round import WorkerState
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl, with_settings
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies import RecalibratedBatchNorm, Sgd, SubmodelSgd
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -43,10 +38,10 @@ class Line(nn.Module):
 
 def one_client(labels, *, capability=0.5, model=Line, inputs=None):
     x = torch.tensor([[1.0, 2.0]] * len(labels)) if inputs is None else inputs
-    data = TensorData((x,), torch.tensor(labels))
-    client = Client(id=0, data=ClientData(train=data, val=data, test=data), capability=Capability(ratio=capability))
-    problem = Problem(model=model, example_inputs=(x[:2],))
-    config = RunConfig(rounds=1, cohort=1, training=TrainingConfig(local_epochs=1, batch_size=2, lr=1.0))
+    data = fl.TensorData((x,), torch.tensor(labels))
+    client = fl.Client(id=0, data=fl.ClientData(train=data, val=data, test=data), capability=fl.Capability(ratio=capability))
+    problem = fl.Problem(model=model, example_inputs=(x[:2],))
+    config = fl.RunConfig(rounds=1, cohort=1, training=fl.TrainingConfig(local_epochs=1, batch_size=2, lr=1.0))
     return client, problem, config
 
 
@@ -83,19 +78,20 @@ def test_classes_without_examples_are_not_unlearned() -> None:
 
 def test_targets_that_are_no_classes_are_left_alone() -> None:
     clients = [
-        Client(
-            id=k, data=ClientData(**{s: TensorData((torch.randn(8, 6),), torch.randn(8, 3)) for s in ("train", "val", "test")})
+        fl.Client(
+            id=k,
+            data=fl.ClientData(**{s: fl.TensorData((torch.randn(8, 6),), torch.randn(8, 3)) for s in ("train", "val", "test")}),
         )
         for k in range(2)
     ]
-    problem = Problem(
+    problem = fl.Problem(
         model=tiny_problem().model,
         example_inputs=(torch.zeros(2, 6),),
         loss=F.mse_loss,
         metrics={"error": lambda outputs, targets: ((outputs - targets).square().sum(), torch.tensor(len(targets)))},
     )
     config = dataclasses.replace(tiny_config(rounds=2), cohort=2)
-    result = run(
+    result = fl.run(
         with_settings(
             heterofl(),
             {"local.scaler": True, "local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"},
@@ -134,17 +130,20 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
 
 @pytest.mark.same_bits
 def test_statistics_reach_both_scores_and_not_the_state() -> None:
-    plain = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
-    own = run(
-        Method(name="own", source="", personal=RecalibratedBatchNorm()), tiny_problem(), tiny_clients(), tiny_config(rounds=2)
+    plain = fl.run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    own = fl.run(
+        fl.Method(name="own", source="", personal=RecalibratedBatchNorm()),
+        tiny_problem(),
+        tiny_clients(),
+        tiny_config(rounds=2),
     )
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
-    method = Method(name="narrow", source="", personal=RecalibratedBatchNorm(criterion=Ordered()))
-    result = run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    method = fl.Method(name="narrow", source="", personal=RecalibratedBatchNorm(criterion=Ordered()))
+    result = fl.run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     whole = [score for score in result.final.per_client if score.ratio is None]
     narrow = [score for score in result.final.per_client if score.ratio is not None]
     assert narrow

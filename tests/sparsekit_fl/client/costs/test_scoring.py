@@ -6,12 +6,11 @@ import math
 
 import pytest
 
-from sparsekit_fl.engines.embedded import Embedded
+import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
 from sparsekit_fl.results.part import Cost
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
@@ -26,7 +25,7 @@ SCORES = {
 def cost(method, *, rounds=1, **options):
     settings = options.pop("settings", {})
     made = make_method(method, settings=settings)
-    return run(made, tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), **options)
+    return fl.run(made, tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), **options)
 
 
 def examples_of(record, *splits):
@@ -83,7 +82,7 @@ def test_methods_that_score_while_they_train_are_those_of_the_documentation():
     assert found == SCORES
 
 
-@pytest.mark.parametrize("engine", [None, Embedded(workers=2)])
+@pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = cost("fedavg", settings=BEST, engine=engine)
     plain, record = cost("fedavg"), result.rounds[0]
@@ -107,7 +106,7 @@ def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     assert Cost.of(result.cost).work() == result.cost
 
 
-@pytest.mark.parametrize("engine", [None, Embedded(workers=2)])
+@pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
 def test_batch_norm_statistics_of_what_is_deployed_cost_a_pass_over_training_data(engine):
     whole = sum(len(client.data.train) for client in tiny_clients()) * DENSE
     assert cost("heterofl", engine=engine).cost.flops_deploying == whole

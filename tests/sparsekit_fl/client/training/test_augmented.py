@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.client.loop import Batches, Examples
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.augment import Augmentations, Crop, Erase, Flip, Noise, make_augment
-from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.lazy import LazyData
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -99,7 +96,9 @@ class Shaken(Dataset):
 
 def shaken_clients():
     return [
-        Client(id=c.id, data=ClientData(Shaken(c.data.train), Shaken(c.data.val), Shaken(c.data.test)), capability=c.capability)
+        fl.Client(
+            id=c.id, data=fl.ClientData(Shaken(c.data.train), Shaken(c.data.val), Shaken(c.data.test)), capability=c.capability
+        )
         for c in tiny_clients()
     ]
 
@@ -108,7 +107,7 @@ def shaken_clients():
 @pytest.mark.same_bits
 def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     runs = [
-        run(registry[method](), tiny_problem(), shaken_clients(), tiny_config(rounds=2), engine=Embedded(workers=workers))
+        fl.run(registry[method](), tiny_problem(), shaken_clients(), tiny_config(rounds=2), engine=fl.Embedded(workers=workers))
         for workers in (1, 3)
     ]
     assert runs[0].final.to_dict() == runs[1].final.to_dict()
@@ -125,12 +124,12 @@ def test_lazy_pictures_train():
         transform=lambda rows: rows.float().div(255),
     )
     assert data.take([3, 1]).take([1]).labels().tolist() == [1]
-    problem = Problem(
+    problem = fl.Problem(
         model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2)), example_inputs=(torch.zeros(1, 1, 6, 6),)
     )
-    split = ClientData(data.take(list(range(16))), None, data.take(list(range(16, 24))))
+    split = fl.ClientData(data.take(list(range(16))), None, data.take(list(range(16, 24))))
     config = replace(tiny_config(rounds=2), cohort=1)
-    result = run(registry["fedavg"](), problem, [Client(id=0, data=split)], config)
+    result = fl.run(registry["fedavg"](), problem, [fl.Client(id=0, data=split)], config)
     assert result.final.personal["accuracy"] == 1.0
     with pytest.raises(DataError, match=r"index must be in \[0, 24\)"):
         data.take([1]).__class__(read=data.read, targets=data.targets, shape=data.shape, index=torch.tensor([99]))

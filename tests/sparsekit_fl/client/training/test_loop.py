@@ -14,15 +14,12 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, fit
 from sparsekit_fl.client.optimizer import SgdStep
-from sparsekit_fl.engines.cohort import Cohort
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
-from sparsekit_fl.problem.problem import Problem
 
 
 def examples(count):
-    data = TensorData((torch.arange(count).float().view(-1, 1),), torch.arange(count) % 2)
-    problem = Problem(model=lambda: nn.Linear(1, 2), example_inputs=(torch.zeros(1, 1),))
+    data = fl.TensorData((torch.arange(count).float().view(-1, 1),), torch.arange(count) % 2)
+    problem = fl.Problem(model=lambda: nn.Linear(1, 2), example_inputs=(torch.zeros(1, 1),))
     return problem, Examples(problem, data, device="cpu")
 
 
@@ -131,7 +128,7 @@ def test_evaluation_sums_loss_and_metrics_over_examples():
 def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(channels):
     images, rows = torch.randn(6, channels, 4, 5), torch.randn(6, 7)
     for asked in (True, False):
-        problem = Problem(
+        problem = fl.Problem(
             model=lambda: nn.Linear(1, 1),
             example_inputs=(images, rows),
             read_batch=lambda split, positions: ((images, rows), torch.arange(6)),
@@ -149,7 +146,7 @@ def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(c
 class _Read:
     """A data set of one's own, read example by example."""
 
-    def __init__(self, data: TensorData) -> None:
+    def __init__(self, data: fl.TensorData) -> None:
         self.data = data
 
     def __len__(self) -> int:
@@ -186,13 +183,13 @@ def test_a_metric_of_the_whole_split_sees_it_once_and_whole(count, lazy):
 
     torch.manual_seed(0)
     model = _Exits()
-    problem = Problem(
+    problem = fl.Problem(
         model=_Exits,
         example_inputs=(x[:1],),
         loss=lambda outputs, targets: cross_entropy(outputs[1], targets),
         metrics={"auc": auc, "accuracy": lambda outputs, targets: accuracy(outputs[1], targets)},
     )
-    data = TensorData((x,), y)
+    data = fl.TensorData((x,), y)
     for positions in (None, torch.arange(count).flip(0)[: max(2, count // 2)]):
         scores = evaluate(model, problem, Examples(problem, _Read(data) if lazy else data, device="cpu"), positions=positions)
         part = slice(None) if positions is None else positions
@@ -224,23 +221,23 @@ def test_a_metric_of_the_whole_split_sees_outputs_of_the_kind_that_the_model_ret
         assert torch.equal(outputs.features, x)
         return accuracy(outputs.logits, targets)
 
-    problem = Problem(
+    problem = fl.Problem(
         model=lambda: nn.Identity(),
         example_inputs=(x[:1],),
         loss=lambda outputs, targets: cross_entropy(outputs.logits, targets),
         metrics={"share": share},
     )
     scores = evaluate(
-        nn.Identity(), problem, Examples(problem, TensorData((x,), y), device="cpu"), predict=lambda x: kind(2 * x, x)
+        nn.Identity(), problem, Examples(problem, fl.TensorData((x,), y), device="cpu"), predict=lambda x: kind(2 * x, x)
     )
     assert scores["share"] == accuracy(x, y)
 
 
-@pytest.mark.parametrize("engine", [fl.Embedded(), fl.Embedded(workers=2), Cohort()])
+@pytest.mark.parametrize("engine", [fl.Embedded(), fl.Embedded(workers=2), fl.Cohort()])
 def test_a_run_scores_and_trains_with_metrics_of_the_whole_split(engine):
     def split(count, seed):
         x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
-        return TensorData((x,), (x[:, 0] > 0).long())
+        return fl.TensorData((x,), (x[:, 0] > 0).long())
 
     @whole
     def largest(outputs, targets):
@@ -251,7 +248,7 @@ def test_a_run_scores_and_trains_with_metrics_of_the_whole_split(engine):
     def nowhere(outputs, targets):
         return 0, 0  # it has no value on these examples
 
-    problem = Problem(
+    problem = fl.Problem(
         model=lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)),
         example_inputs=(torch.zeros(1, 2),),
         metrics={"accuracy": largest, "nowhere": nowhere},

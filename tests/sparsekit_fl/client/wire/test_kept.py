@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparsekit import trace_units
-from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl.client.kept import Kept, mask_state
 
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.callbacks.base import Callback
+from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import (
     Assignment,
@@ -24,15 +24,12 @@ from sparsekit_fl.client.messages import (
     update_bytes,
 )
 from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")
 def spec():
-    return RunSpec.build(Method(name="m", source=""), tiny_problem(), tiny_config())
+    return RunSpec.build(fl.Method(name="m", source=""), tiny_problem(), tiny_config())
 
 
 MASKS = {
@@ -83,13 +80,19 @@ def test_bytes_of_an_update_are_counted_exactly_whatever_its_cost(spec, name):
 def test_an_assignment_carries_what_its_mask_keeps(spec, name):
     mask = MASKS[name]
     assignment = Assignment(
-        round=2, client_id=1, state=spec.initial, mask=mask, ratio=0.3, extra={"y": torch.ones(2)}, capability=Capability(0.25)
+        round=2,
+        client_id=1,
+        state=spec.initial,
+        mask=mask,
+        ratio=0.3,
+        extra={"y": torch.ones(2)},
+        capability=fl.Capability(0.25),
     )
     payload = encode_assignment(assignment, spec.graph)
     assert assignment_bytes(assignment, spec.graph) == len(payload)
     again = decode_assignment(payload, spec.graph)
     assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
-    assert again.capability == Capability(0.25)
+    assert again.capability == fl.Capability(0.25)
     kept = Kept(spec.graph, mask)
     for key, tensor in spec.initial.items():
         assert torch.equal(kept.gather(key, again.state[key]), kept.gather(key, tensor))
@@ -98,13 +101,13 @@ def test_an_assignment_carries_what_its_mask_keeps(spec, name):
 
 
 def test_costs_count_the_serialised_messages():
-    class Check(Callback):
+    class Check(fl.Callback):
         def on_client_end(self, run, client_id, update):
             if isinstance(update, Evaluation):
                 return
             assert update.cost.uplink_bytes == len(encode_update(update))
 
-    result = run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), callbacks=[Check()])
+    result = fl.run(fl.Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), callbacks=[Check()])
     assert result.cost.uplink_bytes > 0
 
 

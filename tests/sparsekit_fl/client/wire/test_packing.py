@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.errors import DataError
-from sparsekit.graph.mask import WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import pack, pack_mask, unpack, unpack_mask
 
 TENSORS = {
