@@ -16,6 +16,7 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
 from sparsekit_fl.client.packing import MAX_HEADER_BYTES, MaskShapes, pack, pack_mask, packed_bytes, unpack, unpack_mask
 from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.options.checked import Checked, NonNegativeCount, Ratio
 from sparsekit_fl.problem.clients import Capability
 
 Scores = Mapping[str, tuple[float, float]]
@@ -137,7 +138,7 @@ def require_metrics(update: Update, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Checked):
     """Scores of one client on its own data.
 
     Args:
@@ -150,13 +151,13 @@ class Evaluation:
         flops_deploying: FLOPs of making the personal model out of what the server sent; 0 where nothing runs.
     """
 
-    client_id: int
-    examples: int
+    client_id: NonNegativeCount
+    examples: NonNegativeCount
     personal: Scores
     validation: Scores = field(default_factory=dict)
     shared: Scores | None = None
-    ratio: float | None = None
-    flops_deploying: int = 0
+    ratio: Ratio | None = None
+    flops_deploying: NonNegativeCount = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -174,12 +175,6 @@ class Evaluation:
             if fields.get(name) is not None or name == "personal":
                 fields[name] = {str(metric): (float(s), float(w)) for metric, (s, w) in fields[name].items()}
         found = Evaluation(**fields)
-        if type(found.client_id) is not int or type(found.examples) is not int or found.examples < 0:
-            raise ValueError("the client and its number of examples must be integers >= 0")
-        if type(found.flops_deploying) is not int or found.flops_deploying < 0:
-            raise ValueError("the FLOPs of deploying must be an integer >= 0")
-        if found.ratio is not None and not 0.0 < float(found.ratio) <= 1.0:
-            raise ValueError("the ratio must be in (0, 1]")
         # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
         every = [weight for part in (found.personal, found.validation, found.shared or {}) for _, weight in part.values()]
         if not all(0.0 <= weight < math.inf for weight in every):

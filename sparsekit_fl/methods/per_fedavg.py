@@ -63,67 +63,50 @@ class MetaSgd(LocalPolicy):
         """Train; the work of a step is two gradients (first-order) or four."""
         self.trains_whole(mask)
         leaves = load_leaves(ctx, start, None)
-        batches = ctx.batches()
-        others = _forever(lambda: ctx.batches(epochs=1))
-        delta = self.delta if self.variant == "hessian-free" else None
-        step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta, steps=batches.steps)
-        log = ctx.fit(ctx.masked.model, batches, step)
-        once = ctx.work(None, log)
-        extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
-        return LocalResult.of(ctx, None, log, work=once + extra)
+        parameters: list[Tensor] = list(leaves.values())
+        batches, others = ctx.batches(), _forever(lambda: ctx.batches(epochs=1))
+        update = make_step(ctx.training, leaves.values(), steps=batches.steps)
+        adapt = _adaptation(ctx.training, leaves, self.adaptation_lr)
+        module, loss_of = ctx.masked.model, ctx.problem.loss
+        further = 0  # examples of the gradients besides the one that FedAvg would take
 
+        def other_loss(batch: Batch) -> Tensor:
+            nonlocal further
+            further += batch.size
+            return loss_of(module(*batch.inputs), batch.targets)
 
-class _MetaStep:
-    """One step; counts the examples of the gradients besides the one that FedAvg would take."""
-
-    def __init__(
-        self,
-        ctx: ClientContext,
-        leaves: Leaves,
-        others: Iterator[Batch],
-        rate: float | None,
-        delta: float | None,
-        *,
-        steps: int,
-    ) -> None:
-        self._module, self._loss = ctx.masked.model, ctx.problem.loss
-        self._parameters: list[Tensor] = list(leaves.values())
-        self._update = make_step(ctx.training, leaves.values(), steps=steps)
-        self._adapt = _adaptation(ctx.training, leaves, rate)
-        self._others, self._delta = others, delta
-        self.gradients_per_batch = 1 if delta is None else 3
-        self.further_examples = 0
-
-    def __call__(self, batch: Batch) -> tuple[Any, Tensor]:
-        before = [parameter.detach().clone() for parameter in self._parameters]
-        other = next(self._others)
-        self.further_examples += other.size
-        self._adapt(self._loss(self._module(*other.inputs), other.targets))
-        outputs = self._module(*batch.inputs)
-        loss = self._loss(outputs, batch.targets)
-        self._update(loss, adjust=lambda gradients, places: self._back(before, gradients, places))
-        return outputs, loss
-
-    def _back(self, before: list[Tensor], gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        """Go back to where the step began, and correct the gradient by the Hessian where that is asked for."""
-        if self._delta is not None:
-            moved = [self._parameters[place] for place in places]
-            origin = [before[place] for place in places]
-            other = next(self._others)
-            ends = []
-            for sign in (self._delta, -self._delta):
-                foreach_copy_(self._parameters, before)
-                foreach_copy_(moved, foreach_add(origin, gradients, alpha=sign))
+        def corrected(gradients: list[Tensor], places: list[int], before: list[Tensor]) -> list[Tensor]:
+            """Take the product of the Hessian and the gradient off, a difference of two gradients."""
+            batch, ends = next(others), []
+            for sign in (self.delta, -self.delta):
+                foreach_copy_(parameters, before)
+                moved = foreach_add([before[place] for place in places], gradients, alpha=sign)
+                foreach_copy_([parameters[place] for place in places], moved)
                 with torch.enable_grad():
-                    ends.append(self._gradient(other))
+                    ends.append(gradients_of(other_loss(batch), parameters))
             difference = foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
-            gradients = list(foreach_add(gradients, difference, alpha=-self._adapt.lr / (2 * self._delta)))
-        foreach_copy_(self._parameters, before)
-        return gradients
+            return list(foreach_add(gradients, difference, alpha=-adapt.lr / (2 * self.delta)))
 
-    def _gradient(self, batch: Batch) -> list[Tensor]:
-        self.further_examples += batch.size
-        return gradients_of(self._loss(self._module(*batch.inputs), batch.targets), self._parameters)
+        def step(batch: Batch) -> tuple[Any, Tensor]:
+            before = [parameter.detach().clone() for parameter in parameters]
+            adapt(other_loss(next(others)))
+            outputs = module(*batch.inputs)
+            loss = loss_of(outputs, batch.targets)
+
+            def back(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+                if self.variant == "hessian-free":
+                    gradients = corrected(gradients, places, before)
+                foreach_copy_(parameters, before)
+                return gradients
+
+            update(loss, adjust=back)
+            return outputs, loss
+
+        log = ctx.fit(module, batches, step)
+        once = ctx.work(None, log)
+        gradients_per_batch = 3 if self.variant == "hessian-free" else 1
+        extra = Work(3 * ctx.costs.forward_flops(None) * further, once.flops_rowmask * gradients_per_batch)
+        return LocalResult.of(ctx, None, log, work=once + extra)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.foreach import foreach_add_, foreach_zero_
+from sparsekit.foreach import foreach_add_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext, Work
@@ -36,6 +36,7 @@ from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonN
 from sparsekit_fl.policies import Leaves, LocalResult, MaskPolicy, Mean, SamplingPolicy, ServerContext, Sgd, load_leaves, sgd
 from sparsekit_fl.policies.aggregate import Arrivals
 from sparsekit_fl.policies.combine import Over, Rule, mean
+from sparsekit_fl.policies.local import Adjust
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
@@ -173,25 +174,17 @@ class SearchedMask(MaskPolicy):
             memory.update(squares=summed, round=ctx.round, examples=examples)
 
 
-class _Gradients:
-    """Sums the dense gradients of some leaves over the steps of a fit."""
+def _summing(leaves: Leaves, sums: Mapping[str, Tensor]) -> Adjust:
+    """Add the dense gradients of each step to `sums`."""
+    names = dict(enumerate(leaves))
 
-    def __init__(self, leaves: Leaves, names: Sequence[str]) -> None:
-        wanted = set(names)
-        self._places = {place: name for place, name in enumerate(leaves) if name in wanted}
-        self.sums = {name: torch.zeros_like(leaves[name]) for name in names}
-
-    def __call__(self, gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        found = [(at, self._places[place]) for at, place in enumerate(places) if place in self._places]
+    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+        found = [(names[place], gradient) for place, gradient in zip(places, gradients, strict=True) if names[place] in sums]
         if found:
-            foreach_add_([self.sums[name] for _, name in found], [gradients[at] for at, _ in found])
+            foreach_add_([sums[name] for name, _ in found], [gradient for _, gradient in found])
         return gradients
 
-    def squares(self, examples: int) -> dict[str, Tensor]:
-        """Return the squared sums times the number of examples processed, on the CPU; the sums start anew."""
-        result = {name: (total.square() * examples).cpu() for name, total in self.sums.items()}
-        foreach_zero_(list(self.sums.values()))
-        return result
+    return adjust
 
 
 @dataclass(frozen=True)
@@ -219,9 +212,9 @@ class SearchingSgd(Sgd):
     def _measure(self, ctx: ClientContext, start: StateDict, mask: WeightMask | None) -> tuple[TrainingLog, dict[str, Tensor]]:
         """Train; the squares are those of the dense gradients, summed over the steps."""
         leaves = load_leaves(ctx, start, mask)
-        gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
-        log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
-        return log, gradients.squares(log.examples)
+        sums = {name: torch.zeros_like(leaves[name]) for name in prunable_weights(ctx.graph, "PruneFL")}
+        log = sgd(ctx, leaves, ctx.batches(), [_summing(leaves, sums), *self.adjusts(ctx, leaves, mask)])
+        return log, {name: (total.square() * log.examples).cpu() for name, total in sums.items()}
 
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
         search, mask = self.search, _whole(ctx.graph)

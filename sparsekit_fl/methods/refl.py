@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -97,31 +98,30 @@ class LeastAvailable(SamplingPolicy):
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """Sample the least available clients, at most the wanted number."""
-        memory = ctx.memory
-        ids = sorted(ctx.roster)
-        here, likely = [True] * len(ids), [True] * len(ids)
+        memory, ids = ctx.memory, sorted(ctx.roster)
+        here, staying = set(ids), set(ids)
         if self.availability is not None:
             # Chains of all clients go on, also of those that cannot be reached in this round.
-            all_ids = sorted(ctx.everybody)
-            places = [place for place, client_id in enumerate(all_ids) if client_id in ctx.roster]
-            here, likely = ([of[p] for p in places] for of in self.availability.advance(memory, len(all_ids), ctx.rng))
+            everybody = sorted(ctx.everybody)
+            now, likely = self.availability.advance(memory, len(everybody), ctx.rng)
+            here, staying = set(compress(everybody, now)), set(compress(everybody, likely))
         late = memory.setdefault("late", [])
         busy = {item["client"] for item in late}
         last = memory.setdefault("last", {})
-        free = [place for place, client_id in enumerate(ids) if client_id not in busy]
-        rested = {p for p in free if ctx.round - last.get(str(ids[p]), -self.cool_down) >= self.cool_down}
+        free = [id for id in ids if id not in busy]
+        rested = [id for id in free if id in here and ctx.round - last.get(str(id), -self.cool_down) >= self.cool_down]
         tiers = [
-            [p for p in free if here[p] and p in rested and not likely[p]],
-            [p for p in free if here[p] and p in rested and likely[p]],
-            [p for p in free if here[p] and p not in rested],
+            [id for id in rested if id not in staying],
+            [id for id in rested if id in staying],
+            [id for id in free if id in here and id not in rested],
         ]
         wanted = ctx.cohort_size
         if self.adaptive and "window" in memory:
             soon = memory["clock"] + memory["window"]
             wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))
-        cohort = _fill(tiers, wanted, ctx.rng) or _fill([free, list(range(len(ids)))], wanted, ctx.rng)
-        last.update({str(ids[place]): ctx.round for place in cohort})
-        return sorted(ids[place] for place in cohort)
+        cohort = _fill(tiers, wanted, ctx.rng) or _fill([free, ids], wanted, ctx.rng)
+        last.update({str(id): ctx.round for id in cohort})
+        return sorted(cohort)
 
     def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
         """Return the updates of this round that came in time, then the late ones of earlier rounds that are ready."""
@@ -136,7 +136,7 @@ class LeastAvailable(SamplingPolicy):
         before = memory.get("window", length)
         memory.update(late=waiting, clock=end, length=length, window=(1 - self.alpha) * length + self.alpha * before)
         fresh = [(update, 0) for update in updates if update.cost.seconds <= length]
-        return fresh + [(_unpack(item), ctx.round - item["round"]) for item in ready]
+        return fresh + [(Update(**item["update"]), ctx.round - item["update"]["round"]) for item in ready]
 
     def seconds(self, ctx: ServerContext) -> float | None:
         """Return the seconds until the awaited share had answered."""
@@ -144,12 +144,12 @@ class LeastAvailable(SamplingPolicy):
 
 
 def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """Choose `wanted` places, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
+    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
     chosen: list[int] = []
     for tier in tiers:
         size = min(wanted - len(chosen), len(set(tier) - set(chosen)))
         if size > 0:
-            rest = [place for place in tier if place not in chosen]
+            rest = [id for id in tier if id not in chosen]
             chosen += [rest[int(i)] for i in rng.choice(len(rest), size=size, replace=False)]
     return chosen
 
@@ -157,17 +157,8 @@ def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator)
 def _pack(update: Update, arrives: float) -> dict[str, Any]:
     if update.mask is not None:
         raise InvalidValueError(f"LeastAvailable keeps whole updates only, but client {update.client_id} sent a masked one")
-    return {
-        "client": update.client_id,
-        "round": update.round,
-        "examples": update.examples,
-        "arrives": arrives,
-        "delta": dict(update.delta),
-    }
-
-
-def _unpack(item: dict[str, Any]) -> Update:
-    return Update(round=item["round"], client_id=item["client"], examples=item["examples"], delta=item["delta"])
+    fields = {name: getattr(update, name) for name in ("round", "client_id", "examples")}
+    return {"client": update.client_id, "arrives": arrives, "update": {**fields, "delta": dict(update.delta)}}
 
 
 @dataclass(frozen=True, kw_only=True)

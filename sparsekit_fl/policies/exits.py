@@ -237,11 +237,5 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
 
 
 def build_with_exits(model: Callable[[], nn.Module], inputs: tuple[Any, ...], exits: int) -> WithExits:
-    """Build a model and give it exits, as a `partial` that is a problem's model.
-
-    Args:
-        model: Builds the model.
-        inputs: One call's.
-        exits: Most outputs.
-    """
+    """Build a model and give it exits; a `partial` of this is a problem's model."""
     return place_exits(model(), inputs, exits=exits)
