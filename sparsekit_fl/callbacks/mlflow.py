@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from sparsekit.errors import MissingDependencyError, install_hint
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.frames import numbers_of
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
@@ -31,10 +31,7 @@ class MLflow(Callback):
     def __init__(
         self, experiment: str | None = None, *, tracking_uri: str | None = None, name: str | None = None, artifacts: bool = True
     ) -> None:
-        try:
-            self._mlflow: Any = importlib.import_module("mlflow")
-        except ImportError as error:
-            raise MissingDependencyError(f"MLflow logging needs mlflow; {install_hint('log')}") from error
+        self._mlflow = need("mlflow", "MLflow logging", extra="log")
         self._experiment = experiment
         self._uri = tracking_uri
         self._name = name

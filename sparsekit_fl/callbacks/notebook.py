@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import time
 from html import escape
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.plot import plot_rounds
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.text import flops_text, share_text
+from sparsekit_fl.results.text import flops_text, score_text
 
 
 class NotebookDisplay(Callback):
@@ -28,10 +28,7 @@ class NotebookDisplay(Callback):
     """
 
     def __init__(self, *, metric: str | None = None, seconds: float = 0.3) -> None:
-        try:
-            self._display: Any = importlib.import_module("IPython.display")
-        except ImportError as error:
-            raise MissingDependencyError(f"a notebook's display needs IPython; {install_hint('notebook')}") from error
+        self._display = need("IPython.display", "a notebook's display", extra="notebook")
         self._metric, self._seconds = metric, seconds
         self._drawn, self._records = 0.0, list[RoundRecord]()
         self._handle: Any = None
@@ -64,7 +61,7 @@ class NotebookDisplay(Callback):
         if self._records and self._records[-1].loss is not None:
             facts.append(f"training loss {self._records[-1].loss:.4f}")
         newest = next((one.evaluation.personal for one in reversed(self._records) if one.evaluation), {})
-        facts += [f"{name} {share_text(value) if name == 'accuracy' else f'{value:.4g}'}" for name, value in newest.items()]
+        facts += [score_text(name, value) for name, value in newest.items()]
         bar = f"<progress value='{run.round}' max='{run.config.rounds}'></progress>"
         return f"<div><b>{escape(run.method)}</b> {escape(state)} {bar} {escape(' · '.join(facts))}{self._curve()}</div>"
 

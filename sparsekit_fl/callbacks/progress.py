@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +21,7 @@ from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import headline
-from sparsekit_fl.results.text import flops_text, share_text
+from sparsekit_fl.results.text import flops_text, score_text
 
 
 def bar(console: Console, *first: ProgressColumn, shown: bool, **options: Any) -> Progress:
@@ -89,18 +88,13 @@ class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """Show the newest score, or training accuracy before there is one, and the FLOPs so far."""
         if record.evaluation is not None and record.evaluation.personal:
-            self._score = score_text(record.evaluation.personal)
+            name = headline(list(record.evaluation.personal))
+            self._score = score_text(name, record.evaluation.personal[name])
         elif not self._score and record.accuracy is not None:
-            self._score = f"training accuracy {share_text(record.accuracy)}"
+            self._score = f"training {score_text('accuracy', record.accuracy)}"
         facts = f"{self._score}  {flops_text(record.cost.flops_compact)} FLOPs".strip()
         self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
         self._doing(record.round + 1)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
         self._progress.stop()
-
-
-def score_text(scores: Mapping[str, float]) -> str:
-    """The metric that stands for all, as in `accuracy 98.4%` or `rmse 0.213`."""
-    name = headline(list(scores))
-    return f"{name} {share_text(scores[name]) if name == 'accuracy' else f'{scores[name]:.4g}'}"

@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+import numpy as np
+
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.frames import numbers_of
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import values_over
 
 
 class TensorBoard(Callback):
@@ -25,11 +29,9 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        try:
-            # Before the run, so that a missing package is no error after hours.
-            self._module: Any = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise MissingDependencyError(f"TensorBoard needs tensorboard; {install_hint('log')}") from error
+        # Before the run, so that a missing package is no error after hours.
+        need("tensorboard", "TensorBoard", extra="log")
+        self._module: Any = importlib.import_module("torch.utils.tensorboard")
         self._folder = None if folder is None else Path(folder)
         self._writer: Any = None
 
@@ -60,17 +62,8 @@ class TensorBoard(Callback):
         if self._writer is None:
             return
         if result is not None:
-            for name, values in _by_client(result).items():
-                self._writer.add_histogram(f"clients/{name}", values, run.round)
+            for name, values in values_over([evaluation.personal for evaluation in result.final.per_client]).items():
+                if values:
+                    self._writer.add_histogram(f"clients/personal_{name}", np.asarray(values), run.round)
         self._writer.close()
         self._writer = None
-
-
-def _by_client(result: RunResult) -> dict[str, Any]:
-    found: dict[str, list[float]] = {}
-    for evaluation in result.final.per_client:
-        for name, (total, weight) in evaluation.personal.items():
-            if weight > 0:
-                found.setdefault(f"personal_{name}", []).append(total / weight)
-    numpy = importlib.import_module("numpy")
-    return {name: numpy.asarray(values) for name, values in found.items()}

@@ -1,4 +1,4 @@
-"""need: the packages of the extra `report`, imported when they are used."""
+"""need: a package of an extra, imported when it is used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 from sparsekit.errors import MissingDependencyError, install_hint
 
 
-def need(package: str) -> Any:
-    """Import a package of the extra `report`.
+def need(package: str, what: str = "a report", *, extra: str = "report") -> Any:
+    """Import a package of an extra.
 
     Args:
         package: Its import name.
+        what: What needs it, for the message.
+        extra: Name of the extra.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -20,4 +22,4 @@ def need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingDependencyError(f"a report needs {package}; {install_hint('report')}") from error
+        raise MissingDependencyError(f"{what} needs {package}; {install_hint(extra)}") from error

@@ -82,6 +82,12 @@ Failures = Annotated[tuple[tuple[int, str], ...], BeforeValidator(_pairs), Plain
 """Id and reason of each client."""
 
 
+_SAME = (
+    "flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "wall_seconds", "memory_bytes", "flops_deploying",
+    "flops_scoring",
+)  # fmt: skip
+
+
 class Cost(Part):
     """A `WorkCost` as it stands in files."""
 
@@ -105,10 +111,9 @@ class Cost(Part):
     @staticmethod
     def of(cost: WorkCost) -> Cost:
         """Return the cost of some work."""
-        names = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds",
-                 "memory_bytes", "flops_deploying", "flops_scoring")  # fmt: skip
         return Cost(
-            **{name: getattr(cost, name) for name in names},
+            **{name: getattr(cost, name) for name in _SAME},
+            simulated_seconds=cost.simulated_seconds,
             flops_compact_training=cost.flops_compact_training if cost.flops_scoring else None,
             simulated_seconds_scoring=cost.scoring_seconds,
             simulated_seconds_training=cost.seconds if cost.scoring_seconds else None,
@@ -118,15 +123,8 @@ class Cost(Part):
         """The inverse of `of`."""
         training = self.simulated_seconds_training
         return WorkCost(
-            flops_compact=self.flops_compact,
-            flops_rowmask=self.flops_rowmask,
-            uplink_bytes=self.uplink_bytes,
-            downlink_bytes=self.downlink_bytes,
+            **{name: getattr(self, name) for name in _SAME},
             seconds=self.simulated_seconds if training is None else training,
-            wall_seconds=self.wall_seconds,
-            memory_bytes=self.memory_bytes,
-            flops_scoring=self.flops_scoring,
-            flops_deploying=self.flops_deploying,
             scoring_seconds=self.simulated_seconds_scoring,
         )
 

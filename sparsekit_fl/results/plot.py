@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import RoundScores, headline
+from sparsekit_fl.results.scores import headline
 
 _LINES = (
     ("personal", "mean", "personal models, mean", "#0072B2", "-"),
@@ -17,38 +17,6 @@ _LINES = (
     ("global", "mean", "global model, mean", "#D55E00", "--"),
     ("global", "worst", "global model, worst tenth", "#D55E00", ":"),
 )
-
-
-def curves(records: Sequence[RoundRecord], metric: str | None = None) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """Return the name of a metric, and legend → (round, value) of every curve that the records have of it.
-
-    Args:
-        records: One per round.
-        metric: Its name; None takes accuracy, or the first one.
-
-    Raises:
-        InvalidValueError: no round was scored by this metric.
-    """
-    scored = [(record.round, record.evaluation) for record in records if record.evaluation is not None]
-    names = list(dict.fromkeys(name for _, scores in scored for name in scores.personal))
-    if not names:
-        raise InvalidValueError("no round of this run was scored, so there is no curve; run it with a smaller eval_every")
-    metric = headline(names) if metric is None else metric
-    if metric not in names:
-        raise InvalidValueError(f"no round was scored by {metric!r}; {nearest(metric, names)}")
-    found = {}
-    for part, kind, legend, _, _ in _LINES:
-        means = ((round, _means(scores, part, kind)) for round, scores in scored)
-        points = [(round, own[metric]) for round, own in means if metric in own]
-        if points:
-            found[legend] = points
-    return metric, found
-
-
-def _means(scores: RoundScores, part: str, kind: str) -> Mapping[str, float]:
-    if kind != "mean":
-        return (scores.weighted if kind == "weighted" else scores.worst).get(part, {})
-    return (scores.personal if part == "personal" else scores.shared) or {}
 
 
 def plot_rounds(records: Sequence[RoundRecord], metric: str | None = None, *, axes: Any = None, title: str = "") -> Any:
@@ -67,15 +35,21 @@ def plot_rounds(records: Sequence[RoundRecord], metric: str | None = None, *, ax
         InvalidValueError: no round was scored by this metric.
         MissingDependencyError: matplotlib is not installed.
     """
-    name, found = curves(records, metric)
+    scored = [(record.round, record.evaluation) for record in records if record.evaluation is not None]
+    names = list(dict.fromkeys(name for _, scores in scored for name in scores.personal))
+    if not names:
+        raise InvalidValueError("no round of this run was scored, so there is no curve; run it with a smaller eval_every")
+    metric = headline(names) if metric is None else metric
+    if metric not in names:
+        raise InvalidValueError(f"no round was scored by {metric!r}; {nearest(metric, names)}")
     if axes is None:
         axes = need("matplotlib.figure").Figure(figsize=(6.4, 4.0), layout="constrained").subplots()
-    for _, _, legend, colour, dash in _LINES:
-        if legend in found:
-            rounds, values = zip(*found[legend], strict=True)
-            axes.plot(rounds, values, dash, color=colour, marker="o", markersize=3, label=legend)
+    for part, kind, legend, colour, dash in _LINES:
+        points = {round: means[metric] for round, scores in scored if metric in (means := scores.over(part, kind))}
+        if points:
+            axes.plot(list(points), list(points.values()), dash, color=colour, marker="o", markersize=3, label=legend)
     axes.set_xlabel("round")
-    axes.set_ylabel(name)
+    axes.set_ylabel(metric)
     axes.set_title(title, loc="left")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)

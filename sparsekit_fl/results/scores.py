@@ -14,9 +14,18 @@ from sparsekit_fl.results.part import Count, Number, Part, about
 
 Means = Mapping[str, Number]
 """Metric name → value over clients."""
-_Parts = Mapping[str, Means]
 
-_PARTS = ("personal", "validation", "global")
+PARTS = ("personal", "validation", "global")
+"""Personal models on test and on validation data, and the global model on test data."""
+
+KINDS = ("mean", "weighted", "worst")
+"""Over clients: the mean, the mean by examples, and the mean over the worst tenth."""
+
+
+def parts_of(evaluation: Evaluation) -> dict[str, Scores]:
+    """Map each of `PARTS` to the scores of a client, without the global model where that was not asked for."""
+    own = {"personal": evaluation.personal, "validation": evaluation.validation}
+    return own if evaluation.shared is None else {**own, "global": evaluation.shared}
 
 
 def value_of(scores: Scores | None, name: str) -> float | None:
@@ -31,9 +40,13 @@ def headline(names: Sequence[str]) -> str:
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
-def _values(scores: Sequence[Scores]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for score in scores for name in score)
-    found = {name: [value_of(score, name) for score in scores] for name in names}
+def _names(scores: Sequence[Scores]) -> dict[str, None]:
+    return dict.fromkeys(name for score in scores for name in score)
+
+
+def values_over(scores: Sequence[Scores]) -> dict[str, list[float]]:
+    """Map each metric to its values on the clients that have one."""
+    found = {name: [value_of(score, name) for score in scores] for name in _names(scores)}
     return {name: [value for value in values if value is not None] for name, values in found.items()}
 
 
@@ -47,28 +60,15 @@ def _total(values: Iterable[float]) -> float:
 
 
 def mean_scores(scores: Sequence[Scores]) -> dict[str, float]:
-    """Mean over clients of each metric's value on the client's own data; a client without a metric does not count.
-
-    Args:
-        scores: One per client.
-
-    Returns:
-        Metric name → mean of sum / weight.
-    """
-    return {name: _total(values) / len(values) if values else math.nan for name, values in _values(scores).items()}
+    """Mean over clients of each metric's value on the client's own data; a client without a metric does not count."""
+    return {name: _total(values) / len(values) if values else math.nan for name, values in values_over(scores).items()}
 
 
 def weighted_scores(scores: Sequence[Scores]) -> dict[str, float]:
-    """Value of each metric over the examples of all clients together: a client counts by its examples.
-
-    Args:
-        scores: One per client.
-
-    Returns:
-        Metric name → Σ sum / Σ weight.
-    """
-    names = dict.fromkeys(name for score in scores for name in score)
-    sums = {name: [_total(score[name][part] for score in scores if name in score) for part in (0, 1)] for name in names}
+    """Value of each metric over the examples of all clients together, Σ sum / Σ weight: a client counts by its examples."""
+    sums = {
+        name: [_total(score[name][part] for score in scores if name in score) for part in (0, 1)] for name in _names(scores)
+    }
     return {name: total / weight if weight > 0 else math.nan for name, (total, weight) in sums.items()}
 
 
@@ -78,34 +78,22 @@ def worst_scores(scores: Sequence[Scores], *, lower: frozenset[str] | None = Non
     Args:
         scores: One per client.
         lower: Metrics of which small values are good; None tells by their names.
-
-    Returns:
-        Metric name → mean over the worst tenth; each metric has its own.
     """
     worst = {}
-    for name, values in _values(scores).items():
+    for name, values in values_over(scores).items():
         small = lower_is_better(name) if lower is None else name in lower
         tenth = sorted(values, reverse=small)[: -(-len(values) // 10)]
         worst[name] = _total(tenth) / len(tenth) if tenth else math.nan
     return worst
 
 
-def _over_clients(evaluations: Sequence[Evaluation], lower: frozenset[str] | None) -> dict[str, dict[str, dict[str, float]]]:
-    """Return "mean", "weighted", "worst" → part → metric → value; a part that nobody has is left out."""
-    parts: dict[str, list[Scores]] = {
-        "personal": [one.personal for one in evaluations],
-        "validation": [one.validation for one in evaluations],
-        "global": [one.shared for one in evaluations if one.shared is not None],
-    }
-    there = {name: found for name, found in parts.items() if found}
-    return {
-        "mean": {name: mean_scores(found) for name, found in there.items()},
-        "weighted": {name: weighted_scores(found) for name, found in there.items()},
-        "worst": {name: worst_scores(found, lower=lower) for name, found in there.items()},
-    }
+class _OverClients(Part):
+    personal: Means = about("means over clients of the personal models on own test data")
+    weighted: Mapping[str, Means] = about("means in which a client counts by its examples", default={})
+    worst: Mapping[str, Means] = about("means over the worst tenth of the clients, of each metric its own", default={})
 
 
-class RoundScores(Part):
+class RoundScores(_OverClients):
     """Scores over the clients that were scored, each on its own data.
 
     Args:
@@ -119,14 +107,11 @@ class RoundScores(Part):
 
     nulls: ClassVar[tuple[str, ...]] = ("shared",)
 
-    personal: Means = about("means over clients of the personal models on own test data")
     validation: Means = about("the same on own validation data")
     shared: Means | None = about(
         "the global model; null where it was not scored", validation_alias="global", serialization_alias="global"
     )
     clients: Count | None = about("number of clients that were scored, where a sample was", default=None)
-    weighted: _Parts = about("means in which a client counts by its examples", default={})
-    worst: _Parts = about("means over the worst tenth of the clients, of each metric its own", default={})
 
     @staticmethod
     def of(evaluations: Sequence[Evaluation], *, sampled: bool = False, lower: frozenset[str] | None = None) -> RoundScores:
@@ -137,15 +122,23 @@ class RoundScores(Part):
             sampled: Say of how many.
             lower: Metrics of which small values are good; None tells by their names.
         """
-        found = _over_clients(evaluations, lower)
+        every = [parts_of(evaluation) for evaluation in evaluations]
+        parts = {part: [own[part] for own in every if part in own] for part in PARTS}
+        there = {part: scores for part, scores in parts.items() if scores}
+        means = {part: mean_scores(scores) for part, scores in there.items()}
         return RoundScores(
-            personal=found["mean"].get("personal", {}),
-            validation=found["mean"].get("validation", {}),
-            shared=found["mean"].get("global"),
+            personal=means.get("personal", {}),
+            validation=means.get("validation", {}),
+            shared=means.get("global"),
             clients=len(evaluations) if sampled else None,
-            weighted=found["weighted"],
-            worst=found["worst"],
+            weighted={part: weighted_scores(scores) for part, scores in there.items()},
+            worst={part: worst_scores(scores, lower=lower) for part, scores in there.items()},
         )
+
+    def over(self, part: str, kind: str) -> Means:
+        """Return metric → value over clients, for one of `PARTS` and one of `KINDS`; empty where that was not scored."""
+        means = {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}
+        return {"mean": means, "weighted": self.weighted, "worst": self.worst}[kind].get(part, {})
 
 
 class ClientScores(Part):
@@ -174,8 +167,7 @@ class ClientScores(Part):
     @staticmethod
     def of(evaluation: Evaluation, main: str) -> ClientScores:
         """Return the scores of a client; `main` is the headline metric."""
-        parts = zip(_PARTS, (evaluation.personal, evaluation.validation, evaluation.shared), strict=True)
-        known = {part: scores for part, scores in parts if scores}
+        known = {part: scores for part, scores in parts_of(evaluation).items() if scores}
         weights = {
             part: {name: weight for name, (_, weight) in scores.items() if weight != _usual(evaluation.examples, part)}
             for part, scores in known.items()
@@ -192,20 +184,19 @@ class ClientScores(Part):
 
     def evaluation(self) -> Evaluation:
         """The inverse of `of`."""
-
-        def scores(part: str) -> dict[str, tuple[float, float]]:
-            found = {}
-            for name, value in self.metrics.get(part, {}).items():
-                weight = self.weights.get(part, {}).get(name, _usual(self.examples, part))
-                found[name] = (math.nan if value is None else value * weight, weight)
-            return found
-
+        scores: dict[str, Scores] = {}
+        for part, values in self.metrics.items():
+            own, usual = self.weights.get(part, {}), _usual(self.examples, part)
+            weights = {name: own.get(name, usual) for name in values}
+            scores[part] = {
+                name: (math.nan if value is None else value * weights[name], weights[name]) for name, value in values.items()
+            }
         return Evaluation(
             client_id=self.id,
             examples=self.examples,
-            personal=scores("personal"),
-            validation=scores("validation"),
-            shared=scores("global") if "global" in self.metrics else None,
+            personal=scores.get("personal", {}),
+            validation=scores.get("validation", {}),
+            shared=scores.get("global"),
             ratio=self.ratio,
         )
 
@@ -218,7 +209,7 @@ def _evaluations(value: Any) -> tuple[Evaluation, ...]:
     return tuple(one if isinstance(one, Evaluation) else ClientScores.from_dict(one).evaluation() for one in value)
 
 
-class FinalScores(Part):
+class FinalScores(_OverClients):
     """The end of a run.
 
     Args:
@@ -230,10 +221,7 @@ class FinalScores(Part):
         worst: The same → means over the worst tenth of the clients.
     """
 
-    personal: Means = about("means over all clients of the personal models on own test data")
     shared: Means = about("the same of the global model", validation_alias="global", serialization_alias="global")
-    weighted: _Parts = about("means in which a client counts by its examples", default={})
-    worst: _Parts = about("means over the worst tenth of the clients, of each metric its own", default={})
     per_client: Annotated[tuple[Evaluation, ...], PlainValidator(_evaluations)] = about("clients that could be scored")
     state_sha256: str
 

@@ -13,7 +13,7 @@ import torch
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks import BestCheckpoint, Callback, EarlyStopping, NotebookDisplay, RunView, TensorBoard
-from sparsekit_fl.callbacks.monitor import Monitor
+from sparsekit_fl.callbacks.monitor import Monitoring
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.results.scores import RoundScores
@@ -87,9 +87,9 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -> None:
     view = RunView(method="m", config=tiny_config(), clients=1)
     scores = RoundScores(personal={}, validation={"loss": 0.5}, worst={"personal": {"accuracy": 0.25}})
-    loss, share = Monitor("validation.loss"), Monitor("personal.accuracy.worst", min_delta=0.1)
+    loss, share = Monitoring("validation.loss"), Monitoring("personal.accuracy.worst", min_delta=0.1)
     assert (loss.read(view, scores), share.read(view, scores)) == (0.5, 0.25)
-    assert Monitor("global.accuracy").read(view, scores) is None
+    assert Monitoring("global.accuracy").read(view, scores) is None
     for monitor, value, best, better in (
         (loss, 0.4, 0.5, True), (loss, 0.6, 0.5, False), (share, 0.6, 0.5, False), (share, 0.61, 0.5, True),
         (share, 0.1, None, True), (share, float("nan"), None, False),
