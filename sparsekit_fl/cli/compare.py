@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,14 +18,13 @@ from rich.markup import escape
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
+from sparsekit_fl.options.values import parse_value
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.report.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
-
-Value = TypeVar("Value", str, int)
 
 _AXES = "What is compared"
 
@@ -114,7 +113,9 @@ def _compare(
 
 def _distinct(texts: Sequence[str]) -> dict[str, str]:
     """Map each method's name to the text it was given as; `all` adds those of the registry that are not named."""
+    from sparsekit_fl.methods import registry
     from sparsekit_fl.methods.make import make_method
+    from sparsekit_fl.paper.published import in_published_order
 
     made: dict[str, str] = {}
     for text in texts:
@@ -124,12 +125,8 @@ def _distinct(texts: Sequence[str]) -> dict[str, str]:
         if name in made:
             raise InvalidValueError(f"method {name!r} was given twice; name each method once")
         made[name] = text
-    if ALL in texts:
-        from sparsekit_fl.methods import registry
-        from sparsekit_fl.paper.published import in_published_order
-
-        for text in in_published_order(registry):
-            made.setdefault(make_method(text).name, text)
+    for text in in_published_order(registry) if ALL in texts else ():
+        made.setdefault(make_method(text).name, text)
     return made
 
 
@@ -137,42 +134,30 @@ def _grid(
     options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None, jobs: int
 ) -> list[RunOptions]:
     """Return one set of options per level and seed."""
-    from sparsekit_fl.options.config import HETEROGENEITY
     from sparsekit_fl.paper.presets import preset_for
 
     if seeds < 1:
         raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
-    levels = _listed(heterogeneity, "--heterogeneity", str) if heterogeneity else [options.heterogeneity]
-    for level in levels:
-        if level is not None and level not in HETEROGENEITY:
-            raise InvalidValueError(f"--heterogeneity must be one of {', '.join(HETEROGENEITY)}, got {level!r}")
-    first = options.seed or 0
-    every = options.eval_every
+    first, every, workers = options.seed or 0, options.eval_every, options.workers
     if every is None:
         # Curves and times to a target need points, also in a short run.
         rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
         every = max(1, min(10, rounds // 10))
-    whole = options.workers is not None or jobs == 1 or options.engine == "cohort"
-    workers = options.workers if whole else max(1, cores() // jobs)
+    if workers is None and jobs > 1 and options.engine != "cohort":
+        workers = max(1, cores() // jobs)
     return [
         options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
-        for level in levels
-        for lack in (_listed(lack_classes, "--lack-classes", int) if lack_classes else [options.lack_classes])
+        for level in _listed(heterogeneity, "--heterogeneity", str) or [options.heterogeneity]
+        for lack in _listed(lack_classes, "--lack-classes", int) or [options.lack_classes]
         for seed in range(first, first + seeds)
     ]
 
 
-def _listed(texts: Sequence[str], flag: str, read: Callable[[str], Value]) -> list[Value]:
+def _listed(texts: Sequence[str] | None, flag: str, kind: type) -> list[Any]:
     """Split an option that may be repeated and may hold commas."""
-    parts = [part.strip() for text in texts for part in text.split(",")]
-    try:
-        values = [read(part) for part in parts]
-    except ValueError:
-        raise InvalidValueError(
-            f"{flag} takes whole numbers with commas between, as in 2,4,6,8, got {','.join(parts)}"
-        ) from None
+    values = [parse_value(kind, part, name=flag) for text in texts or () for part in text.split(",")]
     if len(set(values)) < len(values):
-        raise InvalidValueError(f"{flag} has a value twice: {','.join(parts)}")
+        raise InvalidValueError(f"{flag} has a value twice: {','.join(map(str, values))}")
     return values
 
 
@@ -208,11 +193,8 @@ def _typed() -> str:
 def _where(out: Path | None, *, drawn: bool) -> str:
     if out is None:
         return "Nothing was kept. With --out DIR you get every result, tables, figures and report.html."
-    page = out / "report.html"
-    parts = ["tables"] if (out / "compare.csv").exists() else []
-    parts += ["figures"] if drawn else []
-    parts += ["report.html"] if page.exists() else []
-    there = ", ".join(["compare.json", *parts])
+    found = {"tables": (out / "compare.csv").exists(), "figures": drawn, "report.html": (out / "report.html").exists()}
+    there = ", ".join(["compare.json", *(name for name, exists in found.items() if exists)])
     missing = "" if drawn else "; no figures, since a package is missing"
     return f"{there} and a folder per run are in {escape(str(out))}{missing}"
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.values import parse_value, takes_none
+from sparsekit_fl.options.values import parse_value
 
 MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
-
-_TABLES = ("training", "set")
 
 Known = Mapping[str, tuple[str, Any]]
 """Path → name and annotation of the options of a run; the name of an option with a flag stands for its path."""
@@ -34,15 +32,16 @@ class File(NamedTuple):
     rest: dict[str, str]
 
 
-def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], dict[str, str]]:
+def by_path(values: Mapping[str, Any], known: Known, *, where: str = "--set") -> tuple[dict[str, Any], dict[str, str]]:
     """Tell the options of a run from those of its partition and its method.
 
     Args:
-        texts: Path → value.
+        values: Path → value, as text or as TOML has it.
         known: Path → name and annotation of the options of a run.
+        where: Names their place in messages.
 
     Returns:
-        Option → value of those of the run, None for those that were given as none; path → value of the others.
+        Option → value of those of the run, None for those that were given as none; path → text of the others.
 
     Raises:
         InvalidValueError: a value that the annotation does not allow, or an option that is named twice.
@@ -50,16 +49,17 @@ def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], dic
     """
     given: dict[str, Any] = {}
     rest: dict[str, str] = {}
-    for path, text in texts.items():
+    for path, value in values.items():
         if path not in known:
             if path.startswith("training."):
                 raise UnknownNameError(f"no option {path!r}; {nearest(path, [one for one in known if '.' in one])}")
-            rest[path] = text
+            rest[path] = _text(value)
             continue
         name, hint = known[path]
         if name in given:
-            raise InvalidValueError(f"--set names {path} twice; give it once")
-        given[name] = parse_value(hint, text, name=path)
+            raise InvalidValueError(f"{where} names {path} twice; give it once")
+        value = tuple(value) if isinstance(value, list) else value
+        given[name] = parse_value(hint, value, name=path) if isinstance(value, str) else value
     return given, rest
 
 
@@ -83,26 +83,19 @@ def read_file(path: Path, known: Known) -> File:
         raise InvalidValueError(f"--config {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"--config {path} is not TOML: {error}") from error
-    raw = _plain_names(raw)
-    for table in _TABLES:
-        if not isinstance(raw.get(table, {}), dict):
-            raise InvalidValueError(f"{table} in {path} must be a table, as in [{table}], got {raw[table]!r}")
-    paths = _flat(raw.pop("set", {}))
-    raw = {**_plain_names(raw.pop("training", {})), **raw}
     methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
     if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
         raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
-    hints = {name: hint for name, hint in known.values() if name not in MOMENTARY}
-    for name in raw:
-        if name not in hints:
-            raise UnknownNameError(f"unknown option {name!r} in {path}; {nearest(name, [*hints, 'method', *_TABLES])}")
-    raw |= {known[place][0]: paths.pop(place) for place in list(paths) if place in known}
-    given = {name: None if value == "none" and takes_none(hints[name]) else _value(name, value) for name, value in raw.items()}
-    return File(methods, given, {place: _text(value) for place, value in paths.items()})
-
-
-def _plain_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("-", "_"): value for name, value in table.items()}
+    # In a file every option of a run goes by its bare name too.
+    known = {name: (name, hint) for name, hint in known.values()} | dict(known)
+    offered = [name for name in known if name not in MOMENTARY]
+    found = {}
+    for place, value in _flat(raw).items():
+        option = place.removeprefix("set.") if place.startswith("set.") else place.replace("-", "_")
+        if not place.startswith("set.") and option not in offered:
+            raise UnknownNameError(f"unknown option {place!r} in {path}; {nearest(option, [*offered, 'method', 'set'])}")
+        found[option] = value
+    return File(methods, *by_path(found, known, where=str(path)))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -111,12 +104,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{name}"
         found.update(_flat(value, f"{path}.") if isinstance(value, dict) else {path: value})
     return found
-
-
-def _value(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return Path(value) if name in ("data_dir", "out", "init") and isinstance(value, str) else value
 
 
 def _text(value: Any) -> str:

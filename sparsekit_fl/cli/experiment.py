@@ -56,14 +56,7 @@ class Experiment:
         return fingerprint_of(self.clients)
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
-        """Run a method in the folder that the options name.
-
-        Args:
-            method: As made.
-            options: Those that this was made of.
-            callbacks: What happens beside the run.
-            resume: Go on with what is in the folder.
-        """
+        """Run a method in the folder that the options name; with `resume` go on with what is there."""
         from sparsekit_fl.server.loop import run
 
         return run(
@@ -157,14 +150,12 @@ def _as_flags(partition: Collection[str] = ()) -> Iterator[None]:
     try:
         yield
     except InvalidValueError as error:
-        called = {name: f"partition.{name}" for name in partition if "_" in name} | {
-            name: RunOptions._called(name) for name in _LONG
+        called = {name: f"partition.{name}" for name in partition} | {
+            name: RunOptions._called(name) for name in RunOptions.table
         }
-        pattern = rf"(?<![\w./-])({'|'.join(called)})(?![\w.])"
+        # A word alone may be a word of the sentence.
+        pattern = rf"(?<![\w./-])({'|'.join(name for name in called if '_' in name)})(?![\w.])"
         raise type(error)(re.sub(pattern, lambda found: called[found[0]], str(error))) from error
-
-
-_LONG = [name for name in RunOptions.table if "_" in name]
 
 
 def _name_of(problem: Problem) -> str:
@@ -173,7 +164,7 @@ def _name_of(problem: Problem) -> str:
 
 
 def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = False) -> RunConfig:
-    """Return the options of the run.
+    """Return the options of the run, those of the preset where none were given.
 
     Args:
         options: What the user gave.
@@ -201,17 +192,16 @@ def _engine(options: RunOptions) -> Engine:
         make = registry[name]
     except ImportError as error:
         raise MissingDependencyError(f"engine {name!r} needs a package: {error}; {install_hint(name)}") from error
-    given = {"supernodes": options.supernodes, "ray_address": options.ray_address}
+    takes = inspect.signature(make).parameters
+    given: dict[str, Any] = {"supernodes": options.supernodes, "ray_address": options.ray_address}
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:
-        if option not in inspect.signature(make).parameters:
+        if option not in takes:
             raise InvalidValueError(f"{option} is not for engine {name!r}; leave it out, or add --engine flower")
-    if "workers" in inspect.signature(make).parameters:
+    if "workers" in takes:
         # A GPU is shared best by one process.
         on_cpu = options.device in (None, "cpu")
-        given["workers"] = min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device)))
-        if options.workers is not None:
-            given["workers"] = options.workers
+        given["workers"] = options.workers or (min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device))))
     elif options.workers not in (None, 1):
         raise InvalidValueError(f"--workers is not for engine {name!r}, which runs in one process; leave it out")
     engine: Engine = make(**given)

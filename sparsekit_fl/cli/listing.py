@@ -6,7 +6,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -16,7 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import UnknownNameError, nearest
+from sparsekit.registry import load_object
 from sparsekit_fl.cli.options import RunOptions, command_app, known_options, path_of
+from sparsekit_fl.options.checked import described
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import options as options_of
 from sparsekit_fl.options.given import plain_type
@@ -38,40 +40,40 @@ KINDS = {
 }
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+
+
 def _list(
     *,
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}; or options, for every PATH of --set.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the names that an option takes, ours and those of installed packages, or every option."""
-    from sparsekit.registry import load_object
-
+    console = Console(highlight=False)
     if kind == "options":
-        _list_options(as_json=as_json)
+        settings = _run_settings()
+        if as_json:
+            _print_json([vars(setting) for setting in settings])
+            return
+        console.print(_table("--set PATH=VALUE", settings))
+        console.print("The preset decides where no default is shown. `sparsekit describe METHOD` has the options of a method.")
         return
     if kind not in KINDS:
         raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'options'])}")
     found = list(_describe(load_object(KINDS[kind])))
     if as_json:
-        typer.echo(json.dumps([{"name": name, "about": about} for name, about in found], indent=1))
+        _print_json([{"name": name, "about": about} for name, about in found])
         return
     table = Table(title=kind, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
     for name, about in found:
         table.add_row(escape(name), escape(about))
-    Console().print(table)
+    console.print(table)
 
 
-def _list_options(*, as_json: bool) -> None:
-    """Show every option of a run by its path: the run's own, those of training and those of the partitions."""
-    found = _run_settings()
-    if as_json:
-        typer.echo(json.dumps([{**asdict(setting), "value": _plain(setting.value)} for setting in found], indent=1))
-        return
-    console = Console(highlight=False)
-    console.print(_table("--set PATH=VALUE", found))
-    console.print("The preset decides where no default is shown. `sparsekit describe METHOD` has the options of a method.")
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1, default=_shown))
 
 
 def _run_settings() -> list[Setting]:
@@ -94,11 +96,9 @@ def _run_settings() -> list[Setting]:
 
 
 def _allowed(hint: Any) -> str:
-    from sparsekit_fl.options.checked import described, without_none
-
     if get_origin(plain_type(hint)) is tuple:
         return "words, with commas between"
-    text = described(without_none(hint))
+    text = described(hint, none=False)
     return {"a bool": "true or false", "a str": "a word", "a Path": "a path"}.get(text, text)
 
 
@@ -116,24 +116,22 @@ def _table(title: str, found: Sequence[Setting]) -> Table:
 def _describe_name(
     *,
     name: Annotated[str, typer.Argument(help="A method, data set, criterion or any other name that `sparsekit list` shows.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Describe a method with all its options, or a data set, a criterion or anything else that has a name."""
-    from sparsekit.registry import load_object
     from sparsekit_fl.methods import registry
 
     plain = name.split()[0].partition("@")[0]
-    homes = {kind: load_object(place) for kind, place in KINDS.items()}
     if plain in registry or ":" in plain:
         _describe_method(name, as_json=as_json)
         return
-    found = [(kind, home) for kind, home in homes.items() if name in home]
-    if not found:
+    homes = {kind: load_object(place) for kind, place in KINDS.items()}
+    abouts = [{"kind": kind, "name": name, "about": _documentation(home[name])} for kind, home in homes.items() if name in home]
+    if not abouts:
         known = list(dict.fromkeys(one for home in homes.values() for one in home))
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows what there is")
-    abouts = [{"kind": kind, "name": name, "about": _documentation(home[name])} for kind, home in found]
     if as_json:
-        typer.echo(json.dumps(abouts, indent=1))
+        _print_json(abouts)
         return
     for about in abouts:
         typer.echo(f"{about['kind']}: {name}\n\n{about['about']}\n")
@@ -154,17 +152,16 @@ def _describe_method(name: str, *, as_json: bool) -> None:
 
     method = make_method(name)
     found = [*arguments_of(registry.find(name.split()[0].partition("@")[0])), *settings_of(method)]
+    policies = {kind: type(policy).__name__ for kind, policy in method.policies().items()}
     if as_json:
-        policies = {kind: type(policy).__name__ for kind, policy in method.policies().items()}
-        options = [{**asdict(setting), "value": _plain(setting.value)} for setting in found]
-        about = {"name": method.name, "source": method.source, "note": method.note, "policies": policies, "options": options}
-        typer.echo(json.dumps(about, indent=1))
+        about = {"name": method.name, "source": method.source, "note": method.note, "policies": policies}
+        _print_json({**about, "options": [vars(setting) for setting in found]})
         return
     console = Console(highlight=False)
     console.print(f"[bold]{escape(method.name)}[/bold]: {escape(method.source)}")
     if method.note:
         console.print(escape(method.note))
-    console.print("Policies: " + escape(", ".join(f"{kind} {type(p).__name__}" for kind, p in method.policies().items())))
+    console.print("Policies: " + escape(", ".join(f"{kind} {policy}" for kind, policy in policies.items())))
     console.print(_table(f"--set PATH=VALUE for {escape(method.name)}", found))
 
 
@@ -174,12 +171,6 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(_shown, value))
     return "none" if value is None else str(value)
-
-
-def _plain(value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return [_plain(item) for item in value] if isinstance(value, tuple) else _shown(value)
 
 
 def _describe(registry: Registry) -> Iterator[tuple[str, str]]:

@@ -39,13 +39,7 @@ FRONT = (
 )  # fmt: skip
 """The options that have a flag; all others are given by --set and in files."""
 
-PARTITION = "The partition"
 _OF_PARTITION = "partition."
-# Old flags of options that are not fields of RunOptions.
-_PATHS = {
-    "alpha": "partition.alpha", "classes_per_client": "partition.classes_per_client", "lack_classes": "partition.lack_classes",
-    "bandit": "ratio.bandit", "sampling": "sampling",
-}  # fmt: skip
 
 Level = Literal["low", "median", "high", "own"]
 
@@ -72,7 +66,7 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
         ),
     ] = None
     lack_classes: Annotated[
-        int | None, Option("For the pathological partition: number of classes that each client lacks.", PARTITION)
+        int | None, Option("For the pathological partition: number of classes that each client lacks.", "The partition")
     ] = None
     augment: Annotated[
         str | None,
@@ -156,8 +150,12 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
 
     def partition_options(self) -> dict[str, Any]:
         """Name → value, of the options of the partition: literals of Python, true and false as such, the rest as text."""
-        texts = {path: text for path, text in read_settings(self.set or ()).items() if path.startswith(_OF_PARTITION)}
-        return {path.removeprefix(_OF_PARTITION): _literal(text, path) for path, text in texts.items()}
+        texts = read_settings(self.set or ())
+        return {
+            path.removeprefix(_OF_PARTITION): _literal(text, path)
+            for path, text in texts.items()
+            if path.startswith(_OF_PARTITION)
+        }
 
     def with_paths(self, texts: Mapping[str, str]) -> RunOptions:
         """A copy with other options of the run, of the partition and of the method.
@@ -211,49 +209,46 @@ def _literal(text: str, path: str) -> Any:
 
 def path_of(name: str) -> str:
     """The path by which --set reaches an option: `training.momentum` for momentum."""
-    return _PATHS.get(name) or (f"training.{name}" if name in options(TrainingConfig) else name)
+    home = "training." if name in options(TrainingConfig) else _OF_PARTITION if name == "lack_classes" else ""
+    return home + name
 
 
 @cache
-def known_options() -> Mapping[str, tuple[str, Any]]:
+def known_options() -> Known:
     """Path → name and annotation of the options of a run; the name of a flag stands for its path."""
-    momentary = {*MOMENTARY, "set"} - {"accept_code"}
-    hints = {name: choice.hint for name, choice in RunOptions.table.items() if name not in momentary}
-    return {
-        path: (name, hint)
-        for name, hint in hints.items()
-        for path in ((name, path_of(name)) if name in FRONT else (path_of(name),))
-    }
+    known: dict[str, tuple[str, Any]] = {}
+    for name, choice in RunOptions.table.items():
+        if name == "accept_code" or name not in (*MOMENTARY, "set"):
+            known |= dict.fromkeys((path_of(name), *([name] if name in FRONT else [])), (name, choice.hint))
+    return known
 
 
 def takes_options(
     command: Callable[..., None], *, without: tuple[str, ...] = (), hidden: tuple[str, ...] = ()
 ) -> Callable[..., None]:
-    """Give a command a flag for each of `FRONT`, in place of its parameter `options`.
+    """Give a command a flag for each of `FRONT`, in place of its keyword-only parameter `options`, which gets a RunOptions.
 
     Args:
-        command: Its keyword-only parameter `options` receives a RunOptions.
-        without: Options that the command does not take.
+        command: The command.
+        without: Options that it does not take.
         hidden: Options of `FRONT` that it takes by --set and from a file alone.
 
     Returns:
         What Typer reads as a command with all the options.
     """
     offered = options(RunOptions)
-    names = [name for name in FRONT if name not in (*without, *hidden)]
     own = inspect.signature(command, eval_str=True).parameters
     known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
     def spread(**typed: Any) -> None:
-        rest = {name: value for name, value in typed.items() if name in own}
-        mine = {name: value for name, value in typed.items() if name not in own}
-        options = _filled(mine, rest, known, command.__name__.strip("_"))
+        rest = {name: typed.pop(name) for name in own if name in typed}
+        options = _filled(typed, rest, known, command.__name__.strip("_"))
         command(**rest, options=options)
 
-    kept = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
-    added = [_parameter(name, *offered[name]) for name in names if name not in own]
-    spread.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
-    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *added]}
+    parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
+    parameters += [_parameter(name, *offered[name]) for name in FRONT if name not in (*without, *hidden, *own)]
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread.__doc__ = command.__doc__
     spread.__name__ = command.__name__
     return spread
@@ -271,10 +266,12 @@ def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command
     Raises:
         InvalidValueError: an option was given twice, or a value is not allowed.
     """
-    said = {name: value for name, value in typed.items() if value is not None and not (value is False and name in MOMENTARY)}
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
-    texts: tuple[str, ...] = given.pop("set", ())
-    by_set, rest = by_path(read_settings(texts), known)
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in typed.items()
+        if value is not None and not (value is False and name in MOMENTARY)
+    }
+    by_set, rest = by_path(read_settings(given.pop("set", ())), known)
     for name in given.keys() & by_set.keys():
         raise InvalidValueError(f"{RunOptions._called(name)} and --set both say {name}; leave one of them out")
     given |= by_set
@@ -325,17 +322,17 @@ class _Command(TyperCommand):
         except click.NoSuchOption as error:
             flag = error.option_name
             path = path_of(flag.removeprefix("--no-").lstrip("-").replace("-", "_"))
-            if path not in {*known_options(), *_PATHS.values()} or not any(one.name == "set" for one in self.params):
+            if path not in known_options() or not any(one.name == "set" for one in self.params):
                 raise
             raise InvalidValueError(f"no such option {flag}; pass --set {path}={_value_of(flag, typed)}") from None
 
 
 def _value_of(flag: str, typed: Sequence[str]) -> str:
     """What was typed behind a flag, or with an equals sign; VALUE where nothing was."""
-    for place, word in enumerate(typed):
+    for word, following in zip(typed, [*typed[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
-            return value if equals else "".join(one for one in typed[place + 1 : place + 2] if one[:2] != "--") or "VALUE"
+            return value if equals else following if following and not following.startswith("--") else "VALUE"
     return "VALUE"
 
 

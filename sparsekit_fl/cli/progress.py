@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    TaskID,
-)
+from rich.progress import TaskID
 
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.progress import bar
@@ -26,26 +24,19 @@ if TYPE_CHECKING:
 
 
 class Events(Callback):
-    """Sends what a display needs, as plain JSON values, so that it may cross a pipe.
-
-    Args:
-        send: Receives one event at a time.
-    """
+    """Sends what a display needs, as plain JSON values, so that it may cross a pipe."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
 
     def on_run_start(self, run: RunView) -> None:
-        """Send the number of rounds, in all and finished."""
         self._send({"rounds": run.config.rounds, "cohort": run.config.cohort, "done": run.round})
 
     def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        """Send that one more client is done."""
         if not isinstance(work, Evaluation):
             self._send({"client": run.round + 1})
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Send the round, and the accuracy where it was evaluated."""
         scores = {} if record.evaluation is None else record.evaluation.personal
         self._send({"round": record.round, "accuracy": scores.get("accuracy")})
 
@@ -72,11 +63,6 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
     """A bar over all trials with the time left, a bar for each that runs, and a line for each that ended.
 
     It has no thread of its own: a process that forks while another thread holds a lock would hang.
-
-    Args:
-        trials: Number of trials.
-        quiet: Draw nothing.
-        console: Console to draw on; None takes stderr.
     """
 
     def __init__(self, trials: int, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -102,12 +88,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         self.tick()
 
     def event(self, label: str, event: Mapping[str, Any]) -> None:
-        """Show an event of a trial.
-
-        Args:
-            label: Label of the trial.
-            event: From `Events`, or a message of the trial under "said".
-        """
+        """Show an event of a trial: one of `Events`, or a message of the trial under "said"."""
         running = self._running[label]
         if "said" in event:
             self._say(f"{label}: {event['said']}")
@@ -125,13 +106,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         self.tick()
 
     def end(self, label: str, trial: Trial, *, ran: bool) -> None:
-        """Replace the bar of a trial by a line.
-
-        Args:
-            label: Label of the trial.
-            trial: Its result or error.
-            ran: False where it was finished before.
-        """
+        """Replace the bar of a trial by a line; `ran` is False where it was finished before."""
         self._ended += 1
         running = self._running.pop(label, None)
         if running is not None:

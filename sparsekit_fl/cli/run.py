@@ -1,18 +1,24 @@
-"""`sparsekit run METHOD` and `sparsekit fedlps`."""
+"""`sparsekit run METHOD` and `sparsekit fedlps`: a run, and what is printed at its end."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
-from sparsekit_fl.cli.outcome import show_outcome
+
+if TYPE_CHECKING:
+    from sparsekit_fl.results.records import RunResult
 
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
+_MOST_REASONS = 5
 
 
 def _run(method_name: str, options: RunOptions) -> None:
@@ -50,12 +56,47 @@ def _run(method_name: str, options: RunOptions) -> None:
         except (ClientError, StorageError, WorkerDiedError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(FAILED) from None
-    show_outcome(result, options)
+    _show(result, options)
     for one in central:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in one.curve[-1].items() if name != "round")
         typer.echo(f"global model on the central test set: {scores}", err=options.json)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
+
+
+def _show(result: RunResult, options: RunOptions) -> None:
+    """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
+    from sparsekit_fl.results.report.columns import result_table
+    from sparsekit_fl.server.privacy import privacy_line
+
+    if options.json:
+        typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+        return
+    console = Console()
+    console.print(result_table(result.to_dict()))
+    if result.privacy:
+        console.print(privacy_line(result.privacy))
+    if result.stopped:
+        console.print(f"stopped after round {result.rounds[-1].round}: {escape(result.stopped)}", soft_wrap=True)
+    if result.failures:
+        asked = {client_id for record in result.rounds for client_id in record.cohort}
+        console.print(
+            f"[bold]{len(result.failures)} of {len(asked)} clients that were asked could never train:[/bold]", soft_wrap=True
+        )
+    reasons = [f"  client {client_id}: {reason}" for client_id, reason in result.failures.items()]
+    unscored = [note for note in result.rounds[-1].notes if " was not scored: " in note]
+    for lines, more in (
+        (reasons, "  and {} more; result.json names them all"),
+        (unscored, "and {} clients more were not scored; rounds.jsonl names them all"),
+    ):
+        for line in lines[:_MOST_REASONS]:
+            console.print(escape(line), soft_wrap=True)
+        if len(lines) > _MOST_REASONS:
+            console.print(more.format(len(lines) - _MOST_REASONS), soft_wrap=True)
+    if options.out is None:
+        console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
+    else:
+        console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
 
 
 def _fedlps(*, options: RunOptions) -> None:

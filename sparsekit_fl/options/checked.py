@@ -122,7 +122,7 @@ class Choice:
             hints = [note for note in _notes(self.hint) if isinstance(note, Hint)]
             called = next((hint.name for hint in hints if hint.name), name or self.name)
             advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
-            allowed = described(self.hint if names_none else without_none(self.hint))
+            allowed = described(self.hint, none=names_none)
             raise InvalidValueError(f"{called} must be {allowed}, got {value!r}{advice}") from None
 
     def is_default(self, value: object) -> bool:
@@ -171,31 +171,24 @@ def _notes(hint: Any) -> Iterator[Any]:
             yield from _notes(part)
 
 
-def without_none(hint: Any) -> Any:
-    """An annotated type that does not allow None: `Annotated[int | None, …]` becomes `Annotated[int, …]`."""
-    if get_origin(hint) is Annotated:
-        kind, *notes = get_args(hint)
-        return Annotated[without_none(kind), *notes]
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(part for part in get_args(hint) if part is not NoneType)]  # noqa: UP007 - built from a list
-    return hint
+def described(hint: Any, *, none: bool = True) -> str:
+    """What an annotated type allows, as in "an integer >= 1", "in (0, 1], or None" or "'last' or 'best'".
 
-
-def described(hint: Any) -> str:
-    """What an annotated type allows, as in "an integer >= 1", "in (0, 1], or None" or "'last' or 'best'"."""
-    bounds = list(_notes(hint))
+    Args:
+        hint: The annotation.
+        none: Whether to name None where it is allowed.
+    """
+    bounds = {type(note): note for note in _notes(hint)}
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     parts = [part for part in get_args(hint) if part is not NoneType]
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(described(part) for part in parts) + (", or None" if NoneType in get_args(hint) else "")
+        return " or ".join(map(described, parts)) + (", or None" if none and NoneType in get_args(hint) else "")
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, parts)) if len(parts) < 3 else f"one of {', '.join(map(str, parts))}"
     if get_origin(hint) is tuple:
         return f"one or more values, each {described(parts[0])}"
-    if hint not in (int, float):
-        return f"a {getattr(hint, '__name__', hint)}"
-    return _range(hint, {type(note): note for note in bounds})
+    return _range(hint, bounds) if hint in (int, float) else f"a {getattr(hint, '__name__', hint)}"
 
 
 def _range(kind: type, bounds: dict[type, Any]) -> str:

@@ -12,13 +12,20 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
-from sparsekit_fl.options.checked import described, without_none
+from sparsekit_fl.options.checked import described
 
 _PLAIN = (bool, int, float, str, Path)
 
 
+def members(hint: Any) -> list[Any]:
+    """The types that an annotation allows, one by one: [int, NoneType] of `Annotated[int | None, …]`."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return [one for part in get_args(hint) for one in members(part)] if get_origin(hint) in (Union, UnionType) else [hint]
+
+
 def parse_value(hint: Any, text: str, *, name: str) -> Any:
-    """Read a value, as pydantic reads text.
+    """Read a value, as pydantic reads text; whoever takes it checks its range.
 
     Args:
         hint: The annotation: numbers, truth values, words, a `Literal`, tuples of these (separated by commas), None, unions.
@@ -30,41 +37,28 @@ def parse_value(hint: Any, text: str, *, name: str) -> Any:
         InvalidValueError: the text fits nothing; says what is allowed.
     """
     text = text.strip()
-    if takes_none(hint) and text.lower() in ("none", "null"):
+    kinds = [int, float, bool, str] if hint is None else [kind for kind in members(hint) if kind is not NoneType]
+    none = hint is not None and NoneType in members(hint)
+    if none and text.lower() in ("none", "null"):
         return None
-    kind: Any = int | float | bool | str if hint is None else without_none(hint)
-    members = _members(kind)
-    if not all(member in _PLAIN or get_origin(member) in (Literal, tuple) for member in members):
-        return _loaded(text, members, name, none=takes_none(hint))
-    given: Any = text
-    if any(get_origin(member) is tuple for member in members):
-        given = tuple(part.strip() for part in text.split(",") if part.strip())
-    if len(members) > 1:
-        kind = Annotated[kind, Field(union_mode="left_to_right")]
+    if not all(kind in _PLAIN or get_origin(kind) in (Literal, tuple) for kind in kinds):
+        return _loaded(text, kinds, name, none=none)
+    several = any(get_origin(kind) is tuple for kind in kinds)
+    given = tuple(part.strip() for part in text.split(",") if part.strip()) if several else text
+    wanted: Any = kinds[0] if len(kinds) == 1 else Annotated[Union[tuple(kinds)], Field(union_mode="left_to_right")]  # noqa: UP007
     try:
-        return TypeAdapter(kind).validate_python(given)
+        return TypeAdapter(wanted).validate_python(given)
     except ValidationError:
         raise InvalidValueError(f"{name} must be {described(hint)}, got {text!r}") from None
 
 
-def _loaded(text: str, members: Iterable[Any], name: str, *, none: bool) -> Any:
+def _loaded(text: str, kinds: Iterable[Any], name: str, *, none: bool) -> Any:
     """An object that was named; a class is made with its defaults."""
     if ":" not in text:
-        kinds = " or ".join(getattr(kind, "__name__", str(kind)) for kind in members)
-        raise InvalidValueError(f"{name} must be {'none or ' * none}package.module:object of a {kinds}, got {text!r}")
+        wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise InvalidValueError(f"{name} must be {'none or ' * none}package.module:object of a {wanted}, got {text!r}")
     found = load_object(text)
     return found() if isinstance(found, type) else found
-
-
-def takes_none(hint: Any) -> bool:
-    """Whether an annotation allows None."""
-    return NoneType in _members(hint)
-
-
-def _members(hint: Any) -> list[Any]:
-    while get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    return [one for part in get_args(hint) for one in _members(part)] if get_origin(hint) in (Union, UnionType) else [hint]
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, str]:

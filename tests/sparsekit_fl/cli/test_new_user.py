@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--set partition.classes_per_client=99", "partition.classes_per_client must be in [1, 10], got 99"),
         ("--set partition.alfa=1", "has no option 'alfa'"),
         ("--set training.optimizer_args='a b'", "training.optimizer_args must be NAME=VALUE"),
-        ("--set training.momentum=1", "training.momentum must be in [0, 1), got '1'"),
+        ("--set training.momentum=1", "training.momentum must be in [0, 1), got 1.0"),
         ("--set training.momentun=1", "did you mean 'training.momentum'"),
         ("--set cohort=2 --cohort 3", "--cohort and --set both say cohort"),
         ("--set lr=.1 --set training.lr=.2", "--set names training.lr twice"),

@@ -48,7 +48,7 @@ def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():
         ({"local.proximl": "1"}, UnknownNameError, "no option 'local.proximl'; did you mean 'local.proximal'"),
         ({"lokal.proximal": "1"}, UnknownNameError, "no option 'lokal.proximal'"),
         ({"proxmal": "1"}, UnknownNameError, "no argument 'proxmal'; did you mean 'local.proximal'"),
-        ({"local.proximal": "-1"}, InvalidValueError, "local.proximal must be a finite number >= 0, got '-1'"),
+        ({"local.proximal": "-1"}, InvalidValueError, "local.proximal must be a finite number >= 0, got -1.0; 0 is plain SGD"),
         ({"local.proximal": "much"}, InvalidValueError, "local.proximal must be a finite number >= 0, got 'much'"),
         ({"aggregate.weighting": "size"}, InvalidValueError, "aggregate.weighting must be 'examples' or 'uniform', got 'size'"),
         ({"personal": "Mine"}, UnknownNameError, "personal must be a policy, got 'Mine'"),
