@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ data_sets = Registry("data set", DATA, group="sparsekit.data")
 `data_dir`, `batch_size` and `seed` it gets those that it takes."""
 
 _LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "nll_loss", "smooth_l1_loss")
+losses = Registry("loss", {name: f"torch.nn.functional:{name}" for name in _LOSSES}, group="sparsekit.losses")
+"""Losses by name."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +97,12 @@ def find_loss(text: str) -> Callable[..., Any] | None:
         InvalidValueError: nothing of that name.
         UnknownNameError: no such loss.
     """
-    import torch.nn.functional as F
-
     if text == "outputs":
         return None
-    found = find_object(text, _Named("loss", {name: getattr(F, name) for name in _LOSSES}))
+    found = find_object(text, losses)
     if not callable(found):
         raise InvalidValueError(f"--loss {text} must be a function of outputs and target, got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
-
-
-class _Named(Registry):
-    """A registry of objects that are there already."""
-
-    def __init__(self, kind: str, objects: Mapping[str, Any]) -> None:
-        super().__init__(kind, dict.fromkeys(objects, ""), group=f"sparsekit.{kind}es")
-        self._objects = dict(objects)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._objects[name] if name in self._objects else super().__getitem__(name)
 
 
 def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
@@ -128,7 +117,7 @@ def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -
         InvalidValueError: nothing of that name, or no validation data for what needs them.
     """
     if text is not None and ":" in text:
-        found = find_object(text, _Named("metric", {}))
+        found = find_object(text, Registry("metric", {}, group="sparsekit.metrics"))
         return _named(text.rpartition(":")[2], lambda model: float(found(model)))
     if text not in (None, "accuracy", "loss"):
         raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
@@ -138,8 +127,8 @@ def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -
             raise InvalidValueError(f"--metric {text} needs validation data; let the loader return (training, validation)")
         return None
     if text == "accuracy" or (text is None and getattr(loss, "__name__", "") == "cross_entropy"):
-        return _named("accuracy", lambda model: accuracy(model, batches))
-    return _named("minus loss", lambda model: -_mean_loss(model, batches, loss))
+        return _named("accuracy", lambda model: _mean(model, batches, _right))
+    return _named("minus loss", lambda model: -_mean(model, batches, functools.partial(_loss, loss=loss)))
 
 
 def _named(name: str, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
@@ -147,42 +136,34 @@ def _named(name: str, function: Callable[[nn.Module], float]) -> Callable[[nn.Mo
     return function
 
 
-def accuracy(model: nn.Module, batches: Iterable[Any]) -> float:
-    """Share of targets that are the largest output along axis 1, in eval mode, in [0, 1].
-
-    Raises:
-        DataError: no batches, or batches without targets.
-    """
+def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
+    """The mean over batches of a score, in eval mode; a score is a sum and the number of what it sums."""
     import torch
 
-    from sparsekit.criteria.batches import scoring, split_batch
+    from sparsekit.criteria.batches import read_batches, scoring
 
-    right = total = 0
+    total, count = 0.0, 0
     with scoring(model), torch.no_grad():
-        for batch in batches:
-            args, kwargs, target = split_batch(batch, keep_target=False)
-            if target is None:
-                raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
-            outputs = model(*args, **kwargs)
-            outputs = getattr(outputs, "logits", outputs)
-            right += int((outputs.argmax(1) == target).sum())
-            total += target.numel()
-    if not total:
-        raise DataError("the validation data are empty; a loader must give at least one batch")
-    return right / total
+        for batch in read_batches(batches, model, "Validation"):
+            more, number = score(model, batch)
+            total, count = total + more, count + number
+    return total / count
 
 
-def _mean_loss(model: nn.Module, batches: Iterable[Any], loss: Callable[..., Any] | None) -> float:
-    import torch
+def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
+    """The number of targets that are the largest output along axis 1, and that of all."""
+    from sparsekit.criteria.batches import split_batch
 
-    from sparsekit.criteria.batches import call_model, example_count, scoring
+    args, kwargs, target = split_batch(batch, keep_target=False)
+    if target is None:
+        raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
+    outputs = model(*args, **kwargs)
+    outputs = getattr(outputs, "logits", outputs)
+    return int((outputs.argmax(1) == target).sum()), target.numel()
 
-    total = examples = 0.0
-    with scoring(model), torch.no_grad():
-        for batch in batches:
-            count = example_count(batch)
-            total += float(call_model(model, batch, loss)) * count
-            examples += count
-    if not examples:
-        raise DataError("the validation data are empty; a loader must give at least one batch")
-    return total / examples
+
+def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tuple[float, int]:
+    from sparsekit.criteria.batches import call_model, example_count
+
+    count = example_count(batch)
+    return float(call_model(model, batch, loss)) * count, count

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -17,8 +18,10 @@ import typer
 
 from sparsekit.errors import InvalidValueError
 
-_DATA, _RUN = "Data", "The run"
-_WHAT, _WHERE, _AFTER = "The budget", "Where it is cut", "After the cut"
+_data, _run, _what, _where, _after = (
+    functools.partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Data", "The run", "The budget", "Where it is cut", "After the cut")
+)
 # Those that do not say what comes out.
 _MOMENTARY = ("resume", "out", "dry_run", "time", "quiet", "as_json")
 
@@ -101,36 +104,40 @@ class CutOptions(ModelOptions):
     ] = "fixed"
     dataset: Annotated[
         str | None,
-        typer.Option(
-            help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation).",
-            rich_help_panel=_DATA,
-        ),
+        _data(help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation)."),
     ] = None
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets; without it they are fetched once.", rich_help_panel=_DATA)
-    ] = None
-    batch_size: Annotated[int, typer.Option(help="Examples in a batch of a data set by name.", rich_help_panel=_DATA)] = 64
+    data_dir: Annotated[Path | None, _data(help="Folder of the data sets; without it they are fetched once.")] = None
+    batch_size: Annotated[int, _data(help="Examples in a batch of a data set by name.")] = 64
     loss: Annotated[
         str,
-        typer.Option(
-            help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model.", rich_help_panel=_DATA
-        ),
+        _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model."),
     ] = "cross_entropy"
     metric: Annotated[
         str | None,
-        typer.Option(help="accuracy, loss, or package.module:metric of a model; larger is better.", rich_help_panel=_DATA),
+        _data(help="accuracy, loss, or package.module:metric of a model; larger is better."),
     ] = None
-    scoring_batches: Annotated[int, typer.Option(help="Batches that a criterion scores on.", rich_help_panel=_DATA)] = 10
-    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_RUN)] = 0
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=_RUN)] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", rich_help_panel=_RUN)] = (
-        False
-    )
+    scoring_batches: Annotated[int, _data(help="Batches that a criterion scores on.")] = 10
+    seed: Annotated[int, _run(help="Random seed.")] = 0
+    quiet: Annotated[bool, _run("--quiet", "-q", help="No progress on stderr.")] = False
+    as_json: Annotated[bool, _run("--json", help="Print JSON on stdout and nothing else.")] = False
 
     def to_json(self) -> dict[str, Any]:
         """The options that say what comes out, as JSON data."""
         found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return {name: value for name, value in found.items() if name not in _MOMENTARY}
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
+    """Refuse to go on with what was made with other options.
+
+    Raises:
+        InvalidValueError: some differ; says which.
+    """
+    other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
+    if other:
+        raise InvalidValueError(
+            f"{place} was made with other options (--{', --'.join(other)}); give the same ones, or another --out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,87 +146,64 @@ class PruneOptions(CutOptions):
 
     budget: Annotated[
         list[str],
-        typer.Option(
+        _what(
             help="METRIC=VALUE: flops, params, bytes, memory or latency_ms; 50% is a share, a number is absolute. Several with"
-            " commas between, or the option several times.",
-            rich_help_panel=_WHAT,
+            " commas between, or the option several times."
         ),
     ]
     criterion: Annotated[
         str | None,
-        typer.Option(
-            help="What a unit is worth: a name, or package.module:criterion. Default: fisher with data, magnitude without.",
-            rich_help_panel=_WHERE,
-        ),
+        _where(help="What a unit is worth: a name, or package.module:criterion. Default: fisher with data, magnitude without."),
     ] = None
     allocation: Annotated[
         str,
-        typer.Option(
+        _where(
             help="How many units stay where: by_cost, global, isomorphic, uniform, knapsack, package.module:allocation, or"
-            " sensitivity=FILE with what `sparsekit sensitivity` wrote.",
-            rich_help_panel=_WHERE,
+            " sensitivity=FILE with what `sparsekit sensitivity` wrote."
         ),
     ] = "by_cost"
     keep: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Layer that keeps all its units: a name or a regular expression; or a kind of unit, such as channel.",
-            rich_help_panel=_WHERE,
-        ),
+        _where(help="Layer that keeps all its units: a name or a regular expression; or a kind of unit, such as channel."),
     ] = None
     limit: Annotated[
         list[str] | None,
-        typer.Option(
-            help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1; block=0:1 lets residual branches go.",
-            rich_help_panel=_WHERE,
+        _where(
+            help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1; block=0:1 lets residual branches go."
         ),
     ] = None
     multiple_of: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Widths are multiples of this number; auto: of what suits this device; or KIND=number, as in head=2.",
-            rich_help_panel=_WHERE,
-        ),
+        _where(help="Widths are multiples of this number; auto: of what suits this device; or KIND=number, as in head=2."),
     ] = None
     schedule: Annotated[
         str,
-        typer.Option(
-            help="Way to the budget, one_shot, linear, cubic or cosine, and its steps, with fine-tuning after each: cubic=3.",
-            rich_help_panel=_AFTER,
+        _after(
+            help="Way to the budget, one_shot, linear, cubic or cosine, and its steps, with fine-tuning after each: cubic=3."
         ),
     ] = "one_shot"
     repair: Annotated[
         str | None,
-        typer.Option(
+        _after(
             metavar="[compensate|recalibrate|both|none]",
             help="After every step: refit layers that read dropped units, estimate statistics of batch norms anew, or both."
             " Default: both, where there are data.",
-            rich_help_panel=_AFTER,
         ),
     ] = None
-    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after every step.", rich_help_panel=_AFTER)] = 0
-    lr: Annotated[float, typer.Option(help="Learning rate of fine-tuning at its start.", rich_help_panel=_AFTER)] = 0.01
-    distill: Annotated[
-        float, typer.Option(help="Share of the dense model's outputs in the loss, in [0, 1].", rich_help_panel=_AFTER)
-    ] = 0.0
+    epochs: Annotated[int, _after(help="Epochs of fine-tuning after every step.")] = 0
+    lr: Annotated[float, _after(help="Learning rate of fine-tuning at its start.")] = 0.01
+    distill: Annotated[float, _after(help="Share of the dense model's outputs in the loss, in [0, 1].")] = 0.0
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the compact model, report.html and report.json. Default: nothing is written.", rich_help_panel=_RUN
-        ),
+        _run(help="Folder for the compact model, report.html and report.json. Default: nothing is written."),
     ] = None
     time: Annotated[
         str,
-        typer.Option(
+        _run(
             metavar="[eager|compile|export|onnx|none]",
             help="What is timed before and after the cut: eager, and others after commas; none: nothing.",
-            rich_help_panel=_RUN,
         ),
     ] = "eager"
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx.", rich_help_panel=_RUN)] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be cut, and do nothing.", rich_help_panel=_RUN)
-    ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, from the last epoch.", rich_help_panel=_RUN)
-    ] = False
+    onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False
+    dry_run: Annotated[bool, _run("--dry-run", help="Print what would be cut, and do nothing.")] = False
+    resume: Annotated[bool, _run("--resume", help="Go on with the run in --out, from the last epoch.")] = False

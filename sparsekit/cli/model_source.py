@@ -125,16 +125,13 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
 def example_inputs(
     name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs: those of the options, drawn at random, else those of the factory.
+    """The positional and keyword example inputs: those of the options, drawn alike each time, else those of the factory.
 
     Args:
         name: Name of the model, for messages.
         module: The model.
         own: What its factory brought along.
         shapes: Texts as for `read_example`.
-
-    Returns:
-        Positional and keyword inputs.
 
     Raises:
         InvalidValueError: there are none, or a text that says no shape.
@@ -146,20 +143,20 @@ def example_inputs(
                 " or let the factory return (module, (input, …))"
             )
         return ((), dict(own)) if isinstance(own, Mapping) else (own, {})
-    args: list[Tensor] = []
-    kwargs: dict[str, Tensor] = {}
-    for text in shapes:
-        keyword, tensor = read_example(text)
-        if keyword is None:
-            args.append(tensor)
-        else:
-            kwargs[keyword] = tensor
-    draw = _drawer(module)
-    return tuple(draw(tensor) for tensor in args), {keyword: draw(tensor) for keyword, tensor in kwargs.items()}
+    import numpy as np
+    from torch import nn
+
+    from sparsekit.rng import torch_generator
+
+    # Tokens that every embedding knows, and not all 0, which may be padding.
+    sizes = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    tokens, generator = min(sizes, default=2), torch_generator(np.random.default_rng(0))
+    read = [read_example(text, tokens=min(tokens, 100), generator=generator) for text in shapes]
+    return tuple(value for keyword, value in read if not keyword), {keyword: value for keyword, value in read if keyword}
 
 
-def read_example(text: str) -> tuple[str | None, Tensor]:
-    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or None, and a tensor of zeros.
+def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple[str, Tensor]:
+    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or "", and a tensor that is drawn, of True for a mask.
 
     Raises:
         InvalidValueError: the text says no shape or no dtype.
@@ -176,33 +173,14 @@ def read_example(text: str) -> tuple[str | None, Tensor]:
             "--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64 or, for a keyword"
             f" input, tokens=1,20:int64, got {text!r}"
         )
-    return keyword.strip() if equals else None, torch.zeros([int(size) for size in sizes], dtype=dtype)
-
-
-def _drawer(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Draw inputs, always the same: tokens from the ids that every embedding knows, since a row of zeros may be padding;
-    ones where a mask is asked for."""
-    import numpy as np
-    import torch
-    from torch import nn
-
-    from sparsekit.rng import torch_generator
-
-    known = min(
-        (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)), default=2
-    )
-    generator = torch_generator(np.random.default_rng(0))
-
-    def draw(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.bool:
-            return torch.ones_like(tensor)
-        if tensor.is_floating_point():
-            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        if tensor.is_complex():
-            return tensor
-        return torch.randint(min(known, 100), tensor.shape, generator=generator, dtype=tensor.dtype)
-
-    return draw
+    value = torch.zeros([int(size) for size in sizes], dtype=dtype)
+    if value.dtype == torch.bool:
+        value.fill_(True)
+    elif value.is_floating_point():
+        value = torch.randn(value.shape, generator=generator).to(value.dtype)
+    elif not value.is_complex():
+        value = torch.randint(tokens, value.shape, generator=generator, dtype=value.dtype)
+    return keyword.strip() if equals else "", value
 
 
 def pick_device(text: str) -> torch.device:

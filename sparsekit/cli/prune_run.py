@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
-from sparsekit.cli.model_options import CutOptions, PruneOptions, read_runtimes
+from sparsekit.cli.model_options import CutOptions, PruneOptions, check_same, read_runtimes
 from sparsekit.cli.model_source import find_object, load_with_inputs
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
@@ -245,10 +245,10 @@ def _sensitivity(budget: Any, table: str) -> Any:
             " writes"
         )
     path = Path(table)
-    if not path.is_file():
-        raise InvalidValueError(f"there is no table {table!r}; `sparsekit sensitivity MODEL --out {path}` writes it")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["table"]
+    except FileNotFoundError as error:
+        raise InvalidValueError(f"there is no table {table!r}; `sparsekit sensitivity MODEL --out {path}` writes it") from error
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
     return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
@@ -308,13 +308,7 @@ def open_folder(options: PruneOptions) -> dict[str, Any] | None:
         raise PermissionError(f"no permission to write into {str(folder)!r}; pass another --out")
     saved = folder / _OPTIONS
     if options.resume and saved.exists():
-        before = json.loads(saved.read_text(encoding="utf-8"))
-        now = options.to_json()
-        other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
-        if other:
-            raise InvalidValueError(
-                f"the run in {folder} had other options (--{', --'.join(other)}); give the same ones, or another --out"
-            )
+        check_same(json.loads(saved.read_text(encoding="utf-8")), options.to_json(), folder)
         if (folder / _REPORT).exists():
             return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8")))
     elif (folder / _REPORT).exists() or saved.exists():

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekit.cli.model_options import CutOptions, takes
+from sparsekit.cli.model_options import CutOptions, check_same, takes
 from sparsekit.cli.output import command_app, print_table
 from sparsekit.cli.prune_run import Job
 from sparsekit.errors import InvalidValueError
@@ -97,9 +97,7 @@ def _known(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
         before, table = saved["settings"], saved["table"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(f"{out} is no table of this command: {error}; pass another --out") from error
-    other = sorted(name.replace("_", "-") for name in {*before, *settings} if before.get(name) != settings.get(name))
-    if other:
-        raise InvalidValueError(f"the table in {out} was made with other options (--{', --'.join(other)}); pass another --out")
+    check_same(before, settings, out)
     return dict(table)
 
 

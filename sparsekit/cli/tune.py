@@ -11,7 +11,7 @@ import typer
 
 from sparsekit.bandit.axes import parse_axes
 from sparsekit.bandit.make import DEFAULT, registry
-from sparsekit.cli.commands import CommandLine, Commands, Metric
+from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern
 from sparsekit.cli.output import command_app
 from sparsekit.errors import InvalidValueError
 
@@ -64,7 +64,8 @@ def _tune(
     if seed < 0:
         raise InvalidValueError(f"--seed must be an integer >= 0, got {seed}")
     axes = parse_axes(space)
-    line, reader = CommandLine(command, [axis.name for axis in axes]), Metric(metric)
+    check_command(command, [axis.name for axis in axes])
+    pattern = metric_pattern(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": maximize, "sampler": sampler, "seed": seed,
                 "deterministic": deterministic}  # fmt: skip
     with (
@@ -73,11 +74,11 @@ def _tune(
             "tune", axes, settings, maximize=maximize, sampler=sampler, seed=seed, trials=trials, jobs=jobs,
             deterministic=deterministic, out=out,
         ) as study,
-        Commands(line, reader, Path(folder) / "logs", timeout_seconds=timeout) as commands,
+        Commands(command, pattern, Path(folder) / "logs", timeout_seconds=timeout) as commands,
     ):  # fmt: skip
         run_search(
             study, commands, trials, metric="metric", out=out, quiet=quiet, as_json=as_json,
-            how=lambda _, trial: line.fill(study.texts(trial), trial=trial.number),
+            how=lambda _, trial: filled(command, study.texts(trial), trial=trial.number),
         )  # fmt: skip
 
 

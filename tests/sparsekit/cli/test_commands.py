@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparsekit.bandit.trials import Ended
-from sparsekit.cli.commands import CommandLine, Commands, Metric, tail
+from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern, read_metric, tail
 from sparsekit.errors import InvalidValueError
 
 
@@ -23,22 +23,26 @@ def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
         ("run {trial}", ["trial"], "the number of the trial"),
     ):
         with pytest.raises(InvalidValueError, match=message):
-            CommandLine(text, names)
+            check_command(text, names)
 
 
 def test_a_filled_command_line_can_be_pasted_into_a_shell() -> None:
-    line = CommandLine("printf '%s|%s' \"it's {x}\" 'a;b'", ["x"]).fill({"x": "1e-07"}, trial=1)
+    line = filled("printf '%s|%s' \"it's {x}\" 'a;b'", {"x": "1e-07"}, trial=1)
     assert subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout == "it's 1e-07|a;b"
 
 
+def read(pattern: str, *outputs: str) -> float:
+    return read_metric(metric_pattern(pattern), *outputs)
+
+
 def test_the_last_match_counts_and_standard_error_where_standard_output_has_none() -> None:
-    assert Metric(r"acc: (\S+)").read("acc: 0.1\nacc: 0.25\nbest so far\n") == 0.25
-    assert Metric(r"^(\d+) ms$").read("7 ms\n12 ms\nabout 9 ms\n") == 12.0
-    assert Metric(r"loss=(?:[a-z]+=)?(-?[\d.e-]+)").read("loss=val=-1e-3") == -0.001
-    assert Metric(r"acc (\S+)").read("acc 1", "acc 2") == 1.0
-    assert Metric(r"acc (\S+)").read("", "acc 2") == 2.0
+    assert read(r"acc: (\S+)", "acc: 0.1\nacc: 0.25\nbest so far\n") == 0.25
+    assert read(r"^(\d+) ms$", "7 ms\n12 ms\nabout 9 ms\n") == 12.0
+    assert read(r"loss=(?:[a-z]+=)?(-?[\d.e-]+)", "loss=val=-1e-3") == -0.001
+    assert read(r"acc (\S+)", "acc 1", "acc 2") == 1.0
+    assert read(r"acc (\S+)", "", "acc 2") == 2.0
     # Neither colours nor progress bars hide it.
-    assert Metric(r"^acc: (\S+)$").read("10 %\r50 %\racc: \x1b[1;32m0.75\x1b[0m\r\n") == 0.75
+    assert read(r"^acc: (\S+)$", "10 %\r50 %\racc: \x1b[1;32m0.75\x1b[0m\r\n") == 0.75
 
 
 @pytest.mark.parametrize(
@@ -53,11 +57,11 @@ def test_the_last_match_counts_and_standard_error_where_standard_output_has_none
 )
 def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        Metric(r"acc (\S+)").read(text)
+        read(r"acc (\S+)", text)
 
 
 def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
-    with Commands(CommandLine(line, []), Metric(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
+    with Commands(line, metric_pattern(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
         commands.start(3, {})
         while True:
             for number, ended in commands.poll():
