@@ -168,20 +168,17 @@ def _folder(name: str, options: RunOptions) -> str:
 
 
 def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, *, jobs: int, quiet: bool) -> list[Trial]:
-    from sparsekit_fl.cli.jobs import run_at_once
     from sparsekit_fl.cli.progress import TrialsProgress
-    from sparsekit_fl.cli.trials import TrialPlan, run_here
+    from sparsekit_fl.cli.trials import TrialPlan, run_trials
 
     plans = [
         TrialPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
         for options in grid
         for name, text in methods.items()
     ]
-    with TrialsProgress(len(plans), quiet=quiet) as board:
-        running = run_here(plans, board) if jobs == 1 else run_at_once(plans, board, jobs=jobs)
-        # Closed here and not when it is collected, so that no process outlives the command.
-        with closing(running):
-            return list(running)
+    # Closed here and not when it is collected, so that no process outlives the command.
+    with TrialsProgress(len(plans), quiet=quiet) as board, closing(run_trials(plans, board, jobs=jobs)) as running:
+        return list(running)
 
 
 def _typed() -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsekit.bandit import Axis, Ended, Score, parse_axes
-from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError
+from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment, cores
 from sparsekit_fl.cli.options import RunOptions, command_app, known_options, takes_options
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from sparsekit_fl.processes import Children
     from sparsekit_fl.results.rounds import RoundRecord
 
-_HOW = "How values are chosen"
+_how = functools.partial(typer.Option, rich_help_panel="How values are chosen")
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 60.0
-_INTERRUPTED = "interrupted"
 _GOODBYE = ((3.0, signal.SIGINT), (15.0, signal.SIGKILL))
 
 
@@ -38,48 +37,33 @@ def _sweep(
     method: Annotated[str | None, typer.Argument(help="A method by name, or package.module:function.")] = None,
     space: Annotated[
         list[str],
-        typer.Option(
+        _how(
             help="PATH=LOW:HIGH (behind it :log, :int or both) or PATH=A,B,C: an option of the run or of the method, as for"
-            " --set. Once per option.",
-            rich_help_panel=_HOW,
+            " --set. Once per option."
         ),
     ],
-    trials: Annotated[int, typer.Option(help="Trials in all, those of an earlier call included.", rich_help_panel=_HOW)] = 20,
+    trials: Annotated[int, _how(help="Trials in all, those of an earlier call included.")] = 20,
     sampler: Annotated[
         str,
-        typer.Option(
-            help="What chooses values: tpe, random, grid, or a bandit (p-ucbv, split-ucbv, …, or package.module:object).",
-            rich_help_panel=_HOW,
-        ),
+        _how(help="What chooses values: tpe, random, grid, or a bandit (p-ucbv, split-ucbv, …, or package.module:object)."),
     ] = "tpe",
     pruner: Annotated[
         str,
-        typer.Option(
-            help="How trials that look bad are stopped early: none, median, hyperband or halving.", rich_help_panel=_HOW
-        ),
+        _how(help="How trials that look bad are stopped early: none, median, hyperband or halving."),
     ] = "none",
     metric: Annotated[
         str,
-        typer.Option(
-            help="What counts: validation.METRIC of the personal models, never test data, or train.loss, train.accuracy.",
-            rich_help_panel=_HOW,
-        ),
+        _how(help="What counts: validation.METRIC of the personal models, never test data, or train.loss, train.accuracy."),
     ] = "validation.accuracy",
     maximize: Annotated[
         bool | None,
-        typer.Option(
-            "--maximize/--minimize", help="Whether more is better. Default: --minimize for a loss.", rich_help_panel=_HOW
-        ),
+        _how("--maximize/--minimize", help="Whether more is better. Default: --minimize for a loss."),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(
-            help="URL of Optuna's storage, as in sqlite:///sweep.db. Default: a journal in --out.", rich_help_panel=_HOW
-        ),
+        _how(help="URL of Optuna's storage, as in sqlite:///sweep.db. Default: a journal in --out."),
     ] = None,
-    study: Annotated[
-        str | None, typer.Option(help="Name of the study in the storage. Default: the method.", rich_help_panel=_HOW)
-    ] = None,
+    study: Annotated[str | None, _how(help="Name of the study in the storage. Default: the method.")] = None,
     jobs: Annotated[
         int, typer.Option(help="Trials at a time, each with --workers processes.", rich_help_panel="How it is run")
     ] = 1,
@@ -112,7 +96,7 @@ def _sweep(
     def how(name: str, trial: FrozenTrial) -> str:
         if out is None:
             return ", ".join(f"{name}={value}" for name, value in found.texts(trial).items())
-        text = written(method, plan.with_values(found.texts(trial)).given)
+        text = written(method, plan.options.with_paths(found.texts(trial)).given)
         write_atomically(out / f"{name}.toml", text.encode(), private=options.dp_noise_seed is not None)
         return f"sparsekit run --config {out / name}.toml"
 
@@ -132,10 +116,6 @@ def _settings_of(options: RunOptions) -> dict[str, str]:
     return {name: str(value) for name, value in options.given.items() if name not in momentary}
 
 
-def _folder(out: Path, number: int) -> Path:
-    return out / f"trial-{number:04d}"
-
-
 @dataclass(frozen=True)
 class _Plan:
     """What every trial has in common.
@@ -149,14 +129,6 @@ class _Plan:
     method: str
     options: RunOptions
     metric: str
-
-    def with_values(self, values: Mapping[str, str]) -> RunOptions:
-        """The options of a trial.
-
-        Raises:
-            InvalidValueError, UnknownNameError: a value, or a name, that is not allowed.
-        """
-        return self.options.with_paths(values)
 
     def check(self, axes: Sequence[Axis]) -> int:
         """Try the ends of every axis, and return the number of rounds.
@@ -174,30 +146,30 @@ class _Plan:
         rounds = 1
         for axis in axes:
             for end in axis.ends():
-                self._known(axis.name)
-                options = self.with_values({axis.name: end})
+                _check_name(axis.name, self.method)
+                options = self.options.with_paths({axis.name: end})
                 make_method(self.method, settings=options.settings())
                 preset = preset_for(preset=options.preset, dataset=options.dataset)
                 config = preset.config(options.given_of(TrainingConfig, RunConfig), options.clients or preset.clients)
                 rounds = max(rounds, config.rounds)
         return rounds
 
-    def _known(self, name: str) -> None:
-        if "." in name:
-            return
-        from sparsekit_fl.methods import registry
-        from sparsekit_fl.methods.settings import arguments_of
 
-        arguments = [setting.path for setting in arguments_of(registry.find(self.method.split()[0].partition("@")[0]))]
-        kinds = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
-        if name not in (*known_options(), *arguments, *kinds):
-            offered = [*known_options(), *arguments]
-            close = difflib.get_close_matches(name, offered, n=1)
-            raise UnknownNameError(
-                f"--space {name}: no option of a run or of {self.method!r};"
-                + (f" did you mean {close[0]!r}?" if close else "")
-                + f" `sparsekit list options` and `sparsekit describe {self.method.split()[0]}` show them"
-            )
+def _check_name(name: str, method: str) -> None:
+    """Refuse what is no option of a run or of the method; those with a dot are checked with their values."""
+    from sparsekit_fl.methods import registry
+    from sparsekit_fl.methods.settings import arguments_of
+
+    plain = method.split()[0]
+    arguments = [setting.path for setting in arguments_of(registry.find(plain.partition("@")[0]))]
+    kinds = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
+    offered = [*known_options(), *arguments]
+    if "." not in name and name not in (*offered, *kinds):
+        close = difflib.get_close_matches(name, offered, n=1)
+        raise UnknownNameError(
+            f"--space {name}: no option of a run or of {method!r};{f' did you mean {close[0]!r}?' if close else ''}"
+            f" `sparsekit list options` and `sparsekit describe {plain}` show them"
+        )
 
 
 def score_of(record: RoundRecord, metric: str) -> float | None:
@@ -223,11 +195,13 @@ def score_of(record: RoundRecord, metric: str) -> float | None:
 
 
 def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], folder: Path | None) -> None:
-    """Run one trial in a process of its own, and send a Score for each round, then an Ended, or _INTERRUPTED."""
+    """Run one trial in a process of its own, and send a Score for each round, then an Ended, or a KeyboardInterrupt."""
     from sparsekit_fl.callbacks.base import Callback, RunView
+    from sparsekit_fl.cli.trials import error_text
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.processes import end_with_parent
+    from sparsekit_fl.results.state.storage import FolderLock
     from sparsekit_fl.server.checkpoint import holds_run
 
     # Those of the process that this one was forked from only take note.
@@ -245,8 +219,9 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
     with contextlib.suppress(BrokenPipeError):
         try:
             if folder is not None:
-                _wait_for(folder)
-            options = plan.with_values(values).replaced(out=folder)
+                # The trial of a sweep that was killed still writes there until its round ends.
+                FolderLock(folder, wait_seconds=_PATIENCE_SECONDS).release()
+            options = plan.options.with_paths(values).replaced(out=folder)
             experiment = Experiment.of(options)
             method = make_method(plan.method, settings=options.settings())
             result = experiment.run(
@@ -254,27 +229,11 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
             )
             connection.send(Ended(score_of(result.rounds[-1], plan.metric), "the last round was not scored"))
         except (RunInterrupted, KeyboardInterrupt):
-            connection.send(_INTERRUPTED)
+            connection.send(KeyboardInterrupt())
         except BrokenPipeError:
             raise
         except Exception as error:  # noqa: BLE001 - a trial may fail in any way; the others go on
-            connection.send(
-                Ended(None, str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}")
-            )
-
-
-def _wait_for(folder: Path) -> None:
-    """Wait while another process writes there: the trial of a sweep that was killed, which ends with its round."""
-    from sparsekit_fl.errors import FolderInUseError
-    from sparsekit_fl.results.state.storage import FolderLock
-
-    for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
-        try:
-            FolderLock(folder).release()
-        except FolderInUseError:
-            time.sleep(_POLL_SECONDS)
-        else:
-            return
+            connection.send(Ended(None, error_text(error)))
 
 
 class _Runs:
@@ -284,13 +243,13 @@ class _Runs:
         self._plan, self._out, self._children = plan, out, children
 
     def start(self, number: int, values: Mapping[str, str]) -> None:
-        folder = None if self._out is None else _folder(self._out, number)
+        folder = None if self._out is None else self._out / f"trial-{number:04d}"
         self._children.start(_run_one, self._plan, values, folder, task=number)
 
     def poll(self) -> Iterator[tuple[int, Score | Ended]]:
         for child, event in self._children.poll(_POLL_SECONDS):
-            if event == _INTERRUPTED:
-                raise KeyboardInterrupt
+            if isinstance(event, KeyboardInterrupt):
+                raise event
             if event is None:
                 event = Ended(None, f"its process ended by {child.ending()}")
             if isinstance(event, Ended):

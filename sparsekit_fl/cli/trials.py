@@ -5,10 +5,16 @@ A finished trial is never run again, a half-finished one goes on, and one that f
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import logging
+import signal
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +23,18 @@ from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
-from sparsekit_fl.errors import ResumeError, RunInterrupted
+from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.processes import KILL, Child, Children, end_with_parent, one_thread, start_method
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
 from sparsekit_fl.results.state.storage import write_atomically
 from sparsekit_fl.server.checkpoint import differences, holds_run
+
+_POLL_SECONDS = 0.25
+# Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
+_GOODBYE = ((3.0, signal.SIGINT), (15.0, KILL))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +143,14 @@ def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) ->
         write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
 
 
+def error_text(error: Exception) -> str:
+    """The message of an error, with its kind where it is none of ours."""
+    return str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
+
+
 def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
     """Record a failed trial in its folder, and return it."""
-    text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
+    text = error_text(error)
     _record(plan, described, text)
     return Trial(method=plan.name, seed=plan.options.seed or 0, **described, error=text)
 
@@ -150,30 +166,106 @@ def run_trial(task: Task, callbacks: Sequence[Callback]) -> Trial:
     return Trial.of(result.to_dict())
 
 
-def run_here(plans: Sequence[TrialPlan], board: TrialsProgress) -> Generator[Trial]:
-    """Run the unfinished trials in this process, one after the other.
+def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
+    """Run one trial to its end, which for one that fails is the error.
+
+    Args:
+        task: What to run.
+        send: Receives its events.
+
+    Raises:
+        RunInterrupted, KeyboardInterrupt: it was stopped.
+        ResumeError: its folder holds a trial of other settings.
+        BrokenPipeError: nobody listens any more.
+    """
+    try:
+        return run_trial(task, [Events(send)])
+    except (RunInterrupted, ResumeError, BrokenPipeError):
+        raise
+    except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
+        return failed_trial(task.plan, task.described, error)
+
+
+def run_trials(plans: Sequence[TrialPlan], board: TrialsProgress, *, jobs: int) -> Generator[Trial]:
+    """Run what is not finished, in this process or several trials at a time in processes of their own.
 
     Args:
         plans: Plans, those of one level and seed beside each other.
         board: Display that receives their events.
+        jobs: Number of trials at a time.
 
     Yields:
-        One trial per plan.
+        One trial per plan, in the order in which they end.
 
     Raises:
         ResumeError: a folder holds a trial of other settings.
-        RunInterrupted: Ctrl-C; all that is finished is kept.
+        RunInterrupted, KeyboardInterrupt: Ctrl-C; all that is finished is kept.
         SparsekitError: the very first trial cannot be set up, so the options are wrong.
     """
-    for task in tasks(plans):
-        label, trial = task.plan.label, task.trial
-        if trial is None:
-            board.begin(label)
-            try:
-                trial = run_trial(task, [Events(lambda event, label=label: board.event(label, event))])  # type: ignore[misc]
-            except (RunInterrupted, ResumeError):
-                raise
-            except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
-                trial = failed_trial(task.plan, task.described, error)
-        board.end(label, trial, ran=task.trial is None)
-        yield trial
+    method = start_method(plans[0].options.device if plans else None)
+    # One thread before the first operation: threads of torch do not survive a fork. No daemons: trials start workers.
+    with one_thread() if jobs > 1 else nullcontext(), Children(method, _GOODBYE, daemon=False) as children:
+        pending, more = tasks(plans), True
+        while more or len(children):
+            while more and len(children) < jobs:
+                task = next(pending, None)
+                if task is None:
+                    more = False
+                    break
+                label, trial = task.plan.label, task.trial
+                if trial is None:
+                    board.begin(label)
+                    if jobs > 1:
+                        children.start(_run_one, task, task=task)
+                        continue
+                    trial = _ended(task, partial(board.event, label))
+                board.end(label, trial, ran=task.trial is None)
+                yield trial
+            for child, event in children.poll(_POLL_SECONDS):
+                label = child.task.plan.label
+                if event is None:
+                    event = _killed(child)
+                if isinstance(event, BaseException):
+                    raise event
+                if isinstance(event, Trial):
+                    children.remove(child)
+                    board.end(label, event, ran=True)
+                    yield event
+                else:
+                    board.event(label, event)
+            board.tick()
+
+
+def _killed(child: Child) -> Trial:
+    child.process.join()
+    error = WorkerDiedError(
+        f"its process was killed (exit code {child.process.exitcode}); it goes on where it stopped when the same command is"
+        " given again"
+    )
+    return failed_trial(child.task.plan, child.task.described, error)
+
+
+class _LogToPipe(logging.Handler):
+    """Sends log messages to the process that draws."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._connection.send({"said": prefix + record.getMessage()})
+
+
+def _run_one(connection: Connection, task: Task) -> None:
+    """Run one trial, in a process of its own, and send events; the last one is the trial, or what stopped it."""
+    end_with_parent()
+    for package in ("sparsekit", "sparsekit_fl"):
+        logging.getLogger(package).handlers = [_LogToPipe(connection)]
+    warnings.showwarning = lambda message, *_, **__: connection.send({"said": f"warning: {message}"})
+    # Where nobody listens any more, the trial stops; it goes on when its command line is given again.
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            connection.send(_ended(task, connection.send))
+        except (RunInterrupted, KeyboardInterrupt, ResumeError) as error:
+            connection.send(error)

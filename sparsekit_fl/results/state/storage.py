@@ -68,15 +68,16 @@ class FolderLock:
     Args:
         folder: The folder; made if absent.
         what: What is written there, for the message.
+        wait_seconds: How long to wait for somebody else.
 
     Raises:
         FolderInUseError: somebody else has the lock.
     """
 
-    def __init__(self, folder: Path, *, what: str = "run") -> None:
+    def __init__(self, folder: Path, *, what: str = "run", wait_seconds: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Not reentrant: a second run in this process would delete the files of the first one too.
-        self._lock = FileLock(folder / ".lock", timeout=0, is_singleton=False)
+        self._lock = FileLock(folder / ".lock", timeout=wait_seconds, is_singleton=False)
         try:
             self._lock.acquire()
         except Timeout:
