@@ -58,10 +58,9 @@ def test_the_indices_of_a_trace() -> None:
 
 def test_an_empty_part_is_pulled_next() -> None:
     bandit = build(min_width=0.1)
-    execute(bandit, 0.5, 1.0)
-    assert 0.0 <= bandit.ask().value < 0.5
-    execute(bandit, 0.25, 1.0)
-    assert 0.0 <= bandit.ask().value < 0.25
+    for value in (0.5, 0.25):
+        execute(bandit, value, 1.0)
+        assert 0.0 <= bandit.ask().value < value
 
 
 def test_parts_are_never_narrower_than_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -32,10 +31,6 @@ def near(value: float, rel: float | None = None) -> Any:
     return pytest.approx(value, rel=rel)
 
 
-def edges(bandit: PUCBV) -> list[tuple[float, float]]:
-    return [(arm.low, arm.high) for arm in bandit.arms]
-
-
 class TestPUCBVContract(BanditContract):
     @pytest.fixture
     def make(self) -> MakeBandit:
@@ -45,20 +40,50 @@ class TestPUCBVContract(BanditContract):
 # --- traces ---
 
 
-def test_a_reward_splits_the_arm_and_both_parts_inherit() -> None:
-    bandit = build(arms=2)
-    execute(bandit, 0.25, 1.0)
-    assert bandit.arms == (Arm(0.0, 0.25, 1, 1.0, 0.0), Arm(0.25, 0.5, 1, 1.0, 0.0), Arm(0.5, 1.0))
-    execute(bandit, 0.375, 3.0)
-    assert bandit.arms == (
-        Arm(0.0, 0.25, 1, 1.0, 0.0),
-        Arm(0.25, 0.375, 2, 2.0, 1.0),
-        Arm(0.375, 0.5, 2, 2.0, 1.0),
-        Arm(0.5, 1.0),
-    )
-    execute(bandit, 0.375, 5.0)  # at the edge: the upper arm holds it, and cannot be split there
-    assert bandit.arms[2] == Arm(0.375, 0.5, 3, 3.0, near(8 / 3))
-    assert len(bandit.arms) == 4
+TRACES: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]], tuple[Arm, ...]]] = {
+    "a reward splits its arm, and both parts inherit": (
+        {"arms": 2}, [(0.25, 1.0), (0.375, 3.0)],
+        (Arm(0.0, 0.25, 1, 1.0), Arm(0.25, 0.375, 2, 2.0, 1.0), Arm(0.375, 0.5, 2, 2.0, 1.0), Arm(0.5, 1.0)),
+    ),
+    "an edge belongs to the upper arm, which cannot be split there": (
+        {"arms": 2}, [(0.25, 1.0), (0.375, 3.0), (0.375, 5.0)],
+        (Arm(0.0, 0.25, 1, 1.0), Arm(0.25, 0.375, 2, 2.0, 1.0), Arm(0.375, 0.5, 3, 3.0, near(8 / 3)), Arm(0.5, 1.0)),
+    ),
+    "rewards of large mean keep their variance": (
+        {"arms": 1, "min_width": 1.0}, [(0.5, 1e9), (0.5, 1e9 + 1), (0.5, 1e9 + 2)], (Arm(0.0, 1.0, 3, 1e9 + 1, near(2 / 3)),),
+    ),
+    "what lies below is dropped": ({"arms": 2}, [(0.25, -1.0, "below")], (Arm(0.25, 0.5, 1, -1.0), Arm(0.5, 1.0))),
+    "what lies above is dropped": ({"arms": 2}, [(0.25, -1.0, "above")], (Arm(0.0, 0.25, 1, -1.0), Arm(0.5, 1.0))),
+    "a value between arms is credited to the nearest, of two to the lower": (
+        {"arms": 2}, [(0.25, 0.0, "above"), (0.3, 1.0), (0.45, 2.0), (0.375, 5.0)],
+        (Arm(0.0, 0.25, 3, 2.0, near(14 / 3)), Arm(0.5, 1.0, 1, 2.0)),
+    ),
+    "the end of the space belongs to the last arm": (
+        {"arms": 2}, [(1.0, 2.0, "below")], (Arm(0.0, 0.5), Arm(0.5, 1.0, 1, 2.0))
+    ),
+    "also where the end was dropped": (
+        {"arms": 2}, [(1.0, 2.0, "below"), (0.75, 2.0, "above"), (1.0, 5.0)], (Arm(0.0, 0.5), Arm(0.5, 0.75, 3, 3.0, 2.0))
+    ),
+    "no part is too narrow, and then nothing is dropped": (
+        {"arms": 1, "min_width": 0.25}, [(0.2, 1.0, "below"), (0.8, 1.0, "below")], (Arm(0.0, 1.0, 2, 1.0),)
+    ),
+    "a part may be as narrow as allowed": (
+        {"arms": 1, "min_width": 0.25}, [(0.25, 1.0)], (Arm(0.0, 0.25, 1, 1.0), Arm(0.25, 1.0, 1, 1.0))
+    ),
+    "widths are those on a log scale": (
+        {"space": Interval(1.0, 1e4, "log"), "arms": 1, "min_width": 0.25}, [(9.0, 0.0), (11.0, 0.0)],
+        (Arm(1.0, 11.0, 2), Arm(11.0, 1e4, 2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRACES)
+def test_the_arms_of_a_trace(case: str) -> None:
+    options, steps, arms = TRACES[case]
+    bandit = build(**options)
+    for step in steps:
+        execute(bandit, *step)
+    assert bandit.arms == arms
 
 
 def test_the_indices_of_a_trace() -> None:
@@ -92,35 +117,6 @@ def test_where_the_logarithm_is_negative_the_index_is_the_mean() -> None:
     assert 0.4 <= bandit.ask().value < 0.5  # the lower of the two parts that tie
 
 
-def test_without_decay_exploration_goes_on() -> None:
-    bandit = build(arms=1, decay=1.0, horizon=1000, min_width=1.0)
-    for _ in range(50):
-        execute(bandit, 0.5, 0.0)
-    assert bandit.indices() == pytest.approx([math.sqrt(2 * 2 * math.log(1000) / (4 * 51))], rel=1e-14)
-
-
-def test_a_long_run_does_not_underflow() -> None:
-    bandit = build(arms=1, min_width=1.0)
-    for _ in range(1200):
-        execute(bandit, 0.5, 0.25)
-    assert bandit.indices() == (0.25,)
-
-
-def test_rewards_of_large_mean_keep_their_variance() -> None:
-    bandit = build(arms=1, min_width=1.0)
-    for reward in (1e9, 1e9 + 1, 1e9 + 2):
-        execute(bandit, 0.5, reward)
-    assert bandit.arms == (Arm(0.0, 1.0, 3, 1e9 + 1, near(2 / 3)),)
-
-
-def test_dropping_takes_one_side_away() -> None:
-    below, above = build(arms=2), build(arms=2)
-    execute(below, 0.25, -1.0, drop="below")
-    execute(above, 0.25, -1.0, drop="above")
-    assert below.arms == (Arm(0.25, 0.5, 1, -1.0, 0.0), Arm(0.5, 1.0))
-    assert above.arms == (Arm(0.0, 0.25, 1, -1.0, 0.0), Arm(0.5, 1.0))
-
-
 def test_the_first_arm_is_drawn_at_random_and_evenly() -> None:
     counts = [0] * 5
     for seed in range(500):
@@ -129,15 +125,6 @@ def test_the_first_arm_is_drawn_at_random_and_evenly() -> None:
     assert max(counts) < 130
     bounded = {int(build(seed=seed).ask(upper=0.55).value * 5) for seed in range(50)}
     assert bounded == {0, 1, 2}
-
-
-def test_after_the_first_reward_ties_go_to_the_lowest_arm() -> None:
-    bandit = build(arms=4, exploration=0.0)
-    execute(bandit, 0.9, 0.0)
-    assert all(bandit.ask().value < 0.25 for _ in range(20))
-
-
-# --- bounds ---
 
 
 def test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed() -> None:
@@ -149,55 +136,19 @@ def test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed() -> 
     assert bandit.arms == (Arm(0.5, 1.0, 2, -2.0, 1.0),)
 
 
-def test_a_value_between_arms_is_credited_to_the_nearest() -> None:
-    bandit = build(arms=2)
-    execute(bandit, 0.25, 0.0, drop="above")
-    assert edges(bandit) == [(0.0, 0.25), (0.5, 1.0)]
-    execute(bandit, 0.3, 1.0)
-    execute(bandit, 0.45, 2.0)
-    execute(bandit, 0.375, 5.0)  # as far from both
-    assert bandit.arms == (Arm(0.0, 0.25, 3, 2.0, near(14 / 3)), Arm(0.5, 1.0, 1, 2.0, 0.0))
-
-
-def test_the_end_of_the_space_belongs_to_the_last_arm_until_it_is_dropped() -> None:
-    bandit = build(arms=2)
-    execute(bandit, 1.0, 2.0, drop="below")
-    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 1.0, 1, 2.0, 0.0))
-    execute(bandit, 0.75, 2.0, drop="above")
-    execute(bandit, 1.0, 5.0)
-    assert bandit.arms[-1] == Arm(0.5, 0.75, 3, 3.0, 2.0)
-
-
-def test_a_part_that_would_be_too_narrow_is_not_split_off() -> None:
-    bandit = build(arms=1, min_width=0.25)
-    for value in (0.2, 0.8):
-        execute(bandit, value, 1.0, drop="below")
-    assert bandit.arms == (Arm(0.0, 1.0, 2, 1.0, 0.0),)
-    execute(bandit, 0.25, 1.0)
-    assert edges(bandit) == [(0.0, 0.25), (0.25, 1.0)]
-    log = build(Interval(1.0, 1e4, "log"), arms=1, min_width=0.25)
-    execute(log, 9.0, 0.0)
-    assert len(log.arms) == 1
-    execute(log, 11.0, 0.0)
-    assert edges(log) == [(1.0, 11.0), (11.0, 1e4)]
-
-
-# --- best ---
-
-
-def test_best_does_not_lie_where_values_were_dropped() -> None:
-    bandit = build(arms=2)
-    execute(bandit, 0.25, 9.0)
-    execute(bandit, 0.125, 0.0, drop="above")
-    execute(bandit, 0.75, 1.0)
-    assert bandit.best() == Pull(0, 0.25)
-    left = build(arms=2)
-    execute(left, 0.25, 5.0, drop="above")
-    execute(left, 0.125, 4.0)
-    assert left.best() == Pull(1, 0.125)
-    alone = build(arms=1)
-    execute(alone, 0.5, 1.0, drop="above")
-    assert alone.best() == Pull(0, 0.5)
+@pytest.mark.parametrize(
+    ("arms", "steps", "best"),
+    [
+        (2, [(0.25, 9.0), (0.125, 0.0, "above"), (0.75, 1.0)], Pull(0, 0.25)),
+        (2, [(0.25, 5.0, "above"), (0.125, 4.0)], Pull(1, 0.125)),
+        (1, [(0.5, 1.0, "above")], Pull(0, 0.5)),
+    ],
+)
+def test_best_does_not_lie_where_values_were_dropped_unless_all_were(arms: int, steps: list[Any], best: Pull) -> None:
+    bandit = build(arms=arms)
+    for step in steps:
+        execute(bandit, *step)
+    assert bandit.best() == best
 
 
 # --- invariants ---
@@ -261,7 +212,7 @@ def test_arms_and_proposals_keep_their_invariants(
         assert all(arm.variance >= 0.0 and abs(arm.mean) <= 100.0 + 1e-9 for arm in after)
         assert bandit.best().value in space
     resumed = build(space, arms=arms, min_width=min_width)
-    resumed.load_state_dict(json.loads(json.dumps(bandit.state_dict(), allow_nan=False)))
+    resumed.load_state_dict(bandit.state_dict())
     assert resumed.arms == bandit.arms
     assert [resumed.ask() for _ in range(3)] == [bandit.ask() for _ in range(3)]
 
@@ -276,30 +227,27 @@ def test_epsilon_decays_with_the_rewards_of_this_bandit_and_not_with_its_proposa
     assert bandit.indices()[2] == near(math.sqrt(0.5 * 2 * math.log(10 * (10 / 9) / 2) / 4), rel=1e-14)
 
 
-def test_with_an_unknown_horizon_exploration_comes_back_as_the_run_doubles() -> None:
-    bandit = build(horizon=None, arms=1, min_width=1.0)
-
-    def log_after(told: int) -> float:
-        while len(bandit.told) < told:
-            execute(bandit, 0.5, 0.0)
-        return 4 * (told + 1) * bandit.indices()[0] ** 2 / 2
-
-    assert log_after(0) == near(math.log(2 * 2), rel=1e-12)
-    assert log_after(1) == near(math.log(2 * 2 / 2), rel=1e-12)
-    assert log_after(2) == near(math.log(4 * 4), rel=1e-12)
-    assert log_after(3) == near(math.log(4 * 4 / 2), rel=1e-12)
-    assert log_after(4) == near(math.log(8 * 8), rel=1e-12)
-    assert log_after(7) == near(math.log(8 * 8 / 8), rel=1e-12)
-    assert log_after(63) == 0.0  # 32 rewards later
-    assert log_after(64) == near(math.log(128 * 128), rel=1e-9)
-
-
-def test_a_floor_keeps_epsilon_up() -> None:
-    bandit = build(arms=1, min_width=1.0, horizon=100, floor=0.125)
-    for told in range(6):
-        log = math.log(100 * 100 * max(0.5**told, 0.125))
-        assert bandit.indices() == (near(math.sqrt(2 * log / (4 * (told + 1))), rel=1e-14),)
-        execute(bandit, 0.5, 0.0)
+@pytest.mark.parametrize(
+    ("options", "told", "growth"),
+    [
+        ({"horizon": 1000, "decay": 1.0}, 50, 1000 * 1000),
+        ({"horizon": 10}, 1200, 1),  # and ε does not underflow
+        *(({"horizon": 100, "floor": 0.125}, told, 100 * 100 * max(0.5**told, 0.125)) for told in range(6)),
+        # An unknown horizon is the power of two above t, and ε counts from where it grew last.
+        *(
+            ({"horizon": None}, told, growth)
+            for told, growth in ((0, 4), (1, 2), (2, 16), (3, 8), (4, 64), (7, 8), (63, 1), (64, 128 * 128))
+        ),
+    ],
+)
+def test_exploration_decays_to_a_floor_and_comes_back_as_an_unknown_horizon_doubles(
+    options: dict[str, Any], told: int, growth: float
+) -> None:
+    bandit = build(arms=1, min_width=1.0, **options)
+    for _ in range(told):
+        execute(bandit, 0.5, 0.25)
+    mean = 0.25 if told else 0.0
+    assert bandit.indices() == (near(mean + math.sqrt(2 * math.log(growth) / (4 * (told + 1))), rel=1e-12),)
 
 
 def test_open_pulls_are_credited_to_the_arms_that_stand_when_they_are_told() -> None:

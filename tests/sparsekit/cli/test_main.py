@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -11,52 +12,6 @@ import typer
 
 from sparsekit.cli import main as cli
 from sparsekit.errors import InvalidValueError
-
-NETS = """
-import torch
-from torch import nn
-
-def plain():
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-def with_input():
-    return plain(), (torch.zeros(1, 4),)
-
-def normed():
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), torch.zeros(1, 4)
-
-def tokens():
-    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
-
-class Padded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.hidden, self.head = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 5), nn.Linear(5, 2)
-
-    def forward(self, tokens):
-        if not (tokens != 0).any():
-            raise ValueError("all tokens are padding")
-        return self.head(self.hidden(self.embedding(tokens)).relu())
-
-def no_units():
-    return nn.Linear(4, 3), torch.zeros(1, 4)
-
-def needs(argument):
-    return plain()
-
-ready = plain()
-
-def wrong():
-    return 3
-"""
-
-
-@pytest.fixture
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"nets_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(NETS)
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
 
 
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,32 +23,30 @@ def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]
     assert " ms" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["units", "vgg111"], "did you mean 'vgg11'"),
-        (["units", "NETS:plain"], "no example input is known"),
-        (["units", "NETS:plain", "--example-shape", "1,9"], "fails on the example inputs"),
-        (["units", "NETS:plain", "--example-shape", "1,x"], "--example-shape must be positive integers"),
-        (["units", "NETS:plain", "--example-shape", "1,4:int99"], "--example-shape must be positive integers"),
-        (["units", "NETS:plane", "--example-shape", "1,4"], "did you mean 'plain'"),
-        (["units", "NETS:no_units"], "can be removed exactly"),
-        (["units", "NETS:needs"], "cannot be called without arguments"),
-        (["units", "NETS:ready"], "class or function that builds a model"),
-        (["units", "NETS:wrong"], "must return a torch.nn.Module"),
-        (["units", "nowhere_at_all:Net"], "cannot import module"),
-        (["units"], "Missing argument"),
-        (["unitz"], "No such command"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_2(
-    nets: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.execute([argument.replace("NETS", nets) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert says.lower() in " ".join(captured.err.split()).lower()
-    assert "Traceback" not in captured.err
+    name = "tied_" + "".join(filter(str.isalnum, tmp_path.name))
+    (tmp_path / f"{name}.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Inner(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.projection_of_the_first_block = nn.Linear(4, 8)\n        self.other = nn.Linear(4, 8)\n"
+        "        self.out = nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.out((self.projection_of_the_first_block(x) + self.other(x)).relu())\n\n\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a_module_with_a_long_name = Inner()\n"
+        "    def forward(self, x):\n        return self.a_module_with_a_long_name(x)\n\n\n"
+        "def make():\n    return Net(), (torch.zeros(2, 4),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.execute(["units", f"{name}:make"]) == 0
+    out = capsys.readouterr().out
+    assert "a_module_with_a_long_name.projection_of_the_first_block" in out
+    assert cli.execute(["units", f"{name}:make", "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert group["ties"] == [f"a_module_with_a_long_name.{part}" for part in ("projection_of_the_first_block", "other", "out")]
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:

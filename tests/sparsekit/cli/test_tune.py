@@ -63,23 +63,19 @@ def test_without_optuna_the_error_says_what_to_install(
     assert "sparsekit-torch[optuna]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tune", "x {x}", "--space", "x=0:1"], "Missing option '--metric'"),
-        (["tune", "x", *BASIC[2:]], "is not in the command"),
-        ([*BASIC, "--trials", "0"], "--trials must be an integer >= 1, got 0"),
-        ([*BASIC, "--jobs", "0"], "--jobs must be an integer >= 1, got 0"),
-        ([*BASIC, "--timeout", "-1"], "--timeout must be a number of seconds above 0"),
-        ([*BASIC, "--seed", "-1"], "--seed must be an integer >= 0"),
-        ([*BASIC[:-1], "eucb"], "did you mean 'e-ucb'"),
-    ],
-)
-def test_bad_input_is_refused_with_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(arguments) == 2
+def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = ["tune", "echo score {x}", "--space", "x=0:1", "--metric", r"score (\S+)", "--trials", "2", "--out"]
+    assert execute([*line, str(tmp_path / "a"), "--json", "--quiet"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
+    assert json.loads(captured.out)["best"] is not None
+    assert "sparsekit-torch[report]" in captured.err
+    assert execute([*line, str(tmp_path / "b"), "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert "best: echo score" in captured.out
+    assert "picture" not in captured.out
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:

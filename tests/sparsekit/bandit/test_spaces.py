@@ -1,0 +1,114 @@
+"""Interval, Box and Axis: the way to the unit cube and back, what a text says, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit.bandit.axes import Axis
+from sparsekit.bandit.base import Interval
+from sparsekit.bandit.space import Box
+from sparsekit.errors import InvalidValueError
+
+UNIT = Interval(0.0, 1.0)
+BOX = Box({"lr": Interval(1e-4, 1.0, scale="log"), "width": Interval(16.0, 64.0)})
+
+
+@pytest.mark.parametrize(
+    ("space", "pairs"),
+    [
+        (Interval(2, 6), [(2.0, 0.0), (3.0, 0.25), (6.0, 1.0)]),
+        (Interval(1e-4, 10.0, scale="log"), [(1e-4, 0.0), (1e-2, 0.4), (10.0, 1.0)]),
+        (BOX, [({"lr": 1e-4, "width": 64.0}, (0.0, 1.0)), ({"lr": 1e-2, "width": 28.0}, (0.5, 0.25))]),
+    ],
+)
+def test_values_lie_on_the_scale_of_their_interval(space: Any, pairs: list[tuple[Any, Any]]) -> None:
+    for value, share in pairs:
+        assert value in space
+        assert space.to_unit(value) == pytest.approx(share, abs=1e-15)
+        assert space.from_unit(share) == (value if share in (0.0, 1.0, (0.0, 1.0)) else pytest.approx(value, rel=1e-14))
+
+
+def test_numbers_are_floats_and_outside_is_outside() -> None:
+    assert isinstance(Interval(2, 6).low, float)
+    assert all(value not in Interval(2, 6) for value in (1.9, 6.1, math.nan))
+    assert BOX.to_unit({"width": 28.0, "lr": 1e-2}) == BOX.to_unit({"lr": 1e-2, "width": 28.0})
+
+
+@given(
+    low=st.floats(1e-300, 1e300),
+    factor=st.floats(1.0, 1e6),
+    share=st.floats(0.0, 1.0),
+    scale=st.sampled_from(["linear", "log"]),
+)
+def test_values_stay_in_the_interval_and_come_back(low: float, factor: float, share: float, scale: str) -> None:
+    if not low < low * factor < math.inf:
+        return
+    space = Interval(low, low * factor, scale)  # type: ignore[arg-type]
+    box = Box({"x": space, "y": UNIT})
+    point = box.from_unit((share, share))
+    assert point in box
+    assert 0.0 <= space.to_unit(point["x"]) <= 1.0
+    if factor > 1.001:
+        assert box.to_unit(point) == pytest.approx((share, share), abs=1e-9)
+
+
+def test_an_axis_is_read_from_the_text() -> None:
+    assert Axis.parse("lr=1e-4:1e-1:log") == Axis(name="lr", low=1e-4, high=0.1, log=True)
+    assert Axis.parse(" x = -3 : 5 ") == Axis(name="x", low=-3.0, high=5.0)
+    both = Axis(name="n", low=1.0, high=64.0, log=True, integer=True)
+    assert Axis.parse("n=1:64:int:log") == Axis.parse("n=1:64:log:int") == both
+    assert Axis.parse("local.proximal=0.1,1, none") == Axis(name="local.proximal", choices=("0.1", "1", "none"))
+    assert Axis.parse("of=package.module:A,package.module:B").choices == ("package.module:A", "package.module:B")
+    assert (Axis.parse("x=0:2").ends(), Axis.parse("x=b,a").ends()) == (("0", "2"), ("b", "a"))
+
+
+def interval(low: Any, high: Any, scale: Any = "linear") -> Callable[[], object]:
+    return lambda: Interval(low, high, scale)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (interval(1.0, 1.0), "low must be below high"),
+        (interval(2.0, 1.0), "low must be below high"),
+        (interval(0.0, 1.0, "log"), "low > 0"),
+        (interval(-1.0, 1.0, "log"), "low > 0"),
+        (interval(math.nan, 1.0), "low must be a number, got nan"),
+        (interval(0.0, math.inf), "finite"),
+        (interval(-1e308, 1e308), "finite"),
+        (interval(0.0, "1"), "high must be a number"),
+        (interval(0.0, True), "high must be a number"),
+        (interval(0.0, 1.0, "sqrt"), "'linear' or 'log'"),
+        *((lambda given=given: Box(given), "Interval|Box") for given in ({}, [UNIT], {"x": (0.0, 1.0)}, {"": UNIT}, {3: UNIT})),
+        *(
+            (lambda text=text: Axis.parse(text), message)
+            for text, message in (
+                ("lr", "must be NAME=LOW:HIGH, .* got 'lr'"),
+                ("lr=", "must be NAME=LOW:HIGH"),
+                ("lr=1", "at least two different values"),
+                ("lr=1,1", "at least two different values"),
+                ("=1:2", "must be NAME=LOW:HIGH"),
+                ("2x=1:2", "must be NAME=LOW:HIGH"),
+                ("x y=1:2", "must be NAME=LOW:HIGH"),
+                ("x=1:2:sqrt", "must be NAME=LOW:HIGH"),
+                ("x=1:2:log:log", "must be NAME=LOW:HIGH"),
+                ("x=one:2", "at least two different values"),
+                ("x=2:1", "x=2:1: low must be below high"),
+                ("x=nan:1", "low must be a number"),
+                ("x=0:inf", "finite"),
+                ("x=0:1:log", "low > 0"),
+                ("x=0.5:8:int", "bounds must be whole"),
+                ("x=0:8:int:log", "begin at 1 or above"),
+            )
+        ),
+    ],
+)
+def test_what_is_no_space_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()

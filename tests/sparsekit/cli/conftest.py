@@ -1,0 +1,72 @@
+"""Code of a user that the commands are pointed at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+NETS = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Flatten(),
+                        nn.Linear(12 * 16, 3))
+    return net, (torch.randn(2, 1, 8, 8),)
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+ready = plain()
+
+def no_units():
+    return nn.Linear(4, 3), torch.zeros(1, 4)
+
+def needs(argument):
+    return plain()
+
+def wrong():
+    return 3
+
+def boom():
+    raise RuntimeError("no weights here")
+
+def inner():
+    return nn.Linear("four", 2)
+
+def missing():
+    open("nothing.csv")
+
+def batches(batch_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6 * batch_size, 1, 8, 8, generator=generator)
+    y = (x.mean((1, 2, 3)) > 0).long()
+    pairs = list(zip(x.split(batch_size), y.split(batch_size)))
+    return pairs[:4], pairs[4:]
+
+def coloured(batch_size, colour):
+    return []
+
+def empty():
+    return [], []
+
+def once():
+    return iter([1])
+
+def meta():
+    return [(torch.randn(4, 1, 8, 8, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))]
+
+def nan():
+    return [(torch.full((4, 1, 8, 8), float("nan")), torch.zeros(4, dtype=torch.long))]
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a file with models and data, in the folder of the test."""
+    path = tmp_path / f"nets_{abs(hash(str(tmp_path)))}.py"
+    path.write_text(NETS, encoding="utf-8")
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
+    return str(path)

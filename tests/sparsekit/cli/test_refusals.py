@@ -1,0 +1,132 @@
+"""What the commands say of bad input and of a user's code that fails: what is wrong, where, and no traceback."""
+
+from __future__ import annotations
+
+import pickle
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekit.cli.main import execute
+
+BOOM = "'nets.py:boom' failed with RuntimeError: no weights here (nets.py, line 26)"
+LINES = {
+    "": [
+        ("fedavg", "fedavg is a method; type: sparsekit run fedavg"),
+        ("fedlsp", "did you mean: sparsekit fedlps"),
+        ("fedporx", "did you mean: sparsekit run fedprox"),
+        ("unist", "No such command 'unist'; did you mean 'units'?"),
+        ("units", "Missing argument"),
+        ("tune x{x} --space x=0:1", "Missing option '--metric'"),
+        ("tune 'false {x}' --space x=0:1 --trials 1 -q --metric (.)", "error: the only trial has failed: exit code 1"),
+        (
+            "sensitivity nets.py:plain --example-shape 1,4 --out no/such/file.json",
+            "--out must be a file in a folder that exists",
+        ),
+        ("sensitivity nets.py:plain --example-shape 1,4 --dataset nets.py:plain", "must give batches that can be read again"),
+        (
+            "sensitivity nets.py:make --dataset nets.py:coloured",
+            "a loader takes no argument but data_dir, batch_size and seed",
+        ),
+    ],
+    "units": [
+        ("vgg111", "did you mean 'vgg11'"),
+        ("nowhere_at_all:Net", "cannot import module"),
+        ("nets.py", "'nets.py' is a file; name what to take from it, as in nets.py:make"),
+        ("nets.py:plain", "no example input is known"),
+        ("nets.py:plain --example-shape 1,9", "fails on the example inputs"),
+        ("nets.py:plain --example-shape 1,x", "--example-shape must be positive integers"),
+        ("nets.py:plain --example-shape 1,4:int99", "--example-shape must be positive integers"),
+        ("nets.py:plane --example-shape 1,4", "did you mean 'plain'"),
+        ("nets.py:no_units", "can be removed exactly"),
+        ("nets.py:needs", "cannot be called without arguments"),
+        ("nets.py:ready", "class or function that builds a model"),
+        ("nets.py:wrong", "must return a torch.nn.Module"),
+        ("nets.py:boom", BOOM),
+        ("nets.py:inner", "'nets.py:inner' failed with TypeError"),
+        ("nets.py:missing", "'nets.py:missing' failed with FileNotFoundError"),
+        ("broken.py:make", "'broken.py' failed with SyntaxError"),
+        (
+            "needs.py:make",
+            "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)",
+        ),
+        ("nets.py:make --init nowhere.pt", "--init 'nowhere.pt' does not exist"),
+        ("nets.py:make --init empty", "--init 'empty' is a folder; pass a file of weights"),
+        ("nets.py:make --init weights", "such as weights/last.pt"),
+        ("nets.py:make --init bad.pt", "bad.pt cannot be read as weights: "),
+        ("nets.py:make --init more.pt", "more.pt cannot be read as weights: "),
+    ],
+    "prune nets.py:make": [
+        ("--budget flops=150%", "(0, 100] %"),
+        ("--budget flop=50%", "did you mean 'flops'"),
+        ("--budget flops=1", "is the least"),
+    ],
+    "prune nets.py:make --budget flops=50%": [
+        ("--keep stem", "selects nothing"),
+        ("--criterion taylor", "needs data; pass --dataset"),
+        ("--criterion taylr", "did you mean 'taylor'"),
+        ("--epochs 1", "needs data"),
+        ("--limit 3", "LAYER=LEAST:LARGEST"),
+        ("--multiple-of x", "KIND=number"),
+        ("--schedule linear=0", "got steps=0"),
+        ("--schedule linear=x", "as in cubic=3"),
+        ("--device gpu", "must name a device"),
+        ("--resume", "need --out"),
+        ("--allocation sensitivity", "sensitivity=FILE"),
+        (
+            "--allocation sensitivity=no.json",
+            "there is no table 'no.json'; `sparsekit sensitivity MODEL --out no.json`",
+        ),
+        ("--repair recalibrate", "--repair needs data"),
+        ("--repair all", "--repair must be one of both, compensate, recalibrate, none"),
+        ("--dataset nets.py:empty --criterion taylor", "empty"),
+        ("--dataset nets.py:empty", "empty"),
+        ("--dataset nets.py:once", "read again"),
+        ("--dataset nets.py:meta --criterion taylor", "meta"),
+        ("--dataset nets.py:nan --criterion taylor", "NaN"),
+        ("--dataset imagenet", "unknown data set"),
+        ("--dataset nets.py:bachtes", "did you mean 'batches'"),
+        ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
+        ("--metric f1", "--metric must be"),
+    ],
+    "tune 'echo {x}' --space x=0:1 --trials 1 -q --metric 'm (.)'": [
+        ("", "the output has no match of the metric, 'm (.)'"),
+        ("--space y=0:1", "is not in the command"),
+        ("--trials 0", "--trials must be an integer >= 1, got 0"),
+        ("--jobs 0", "--jobs must be an integer >= 1, got 0"),
+        ("--timeout -1", "--timeout must be a number of seconds above 0"),
+        ("--seed -1", "--seed must be an integer >= 0"),
+        ("--sampler eucb", "did you mean 'e-ucb'"),
+        ("--metric m", "--metric must have one group"),
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, nets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(nets, "nets.py")
+    Path("broken.py").write_text("def make(:\n")
+    Path("needs.py").write_text("\nimport no_such_package\n")
+    Path("bad.pt").write_text("no weights")
+    Path("weights").mkdir()
+    torch.save({}, "weights/last.pt")
+    Path("empty").mkdir()
+    Path("more.pt").write_bytes(pickle.dumps({"path": Path("x")}, protocol=2))
+
+
+@pytest.mark.parametrize(("line", "wanted"), [(f"{head} {line}", told) for head, rows in LINES.items() for line, told in rows])
+def test_a_line_says_what_is_wrong(line: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(shlex.split(line)) == 2
+    out, told = capsys.readouterr()
+    assert not out or "trial" in told
+    plain = " ".join(told.replace("│", " ").split()).replace(str(Path.cwd()) + "/", "")
+    assert wanted.lower() in plain.lower()
+    assert "Traceback" not in told
+    assert "weights_only" not in told, "torch advises to run whatever code a file holds"
+    if not told.lstrip().startswith("Usage"):
+        assert told.startswith("error: ")
+        assert told.count("\n") == 1
