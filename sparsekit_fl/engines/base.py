@@ -51,24 +51,18 @@ class Unscored:
     reason: str
 
 
+Scored = Evaluation | Unscored
+
+
 class ClientStream(Protocol):
     """Starts clients one by one, and gives their replies as they come in: for rounds by the wall clock."""
 
-    def free(self, ids: Collection[int]) -> list[int]:
-        """Return those of these clients that could start now, since where they run has nothing to do."""
-        ...
-
-    def apart(self, ids: Collection[int]) -> list[int]:
-        """Return those of these free clients that can start together: of each node the first."""
+    def free(self, ids: Collection[int]) -> Mapping[int, int]:
+        """Return those of these clients that could start now, each with what it would keep busy: of one such thing, one."""
         ...
 
     def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
-        """Start clients that are free and apart.
-
-        Args:
-            assignments: One per client.
-            memory_rounds: The memory of each client that counts.
-        """
+        """Start clients that are free; see `ClientPool.map`."""
         ...
 
     def arrived(self) -> list[Reply]:
@@ -103,7 +97,7 @@ class ClientPool(Protocol):
         round: int,
         with_shared: bool,
         export: Path | None,
-    ) -> Iterator[Evaluation | Unscored]:
+    ) -> Iterator[Scored]:
         """Score personal models, and the global one where asked. A client that is away comes out as `Unscored`.
 
         Args:
@@ -117,17 +111,14 @@ class ClientPool(Protocol):
         ...
 
 
+Loop = Callable[[ClientPool], RunResult]
+"""The loop over rounds."""
+
+
 class Engine(Protocol):
     """Gives a pool to the loop over rounds. It is handed the loop, since some frameworks call the program they run."""
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        store: ClientStore,
-    ) -> RunResult:
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         """Call `rounds` with a pool, and return what it returns.
 
         Args:

@@ -19,7 +19,7 @@ from sparsekit.graph import UnitMask
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.loop import Batch, Batches, TrainingLog
 from sparsekit_fl.client.messages import Assignment
-from sparsekit_fl.engines.base import ClientPool, Reply
+from sparsekit_fl.engines.base import Loop, Reply
 from sparsekit_fl.engines.embedded import LocalPool
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.round import OpenRound
@@ -62,14 +62,7 @@ class Cohort:
             raise InvalidValueError(f"clients_per_step must be an integer >= 1, got {clients_per_step!r}")
         self.clients_per_step = clients_per_step
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        store: ClientStore,
-    ) -> RunResult:
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
         with one_thread(), exact_arithmetic(spec.config.deterministic):

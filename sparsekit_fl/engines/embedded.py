@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +18,13 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import (
     Assignment,
-    Evaluation,
     Update,
     decode_assignment,
     decode_update,
     encode_assignment,
     encode_update,
 )
-from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
+from sparsekit_fl.engines.base import Loop, Reply, Scored, Unscored, in_order
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError, WorkerDiedError
@@ -53,7 +51,6 @@ class LocalPool:
         self._executor = executor
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
-        """See `ClientPool`."""
         for one in assignments:
             yield self._reply(one, partial(self._executor.train, one, memory_rounds.get(one.client_id)))
 
@@ -64,21 +61,10 @@ class LocalPool:
             return Reply(client_id=assignment.client_id, error=error)
         return Reply(client_id=assignment.client_id, update=update, stored=stored)
 
-    def evaluate(
-        self,
-        state: StateDict,
-        ids: Sequence[int],
-        memory_rounds: MemoryRounds,
-        *,
-        round: int,
-        with_shared: bool,
-        export: Path | None,
-    ) -> Iterator[Evaluation | Unscored]:
-        """See `ClientPool`."""
-        options: Mapping[str, Any] = {"round": round, "with_shared": with_shared, "export": export}
+    def evaluate(self, state: StateDict, ids: Sequence[int], memory_rounds: MemoryRounds, **how: Any) -> Iterator[Scored]:
         for client_id in ids:
             try:
-                yield self._executor.evaluate(state, client_id, memory_rounds.get(client_id), **options)
+                yield self._executor.evaluate(state, client_id, memory_rounds.get(client_id), **how)
             except ClientError as error:
                 yield Unscored(client_id, str(error))
 
@@ -92,19 +78,19 @@ class _Task:
         version: The round of its memory that counts.
         round: The round.
         assignment: What to train on, packed, without the state: that is in shared memory. Empty to score the client.
-        options: How to score the client.
+        how: How to score the client.
     """
 
     client_id: int
     version: int | None
     round: int
     assignment: bytes = b""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    how: Mapping[str, Any] = field(default_factory=dict)
 
     def answer(self, executor: ClientExecutor, shared: StateDict) -> Any:
         """Return the packed update and whether a memory was stored; or the scores. In the worker process."""
         if not self.assignment:
-            return executor.evaluate(shared, self.client_id, self.version, round=self.round, **self.options)
+            return executor.evaluate(shared, self.client_id, self.version, **self.how)
         assignment = decode_assignment(self.assignment, executor.spec.graph, state=shared)
         update, stored = executor.train(assignment, self.version)
         return encode_update(update), stored
@@ -170,7 +156,6 @@ class ProcessPool:
             children.start(serve, make, self._shared, device_of(spec.config.device, number))
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
-        """See `ClientPool`."""
         tasks = [
             _Task(
                 client_id=assignment.client_id,
@@ -187,19 +172,8 @@ class ProcessPool:
                 payload, stored = answer
                 yield Reply(client_id=task.client_id, update=decode_update(payload), stored=stored)
 
-    def evaluate(
-        self,
-        state: StateDict,
-        ids: Sequence[int],
-        memory_rounds: MemoryRounds,
-        *,
-        round: int,
-        with_shared: bool,
-        export: Path | None,
-    ) -> Iterator[Evaluation | Unscored]:
-        """See `ClientPool`."""
-        options = {"with_shared": with_shared, "export": export}
-        tasks = [_Task(client_id=i, version=memory_rounds.get(i), round=round, options=options) for i in ids]
+    def evaluate(self, state: StateDict, ids: Sequence[int], memory_rounds: MemoryRounds, **how: Any) -> Iterator[Scored]:
+        tasks = [_Task(client_id=i, version=memory_rounds.get(i), round=how["round"], how=how) for i in ids]
         for task, answer in self._answers(state, tasks):
             yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 
@@ -267,14 +241,7 @@ class Embedded:
         self.workers = checked_workers(workers, start_method)
         self._start_method = start_method
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        store: ClientStore,
-    ) -> RunResult:
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
         with one_thread(), exact_arithmetic(spec.config.deterministic):

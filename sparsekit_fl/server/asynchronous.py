@@ -211,20 +211,21 @@ class Wall(Asynchronous):
         return sorted(self._asked)
 
     def free(self, ids: Collection[int]) -> list[int]:
-        return self._stream.free(ids)
+        return list(self._stream.free(ids))
 
     def _now(self) -> float:
         return time.monotonic()
 
     def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
         while (room := self._cohort - len(self._asked)) > 0:
-            free = [id for id in self._stream.free(ids) if id not in self._asked]
+            free = {id: place for id, place in self._stream.free(ids).items() if id not in self._asked}
             # Policies sort; a node with several clients would always begin with the first.
-            chosen = self._stream.apart(self._server.shuffled(self._server.sample(free, room))) if free else []
-            if not chosen:
+            sampled = self._server.shuffled(self._server.sample(free, room)) if free else []
+            if not sampled:
                 return
+            chosen = {free[id]: id for id in reversed(sampled)}
             # The order of draws for them must not depend on the order of nodes.
-            assignments = self._server.make_assignments(sorted(chosen))
+            assignments = self._server.make_assignments(sorted(chosen.values()))
             self._asked.update({assignment.client_id: assignment for assignment in assignments})
             self._stream.start(assignments, step.memory_rounds)
             step.started += assignments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, SparsekitError
-from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.base import Loop
 from sparsekit_fl.engines.flower.introduction import check_code, read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
@@ -69,6 +69,7 @@ class Nodes(Carrier):
         self._said: dict[int, dict[int, Client]] = {}
         self._used: dict[int, int] = {}
         self._news: list[str] = []
+        self._introduced = False
         # Starting a process may take a small device minutes.
         ttl = max(_QUERY_SECONDS, wait_seconds)
         self._post: Post[int] = Post(
@@ -93,20 +94,28 @@ class Nodes(Carrier):
                     " or run with a smaller `nodes`"
                 )
             time.sleep(_LOOK_SECONDS)
-        self._look(wait=True)
+        self.look(wait=True)
+        self._introduced = True
         if not self._used:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
-    def refresh(self) -> None:
-        """Look which nodes are there now, and ask the new ones."""
-        self._tell_of(self._look(wait=True))
-
-    def look(self) -> bool:
-        """Look which nodes are there now, and ask the new ones; what they say is heard at a later look."""
-        came = self._look(wait=False)
-        self._tell_of(came)
-        return bool(came)
+    def look(self, *, wait: bool = False) -> bool:
+        here, now = set(self.grid.get_node_ids()), time.monotonic()
+        for node in [node for node in self._said if node not in here]:
+            lost = [client_id for client_id, used in self._used.items() if used == node]
+            del self._said[node]
+            if lost:
+                self._tell(f"SuperNode {node} is gone, with the clients {_named(lost)}")
+        self._used = {client_id: node for client_id, node in self._used.items() if node in here}
+        asked = {*self._said, *self._post.keys}
+        self._post.add(sorted(node for node in here - asked if self._silent.get(node, 0.0) <= now))
+        replies = dict(self._post.poll())
+        while wait and not set(self._post.keys) <= set(self._silent):
+            time.sleep(POLL_SECONDS)
+            replies |= self._post.poll()
+        # By their ids, so that which of two nodes was first does not depend on the network.
+        return self._settle([node for node, reply in sorted(replies.items()) if self._hear(node, reply)])
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:
         """Wait until nodes have enough of these clients, or for as long as one waits for nodes at the begin."""
@@ -138,35 +147,6 @@ class Nodes(Carrier):
         _log.warning(text)
         self._news.append(text)
 
-    def _tell_of(self, came: Mapping[int, Collection[int]]) -> None:
-        for node, clients in came.items():
-            self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
-
-    def _look(self, *, wait: bool) -> dict[int, dict[int, Client]]:
-        """Forget nodes that are gone, ask those that are new, and read what was answered.
-
-        Args:
-            wait: Wait for nodes that were not asked before.
-
-        Returns:
-            Nodes that are used from now on, with their clients.
-        """
-        here, now = set(self.grid.get_node_ids()), time.monotonic()
-        for node in [node for node in self._said if node not in here]:
-            lost = [client_id for client_id, used in self._used.items() if used == node]
-            del self._said[node]
-            if lost:
-                self._tell(f"SuperNode {node} is gone, with the clients {_named(lost)}")
-        self._used = {client_id: node for client_id, node in self._used.items() if node in here}
-        asked = {*self._said, *self._post.keys}
-        self._post.add(sorted(node for node in here - asked if self._silent.get(node, 0.0) <= now))
-        replies = dict(self._post.poll())
-        while wait and not set(self._post.keys) <= set(self._silent):
-            time.sleep(POLL_SECONDS)
-            replies |= self._post.poll()
-        # By their ids, so that which of two nodes was first does not depend on the network.
-        return self._settle([node for node, reply in sorted(replies.items()) if self._hear(node, reply)])
-
     def _hear(self, node: int, reply: Message | str) -> bool:
         """Read the answer of a node; return whether there is one."""
         if isinstance(reply, str):
@@ -195,21 +175,20 @@ class Nodes(Carrier):
         if strange:
             raise DataError(f"it claims the clients {_named(strange)}, which {name!r} is not allowed to have")
 
-    def _settle(self, new: Iterable[int]) -> dict[int, dict[int, Client]]:
-        """Use every node whose clients are all free.
+    def _settle(self, new: Iterable[int]) -> bool:
+        """Use every node whose clients are all free; return whether there is one.
 
         Args:
             new: Nodes that answered just now.
-
-        Returns:
-            Those that were not used before, with their clients.
         """
-        taken: dict[int, dict[int, Client]] = {}
+        taken = False
         used = set(self._used.values())
         for node, clients in self._said.items():
             if node not in used and clients and not any(client_id in self._used for client_id in clients):
                 self._used.update(dict.fromkeys(clients, node))
-                taken[node] = clients
+                taken = True
+                if self._introduced:
+                    self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
         for node in new:
             claimed = [client_id for client_id in self._said[node] if self._used.get(client_id, node) != node]
             if claimed:
@@ -252,14 +231,7 @@ class Deployment:
     memory: Literal["nodes", "server"] = "nodes"
     timeout_seconds: float | None = None
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],  # noqa: ARG002 - the nodes have them
-        store: ClientStore,
-    ) -> RunResult:
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:  # noqa: ARG002
         """Run the loop; called by Flower's server app."""
         pool = GridPool(
             self.nodes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.engines.base import Reply, Unscored, in_order
+from sparsekit_fl.engines.base import Reply, Scored, Unscored, in_order
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.engines.spec import RunSpec
@@ -50,13 +50,8 @@ class Task:
     shared: bytes = b""
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What came back: header and payloads, or why nothing usable did."""
-
-    header: Mapping[str, Any] = field(default_factory=dict)
-    payloads: Mapping[str, bytes] = field(default_factory=dict)
-    failure: str | None = None
+Answer = tuple[Mapping[str, Any], Mapping[str, bytes]]
+"""Header and payloads of what came back; a header with "failure" says why nothing usable did."""
 
 
 class GridPool:
@@ -112,9 +107,9 @@ class GridPool:
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        tasks = [self._training(assignment, memory_rounds) for assignment in assignments]
-        for assignment, (task, answer) in zip(assignments, self._in_order(tasks), strict=True):
-            yield self._with_news(assignment, task, answer)
+        tasks = [self.training(assignment, memory_rounds) for assignment in assignments]
+        for assignment, task, answer in zip(assignments, tasks, self._answers(tasks), strict=True):
+            yield self._reply(assignment, task, answer)
 
     def stream(self) -> GridStream:
         """Return what starts clients one by one, and gives their replies as they come in."""
@@ -128,16 +123,61 @@ class GridPool:
     def _ttl(self) -> float:
         return _TTL_SECONDS if self._timeout is None else self._timeout
 
-    def _training(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Task:
+    def training(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Task:
         id, body = assignment.client_id, encode_assignment(assignment, self._spec.graph)
         return self._task("train", id, memory_rounds.get(id), assignment.round, body=body)
 
-    def _with_news(self, assignment: Assignment, task: Task, answer: Answer) -> Reply:
+    def reply(self, assignment: Assignment, task: Task, message: Message | str) -> Reply:
+        """Read the reply to a message of one task."""
+        return self._reply(assignment, task, self._read(message, 1)[0])
+
+    def _reply(self, assignment: Assignment, task: Task, answer: Answer) -> Reply:
         """Read a reply, and add what became of nodes."""
-        travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer.payloads))
-        reply = replace(self._reply(assignment, answer), memory_bytes=travelled)
-        news = self._carrier.news()
-        return replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
+        travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer[1]))
+        try:
+            reply = self._update(assignment, answer)
+        except ClientError as error:
+            reply = Reply(client_id=assignment.client_id, error=error)
+        notes = [*self._carrier.news(), *([reply.note] if reply.note else [])]
+        return replace(reply, memory_bytes=travelled, note="; ".join(notes))
+
+    def _update(self, assignment: Assignment, answer: Answer) -> Reply:
+        """The update that a client sent; raises ClientError where it sent none."""
+        (header, payloads), who = answer, f"client {assignment.client_id} in round {assignment.round}"
+        self._raise_failure(header, f"{who}: ")
+        try:
+            update = decode_update(payloads.get("body", b""), self._spec.graph)
+        except DataError as error:
+            raise ClientError(f"{who} sent no valid update: {error}") from None
+        stored = header.get("stored") is True
+        if stored and self._carried:
+            if not payloads.get("memory"):
+                raise ClientError(f"{who} sent its update without its memory")
+            self._store.save(assignment.client_id, assignment.round, payloads["memory"])
+        note = header.get("note")
+        text = note[:_MOST_TEXT] if isinstance(note, str) else ""
+        return Reply(client_id=assignment.client_id, update=update, stored=stored, note=text)
+
+    def _raise_failure(self, header: Mapping[str, Any], who: str = "") -> None:
+        """Raise what a reply says of a failure, if it does.
+
+        Raises:
+            ClientError: the client failed, or a node that is not ours.
+            WorkerDiedError, OSError: a node of ours is broken, or cannot write: the run ends as with any other engine.
+        """
+        text = str(header.get("failure") or header.get("error") or header.get("broken") or "")[:_MOST_TEXT]
+        if "failure" in header:
+            raise ClientError(f"{who}{text}")
+        if "error" in header:
+            if self._trusted and type(header.get("errno")) is int:
+                raise OSError(header["errno"], text)
+            error = ClientError(text)
+            error.add_note(f"On its node:\n{header.get('traceback', '')}")
+            raise error
+        if "broken" in header:
+            # Not the client's fault: its memory cannot be read or written, or this package has a bug.
+            text = f"{who}its node failed:\n{text}"
+            raise WorkerDiedError(text) if self._trusted else ClientError(text[:_MOST_TEXT])
 
     def evaluate(
         self,
@@ -148,47 +188,30 @@ class GridPool:
         round: int,
         with_shared: bool,
         export: Path | None,
-    ) -> Iterator[Evaluation | Unscored]:
+    ) -> Iterator[Scored]:
         """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
         last = export is not None
         options: dict[str, Any] = {"with_shared": with_shared, "last": last, "export": last and self.exports}
         tasks = [self._task("evaluate", i, memory_rounds.get(i), round, shared=body, **options) for i in ids]
-        held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
-        silent: dict[int, Task] = {}
-        for task, answer in self._in_order(tasks):
-            if answer.failure is not None:
-                silent[len(held)] = task
-            if silent:
-                held.append(self._scores(task, answer, export))
-            else:
-                yield self._scores(task, answer, export)
-        for place, (task, answer) in zip(silent, self._in_order(list(silent.values())), strict=True):
-            held[place] = self._scores(task, answer, export)
-        yield from held
+        for client_id, answer in zip(ids, self._answers(tasks, times=2), strict=True):
+            try:
+                yield self._scores(client_id, answer, export)
+            except ClientError as error:
+                yield Unscored(client_id, str(error))
 
-    def _raise_full(self, answer: Answer) -> None:
-        """Raise where a node of ours cannot write: the disk is the run's own, and the run ends as with any other engine."""
-        number = answer.header.get("errno")
-        if self._trusted and type(number) is int:
-            raise OSError(number, str(answer.header.get("error"))[:_MOST_TEXT])
-
-    def _scores(self, task: Task, answer: Answer, export: Path | None) -> Evaluation | Unscored:
-        client_id = task.header["client"]
-        if answer.failure is not None:
-            return Unscored(client_id, answer.failure)
-        self._raise_full(answer)
-        wrong = answer.header.get("error") or answer.header.get("broken")
-        if wrong:
-            return Unscored(client_id, str(wrong)[:_MOST_TEXT])
+    def _scores(self, client_id: int, answer: Answer, export: Path | None) -> Evaluation:
+        """The scores that a client sent; raises ClientError where it sent none."""
+        header, payloads = answer
+        self._raise_failure(header)
         try:
-            evaluation = Evaluation.from_dict(answer.header["evaluation"])
+            evaluation = Evaluation.from_dict(header["evaluation"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return Unscored(client_id, f"it sent malformed scores: {error!r}")
+            raise ClientError(f"it sent malformed scores: {error!r}") from error
         if evaluation.client_id != client_id:
-            return Unscored(client_id, f"it sent the scores of client {evaluation.client_id}")
-        if export is not None and answer.payloads.get("model"):
-            write_atomically(export / f"client-{client_id}.safetensors", answer.payloads["model"])
+            raise ClientError(f"it sent the scores of client {evaluation.client_id}")
+        if export is not None and payloads.get("model"):
+            write_atomically(export / f"client-{client_id}.safetensors", payloads["model"])
         return evaluation
 
     def _task(
@@ -209,68 +232,47 @@ class GridPool:
                 payloads["memory"] = self._store.load(client_id, version)
         return Task(header, payloads, shared)
 
-    def _reply(self, assignment: Assignment, answer: Answer) -> Reply:
-        try:
-            return self._update(assignment, answer)
-        except ClientError as error:
-            return Reply(client_id=assignment.client_id, error=error)
+    def _answers(self, tasks: Sequence[Task], *, times: int = 1) -> Iterator[Answer]:
+        return in_order(self._exchange(tasks, times), len(tasks))
 
-    def _update(self, assignment: Assignment, answer: Answer) -> Reply:
-        """The update that a client sent; raises ClientError where it sent none."""
-        who, header = f"client {assignment.client_id} in round {assignment.round}", answer.header
-        if answer.failure is not None:
-            raise ClientError(f"{who}: {answer.failure}")
-        if "error" in header:
-            self._raise_full(answer)
-            error = ClientError(str(header["error"])[:_MOST_TEXT])
-            error.add_note(f"On its node:\n{header.get('traceback', '')}")
-            raise error
-        if "broken" in header:
-            # Not the client's fault: its memory cannot be read or written, or this package has a bug.
-            text = f"the node of {who} failed:\n{header['broken']}"
-            raise WorkerDiedError(text) if self._trusted else ClientError(text[:_MOST_TEXT])
-        try:
-            update = decode_update(answer.payloads.get("body", b""), self._spec.graph)
-        except DataError as error:
-            raise ClientError(f"{who} sent no valid update: {error}") from None
-        stored = header.get("stored") is True
-        if stored and self._carried:
-            if not answer.payloads.get("memory"):
-                raise ClientError(f"{who} sent its update without its memory")
-            self._store.save(assignment.client_id, assignment.round, answer.payloads["memory"])
-        note = header.get("note")
-        text = note[:_MOST_TEXT] if isinstance(note, str) else ""
-        return Reply(client_id=assignment.client_id, update=update, stored=stored, note=text)
-
-    def _in_order(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
-        return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
-
-    def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Answer]]:
-        """Send all, and yield what comes back."""
-        self._carrier.refresh()
-        post: Post[tuple[int, ...]] = Post(
-            self._carrier,
-            lambda places, node: self._message([tasks[place] for place in places], node),
-            lambda places: self._carrier.node_of(tasks[places[0]].header["client"]),
-            ttl=self._ttl,
+    def _exchange(self, tasks: Sequence[Task], times: int) -> Iterator[tuple[int, Answer]]:
+        """Send all, and yield what comes back; where nothing usable does, send again, so many times in all."""
+        places = {task: place for place, task in enumerate(tasks)}
+        waiting = list(tasks)
+        while waiting:
+            times -= 1
+            self._carrier.look(wait=True)
             # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
-            most=None if self._grouped else max(_MOST_OPEN, 8 * self.workers),
+            post = self.post(most=None if self._grouped else max(_MOST_OPEN, 8 * self.workers))
+            post.add(self._groups(waiting))
+            waiting = []
+            for asked, reply in post.answers():
+                for task, answer in zip(asked, self._read(reply, len(asked)), strict=True):
+                    if times and "failure" in answer[0]:
+                        waiting.append(task)
+                    else:
+                        yield places[task], answer
+
+    def post(self, *, most: int | None = None) -> Post[tuple[Task, ...]]:
+        """Return what carries messages, each of tasks for one node."""
+        return Post(
+            self._carrier,
+            self._message,
+            lambda tasks: self._carrier.node_of(tasks[0].header["client"]),
+            ttl=self._ttl,
+            most=most,
             trusted=self._trusted,
         )
-        post.add(self._groups(tasks))
-        for places, reply in post.answers():
-            yield from zip(places, self._answers(reply, len(places)), strict=True)
 
-    def _groups(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
-        """The tasks of each message, by their places."""
-        if not self._grouped:
-            return [(place,) for place in range(len(tasks))]
-        by_node: dict[Any, list[int]] = {}
-        for place, task in enumerate(tasks):
-            try:
-                by_node.setdefault(self._carrier.node_of(task.header["client"]), []).append(place)
-            except ClientError:
-                by_node[task] = [place]  # the post says why
+    def _groups(self, tasks: Sequence[Task]) -> list[tuple[Task, ...]]:
+        """The tasks of each message."""
+        by_node: dict[Any, list[Task]] = {}
+        for task in tasks:
+            node: Any = task
+            if self._grouped:
+                with contextlib.suppress(ClientError):  # the post says why
+                    node = self._carrier.node_of(task.header["client"])
+            by_node.setdefault(node, []).append(task)
         return [tuple(asked[i : i + _MOST_TASKS]) for asked in by_node.values() for i in range(0, len(asked), _MOST_TASKS)]
 
     def _message(self, tasks: Sequence[Task], node: int) -> Message:
@@ -278,21 +280,20 @@ class GridPool:
         record = content(header, shared=tasks[0].shared, **join([task.payloads for task in tasks]))
         return Message(record, node, tasks[0].header["task"], ttl=self._ttl, group_id=str(tasks[0].header["round"]))
 
-    def _answers(self, message: Message | str, count: int) -> list[Answer]:
+    def _read(self, message: Message | str, count: int) -> list[Answer]:
         """Return what a reply answers to each of its `count` tasks."""
-        if isinstance(message, str):
-            return [Answer(failure=message)] * count
-        if message.has_error():
-            reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
-            return [Answer(failure=reason)] * count
         try:
+            if isinstance(message, str):
+                raise DataError(message)
+            if message.has_error():
+                raise DataError(f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})")
             header, payloads = read(message, max_bytes=count * self._most)
             replies = header.get("replies")
             if not isinstance(replies, list) or len(replies) != count or not all(isinstance(one, dict) for one in replies):
                 raise DataError(f"expected {count} replies")
         except DataError as error:
-            return [Answer(failure=str(error))] * count
-        return [Answer(reply, part(payloads, place)) for place, reply in enumerate(replies)]
+            return [({"failure": str(error)}, {})] * count
+        return [(reply, part(payloads, place)) for place, reply in enumerate(replies)]
 
 
 class GridStream:
@@ -304,56 +305,33 @@ class GridStream:
     """
 
     def __init__(self, pool: GridPool, carrier: Carrier) -> None:
-        self._pool, self._carrier = pool, carrier
+        self._pool, self._carrier, self._post = pool, carrier, pool.post()
         self._tasks: dict[int, tuple[Assignment, Task]] = {}
-        self._post: Post[int] = Post(
-            carrier,
-            lambda id, node: pool._message([self._tasks[id][1]], node),
-            carrier.node_of,
-            ttl=pool._ttl,
-            trusted=pool._trusted,
-        )
-        self._early: list[tuple[int, Message | str]] = []  # came while others were sent
+        self._early: list[tuple[tuple[Task, ...], Message | str]] = []  # came while others were sent
         self._looked = float("-inf")
 
-    def free(self, ids: Collection[int]) -> list[int]:
-        """Return those of these clients whose node is there and has nothing to do."""
+    def free(self, ids: Collection[int]) -> dict[int, int]:
         self._carrier.look()
         self._looked = time.monotonic()
-        return [id for id in ids if id not in self._tasks and self._free(id)]
-
-    def _free(self, id: int) -> bool:
-        try:
-            node = self._carrier.node_of(id)
-        except ClientError:
-            return False
-        return not self._carrier.exclusive or node not in self._post.busy
-
-    def apart(self, ids: Collection[int]) -> list[int]:
-        """Return of these clients the first of each node; all of them where any node serves any client."""
-        if not self._carrier.exclusive:
-            return list(ids)
-        first: dict[int, int] = {}
+        found = {}
         for id in ids:
-            first.setdefault(self._carrier.node_of(id), id)
-        return list(first.values())
+            with contextlib.suppress(ClientError):  # its node is away
+                place = self._carrier.node_of(id) if self._carrier.exclusive else id
+                if id not in self._tasks and place not in self._post.busy:
+                    found[id] = place
+        return found
 
     def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
-        """Send tasks to clients that are free, at most one for each node."""
-        self._tasks.update({one.client_id: (one, self._pool._training(one, memory_rounds)) for one in assignments})
-        self._post.add(one.client_id for one in assignments)
+        tasks = [self._pool.training(one, memory_rounds) for one in assignments]
+        self._tasks.update({one.client_id: (one, task) for one, task in zip(assignments, tasks, strict=True)})
+        self._post.add((task,) for task in tasks)
         self._early += self._post.poll()
 
     def arrived(self) -> list[Reply]:
-        """Wait until a reply has come, or a node, or until nobody is under way.
-
-        Returns:
-            Replies in the order in which they came; none where a node came.
-        """
         while self._tasks:
             found, self._early = [*self._early, *self._post.poll()], []
             if found:
-                return [self._pool._with_news(*self._tasks.pop(id), self._pool._answers(said, 1)[0]) for id, said in found]
+                return [self._pool.reply(*self._tasks.pop(task.header["client"]), said) for (task,), said in found]
             if time.monotonic() - self._looked > _LOOK_SECONDS:
                 self._looked = time.monotonic()
                 if self._carrier.look():

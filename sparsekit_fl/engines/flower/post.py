@@ -35,11 +35,12 @@ class Carrier(ABC):
     def node_of(self, client_id: int) -> int:
         """Return the node that has this client; raises ClientError where none has."""
 
-    def refresh(self) -> None:  # noqa: B027 - a hook
-        """Look which nodes are there now; called before a round's messages are sent."""
+    def look(self, *, wait: bool = False) -> bool:  # noqa: ARG002 - a hook
+        """Look which nodes are there now; return whether one came whose clients can be asked.
 
-    def look(self) -> bool:
-        """Look which nodes are there now, and wait for none; return whether one came whose clients can be asked."""
+        Args:
+            wait: Wait for nodes that have yet to say which clients they have, as before a round's messages are sent.
+        """
         return False
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:  # noqa: B027 - a hook

@@ -24,7 +24,7 @@ from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.telemetry import EventType
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.base import Loop
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import GridPool
@@ -88,14 +88,7 @@ class Flower(Checked):
         if self.ray_address is not None and ":" not in self.ray_address:
             raise InvalidValueError(f"ray_address must be 'host:port' of a Ray cluster's head, got {self.ray_address!r}")
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        store: ClientStore,
-    ) -> RunResult:
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         """Run the loop in this thread, beside the simulation."""
         # Actors on this machine write memories where the run keeps them; others cannot.
         shared = self.ray_address is None

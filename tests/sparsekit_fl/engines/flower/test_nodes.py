@@ -76,17 +76,17 @@ def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -
     nodes = found(grid)
     assert sorted(nodes.introduce()) == [0, 1, 2]
     grid.nodes[3] = [0, 1]
-    nodes.refresh()
+    nodes.look(wait=True)
     assert nodes.node_of(0) == 1
     assert nodes.news() == ["SuperNode 3 is not used for now: it claims the clients [0, 1], which another node has"]
     del grid.nodes[1]
-    nodes.refresh()
+    nodes.look(wait=True)
     assert nodes.node_of(0) == nodes.node_of(1) == 3
     assert nodes.news() == ["SuperNode 1 is gone, with the clients [0, 1]", "SuperNode 3 came, with the clients [0, 1]"]
     assert nodes.news() == []
     assert grid.asked == [1, 2, 3]
     del grid.nodes[2]
-    nodes.refresh()
+    nodes.look(wait=True)
     with pytest.raises(ClientError, match="no SuperNode has client 2 now"):
         nodes.node_of(2)
 
@@ -114,7 +114,7 @@ def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -
     seconds = []
     for _ in range(4):
         began = time.monotonic()
-        nodes.refresh()
+        nodes.look(wait=True)
         seconds.append(time.monotonic() - began)
     assert seconds[0] >= 0.3
     assert max(seconds[1:]) < 0.2
@@ -124,7 +124,7 @@ def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -
     grid.silent.clear()
     time.sleep(0.3)
     for _ in range(3):
-        nodes.refresh()
+        nodes.look(wait=True)
     assert nodes.node_of(1) == 2
 
 
