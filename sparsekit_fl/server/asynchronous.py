@@ -94,11 +94,11 @@ class Asynchronous(Steps):
                 await_clients(self._pool, ids, self._needed - len(step.landed))
                 step.done -= step.dropped.keys()
         # In the order of clients, so that the order in which they came in decides nothing.
-        landed = sorted(step.landed, key=lambda arrival: arrival.update.client_id)
+        landed = sorted(step.landed, key=lambda arrival: arrival[0].client_id)
         self._server.take(landed)
-        step.updates = [arrival.update for arrival in landed]
+        step.updates = [update for update, _ in landed]
         step.count(self._now() - began)
-        ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in step.landed)
+        ages = ", ".join(f"{update.client_id} ({age})" for update, age in step.landed)
         came = f"asynchronous: clients that came in, and the age of what they received: {ages}"
         step.notes = ["; ".join([came, *step.notes])]
         return step
@@ -166,7 +166,7 @@ class Simulated(Asynchronous):
 
     def _arrive(self, step: AsynchronousStep) -> None:
         self._memory["now"], _, base, update = heapq.heappop(self._flying)
-        step.landed.append(Arrival(update, step.round - base))
+        step.landed.append((update, step.round - base))
 
     def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> AsynchronousStep:
         step = super().step(round, memory_rounds, ids=ids)
@@ -238,4 +238,4 @@ class Wall(Asynchronous):
             assignment = self._asked.pop(reply.client_id)
             update = self._receive(step, reply, assignment)
             if update is not None:
-                step.landed.append(Arrival(update, step.round - assignment.round))
+                step.landed.append((update, step.round - assignment.round))

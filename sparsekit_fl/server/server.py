@@ -69,25 +69,18 @@ class Aggregated:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """An update that came in.
+Arrival = tuple[Update, int]
+"""An update that came in, and its age: aggregations since the client received its model."""
 
-    Args:
-        update: As the client made it.
-        age: Aggregations since the client received its model.
-    """
 
-    update: Update
-    age: int
-
-    def counted(self, staleness: float) -> Update:
-        """The update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
-        if not self.age or not staleness:
-            return self.update
-        factor = (1 + self.age) ** -staleness
-        delta = {name: value * factor if value.is_floating_point() else value for name, value in self.update.delta.items()}
-        return replace(self.update, delta=delta)
+def aged(arrival: Arrival, staleness: float) -> Update:
+    """Return an update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
+    update, age = arrival
+    if not age or not staleness:
+        return update
+    factor = (1 + age) ** -staleness
+    delta = {name: value * factor if value.is_floating_point() else value for name, value in update.delta.items()}
+    return replace(update, delta=delta)
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
@@ -248,6 +241,11 @@ class Server:
         self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
 
+    @property
+    def _now(self) -> ServerContext:
+        assert self._ctx is not None, "begin() comes first"
+        return self._ctx
+
     def begin(self, round: int) -> ServerContext:
         """Begin a round, counted from 1, and return its context."""
         self._ctx = self.context(round)
@@ -260,16 +258,14 @@ class Server:
             ids: Those that could.
             room: Number of clients wanted.
         """
-        assert self._ctx is not None, "begin() comes before sample()"
-        there = self._reachable(self._ctx)
+        there = self._reachable(self._now)
         sampled = there.reaching([id for id in ids if id in there.roster])
         sampled = replace(sampled, cohort_size=max(0, min(room, len(sampled.roster))))
         return self._sample(sampled) if sampled.cohort_size else []
 
     def shuffled(self, ids: Sequence[int]) -> list[int]:
         """Return clients in another order, drawn within the round that has begun."""
-        assert self._ctx is not None, "begin() comes before shuffled()"
-        return [ids[place] for place in self._ctx.scoped("sampling").rng.permutation(len(ids))]
+        return [ids[place] for place in self._now.scoped("sampling").rng.permutation(len(ids))]
 
     def _sample(self, ctx: ServerContext) -> list[int]:
         cohort = self.spec.method.sampling.sample(ctx.scoped("sampling"))
@@ -283,8 +279,7 @@ class Server:
 
     def make_assignments(self, cohort: Sequence[int]) -> list[Assignment]:
         """Write the assignments of these clients, in the round that has begun."""
-        assert self._ctx is not None, "begin() comes before make_assignments()"
-        ctx, method = self._ctx, self.spec.method
+        ctx, method = self._now, self.spec.method
         assignments = []
         for client_id in cohort:
             proposal = method.ratio.propose(ctx.scoped("ratio"), client_id)
@@ -325,8 +320,7 @@ class Server:
         Returns:
             The valid updates, and the reason for each other one. Of two updates of one client the first counts.
         """
-        assert self._ctx is not None, "assign() comes before aggregate()"
-        ctx, method = self._ctx, self.spec.method
+        ctx, method = self._now, self.spec.method
         valid: list[Update] = []
         refused: list[tuple[int, UpdateError]] = []
         seen: set[int] = set()
@@ -346,9 +340,9 @@ class Server:
         seconds = None
         if len(valid) >= needed:
             if valid or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
-                self._aggregate(ctx, method.sampling.arrivals(ctx.scoped("sampling"), valid))
+                self._aggregate(method.sampling.arrivals(ctx.scoped("sampling"), valid))
             seconds = method.sampling.seconds(ctx.scoped("sampling"))
-            self._learn(ctx, valid)
+            self._learn(valid)
         return Aggregated(tuple(valid), tuple(refused), seconds)
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
@@ -357,13 +351,12 @@ class Server:
         Args:
             arrivals: In the order in which they are added up.
         """
-        assert self._ctx is not None, "begin() comes before take()"
         staleness = self.spec.config.async_staleness
-        self._aggregate(self._ctx, [(arrival.counted(staleness), arrival.age) for arrival in arrivals])
-        self._learn(self._ctx, [arrival.update for arrival in arrivals])
+        self._aggregate([(aged(arrival, staleness), arrival[1]) for arrival in arrivals])
+        self._learn([update for update, _ in arrivals])
 
-    def _learn(self, ctx: ServerContext, valid: Sequence[Update]) -> None:
-        method = self.spec.method
+    def _learn(self, valid: Sequence[Update]) -> None:
+        ctx, method = self._now, self.spec.method
         self.state.round = ctx.round
         if not valid:
             return
@@ -373,16 +366,14 @@ class Server:
 
     def with_scoring_time(self, update: Update) -> Update:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
-        assert self._ctx is not None, "begin() comes before with_scoring_time()"
         if not update.cost.flops_scoring or update.client_id not in self._clients:
             return update
-        seconds = scoring_seconds(update.cost, self._ctx.roster[update.client_id].capability)
+        seconds = scoring_seconds(update.cost, self._now.roster[update.client_id].capability)
         return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
 
     def validated(self, update: Update, assignment: Assignment) -> Update:
         """Return an update as it is added up; raise UpdateError unless it may touch the model, and every policy can use it."""
-        assert self._ctx is not None, "begin() comes before validated()"
-        ctx, method = self._ctx, self.spec.method
+        ctx, method = self._now, self.spec.method
         check_update(update, assignment, ctx, upload=self.spec.config.upload)
         method.aggregate.validate(ctx.scoped("aggregate"), update, assignment)
         method.ratio.validate(ctx.scoped("ratio"), update, assignment)
@@ -392,8 +383,8 @@ class Server:
         delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
         return replace(update, delta=delta)
 
-    def _aggregate(self, ctx: ServerContext, arrivals: Sequence[tuple[Update, int]]) -> None:
-        method, config = self.spec.method, self.spec.config
+    def _aggregate(self, arrivals: Sequence[Arrival]) -> None:
+        ctx, method, config = self._now, self.spec.method, self.spec.config
         chosen = noisy_mean_of(config, ctx.round, noise_seed=self.state.noise_seed) or rule_of(config)
         memory = self.state.memory.setdefault("server_optimizer", {}) if self._optimizes else {}
         optimizer = make_server_optimizer(config, memory, self.spec.parameters)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
-import torch
 from flwr.app import Message
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsekit.errors import DataError
-from sparsekit_fl.client.packing import pack, unpack
 from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.fingerprint import code_version
@@ -26,7 +26,13 @@ _SAME = {
     "graph": "its model has other units (digest {}) than the server's ({}); use the same model, data set and torch version",
 }
 _MOST_CLIENTS = 1_000_000
-_BYTES, _ROOM = 64, 4096  # of a client, and of what is around them
+_MOST_BYTES = 200 * _MOST_CLIENTS
+
+_Id = Annotated[int, Field(ge=0, lt=2**63)]
+_Size = Annotated[int, Field(ge=1, lt=2**40)]
+_Row = tuple[_Id, _Size, Annotated[int, Field(ge=0, lt=2**40)], _Size, float, float, float, float]
+_CLIENTS = TypeAdapter(Annotated[list[_Row], Field(min_length=1, max_length=_MOST_CLIENTS)])
+"""Of each client its id, its numbers of examples to train, validate and test with, and its capability."""
 
 
 def introduced_by(spec: RunSpec) -> dict[str, str]:
@@ -41,18 +47,56 @@ def introduced_by(spec: RunSpec) -> dict[str, str]:
     return {**code_version(), "graph": graph}
 
 
-def check_code(message: Message, ours: Mapping[str, str]) -> None:
-    """Raise unless a node runs the code, and has the model, of the server.
+def described(clients: Iterable[Client]) -> dict[str, bytes]:
+    """Payloads that say which clients there are.
 
     Args:
-        message: The node's answer.
-        ours: From `introduced_by`.
+        clients: The clients of one node.
+    """
+    rows = []
+    for client in clients:
+        data, can = client.data, client.capability
+        rates = [can.ratio, can.flops_per_second, can.uplink_bytes_per_second, can.downlink_bytes_per_second]
+        rows.append([client.id, len(data.train), len(data.val), len(data.test), *rates])
+    return {"clients": json.dumps(rows).encode()}
+
+
+def read_clients(message: Message, ours: Mapping[str, str] | None = None) -> dict[int, Client]:
+    """The inverse of `described`.
+
+    Args:
+        message: A node's answer, whatever it is.
+        ours: From `introduced_by`, what the node must have in common with the server; None takes any.
+
+    Returns:
+        Client id → client, with sizes instead of data; at least one.
 
     Raises:
-        DataError: something differs, or the node does not say; with what to do.
+        DataError: it does not say which clients there are, names more than a million, or runs other code or another model;
+            with what to do.
     """
-    header, _ = read(message, max_bytes=_MOST_CLIENTS * _BYTES + _ROOM)
-    theirs = header.get("identity")
+    if message.has_error():
+        raise DataError(f"{message.error.reason} (Flower's error {message.error.code})")
+    header, payloads = read(message, max_bytes=_MOST_BYTES)
+    try:
+        rows = _CLIENTS.validate_json(payloads.get("clients", b""), strict=True)
+        clients = {
+            id: Client(id=id, data=ClientData(range(train), range(val), range(test)), capability=Capability(*rates))
+            for id, train, val, test, *rates in rows
+        }
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise DataError(f"it describes its clients badly: {first['msg']}, in {first['loc']}") from None
+    except ValueError as error:
+        raise DataError(f"it describes a client badly: {error}") from error
+    if len(clients) != len(rows):
+        raise DataError("it names a client twice")
+    if ours is not None:
+        _check_code(header.get("identity"), ours)
+    return clients
+
+
+def _check_code(theirs: object, ours: Mapping[str, str]) -> None:
     if not isinstance(theirs, dict) or "sparsekit" not in theirs:
         raise DataError(
             f"it does not say by which version it was made, so it is an older one; install sparsekit {ours['sparsekit']} there"
@@ -61,60 +105,3 @@ def check_code(message: Message, ours: Mapping[str, str]) -> None:
         told = str(theirs.get(name))[:_LETTERS]
         if told != ours[name]:
             raise DataError(f"{what.format(told, ours[name])} on both")
-
-
-def described(clients: Iterable[Client]) -> dict[str, bytes]:
-    """Payloads that say which clients there are.
-
-    Args:
-        clients: The clients of one node.
-    """
-    found = list(clients)
-    data, can = [client.data for client in found], [client.capability for client in found]
-    rates = [[one.ratio, one.flops_per_second, one.uplink_bytes_per_second, one.downlink_bytes_per_second] for one in can]
-    tensors = {
-        "ids": torch.tensor([client.id for client in found]),
-        "sizes": torch.tensor([[len(one.train), len(one.val), len(one.test)] for one in data]),
-        "capabilities": torch.tensor(rates, dtype=torch.float64),
-    }
-    return {"clients": pack(tensors, {})}
-
-
-def read_clients(message: Message) -> dict[int, Client]:
-    """The inverse of `described`.
-
-    Args:
-        message: A node's answer, whatever it is.
-
-    Returns:
-        Client id → client, with sizes instead of data; at least one.
-
-    Raises:
-        DataError: it does not say which clients there are, or names more than a million.
-    """
-    if message.has_error():
-        raise DataError(f"{message.error.reason} (Flower's error {message.error.code})")
-    _, payloads = read(message, max_bytes=_MOST_CLIENTS * _BYTES + _ROOM)
-    try:
-        tensors, _ = unpack(payloads["clients"])
-        ids, sizes, rates = tensors["ids"], tensors["sizes"], tensors["capabilities"]
-    except KeyError as error:
-        raise DataError(f"it does not say {error} of its clients") from error
-    count = ids.numel()
-    if ids.shape != (count,) or sizes.shape != (count, 3) or rates.shape != (count, 4):
-        raise DataError(f"it describes its clients by tensors of shapes {[tuple(one.shape) for one in (ids, sizes, rates)]}")
-    if ids.dtype != torch.int64 or sizes.dtype != torch.int64 or rates.dtype != torch.float64:
-        raise DataError("it describes its clients by numbers of other types")
-    if not 0 < count <= _MOST_CLIENTS:
-        raise DataError(f"it names {count:,} clients, allowed are 1 to {_MOST_CLIENTS:,}")
-    if ids.unique().numel() != count or int(ids.min()) < 0:
-        raise DataError("it names a client twice, or a negative id")
-    if bool((sizes < torch.tensor([1, 0, 1])).any()) or int(sizes.max()) >= 2**40:
-        raise DataError("it names sizes of data that no client has")
-    try:
-        return {
-            id: Client(id=id, data=ClientData(*map(range, size)), capability=Capability(*rate))
-            for id, size, rate in zip(ids.tolist(), sizes.tolist(), rates.tolist(), strict=True)
-        }
-    except ValueError as error:
-        raise DataError(f"it describes a client badly: {error}") from error

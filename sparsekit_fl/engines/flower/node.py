@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -21,6 +22,7 @@ from sparsekit_fl.errors import ClientError, LostMemoryError
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.state.store import CarriedMemory
 
+T = TypeVar("T")
 _Answer = tuple[dict[str, Any], dict[str, bytes]]  # header and payloads
 
 
@@ -67,17 +69,21 @@ def _answer(executor: ClientExecutor, task: Mapping[str, Any], shared: StateDict
         return {"broken": traceback.format_exc()}, {}
 
 
+def _with_memory(work: Callable[[int | None], T], version: int | None) -> tuple[T, str]:
+    """Do work with a memory, or without one that was lost; return what came of it, and what to say of the loss."""
+    try:
+        return work(version), ""
+    except LostMemoryError as error:
+        # Better a client that starts afresh, and says so, than one that never takes part again.
+        return work(None), f"{error}; it started afresh"
+
+
 def _train(executor: ClientExecutor, task: Mapping[str, Any], body: bytes, memory: CarriedMemory | None) -> _Answer:
     assignment = decode_assignment(body, executor.spec.graph)
     if (assignment.client_id, assignment.round) != (task["client"], task["round"]):
         raise DataError("header and assignment are of different clients or rounds")
-    note = ""
-    try:
-        update, stored = executor.train(assignment, task["version"], store=memory)
-    except LostMemoryError as error:
-        # Better a client that starts afresh, and says so, than one that never takes part again.
-        note = f"{error}; it started afresh"
-        update, stored = executor.train(assignment, None, store=memory)
+    trained, note = _with_memory(partial(executor.train, assignment, store=memory), task["version"])
+    update, stored = trained
     return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory.written if memory else b""}
 
 
@@ -86,16 +92,8 @@ def _evaluate(executor: ClientExecutor, task: Mapping[str, Any], state: StateDic
         export = Path(folder) if task["export"] else None
         if task["last"] and not task["export"] and executor.home is not None:
             export = executor.keep(executor.home, state)
-        options: dict[str, Any] = {
-            "round": task["round"],
-            "with_shared": task["with_shared"],
-            "export": export,
-            "store": memory,
-        }
-        try:
-            evaluation = executor.evaluate(state, task["client"], task["version"], **options)
-        except LostMemoryError:
-            # It is scored with what it would deploy now; that the memory is lost is said when it trains.
-            evaluation = executor.evaluate(state, task["client"], None, **options)
+        how: dict[str, Any] = {"round": task["round"], "with_shared": task["with_shared"], "export": export, "store": memory}
+        # It is scored with what it would deploy now; that its memory is lost is said when it trains.
+        evaluation, _ = _with_memory(partial(executor.evaluate, state, task["client"], **how), task["version"])
         model = next((path.read_bytes() for path in Path(folder).glob("*.safetensors")), b"")
     return {"evaluation": evaluation.to_dict()}, {"model": model}

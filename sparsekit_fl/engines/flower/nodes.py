@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit_fl.engines.base import Loop
-from sparsekit_fl.engines.flower.introduction import check_code, read_clients
+from sparsekit_fl.engines.flower.introduction import read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content
@@ -156,9 +156,7 @@ class Nodes(Carrier):
         self._silent.pop(node, None)
         self._said[node] = {}
         try:
-            clients = read_clients(reply)
-            if self._identity is not None:
-                check_code(reply, self._identity)
+            clients = read_clients(reply, self._identity)
             if self._allowed is not None:
                 self._check_allowed(node, clients, self._allowed)
             self._said[node] = clients

@@ -106,7 +106,6 @@ class GridPool:
         self._trusted = trusted
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
-        """Train; see `ClientPool.map`."""
         tasks = [self.training(assignment, memory_rounds) for assignment in assignments]
         for assignment, task, answer in zip(assignments, tasks, self._answers(tasks), strict=True):
             yield self._reply(assignment, task, answer)
@@ -116,7 +115,6 @@ class GridPool:
         return GridStream(self, self._carrier)
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:
-        """See `ClientPool`."""
         self._carrier.await_clients(ids, needed)
 
     @property

@@ -31,7 +31,7 @@ from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.options.checked import Checked, Count, NonNegativeCount
+from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
@@ -40,6 +40,8 @@ from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, MemoryS
 
 _log = logging.getLogger(__name__)
 _NODES = 100
+_RESTARTS = 3  # of the simulation, after one of its processes died
+_OBJECT_STORE_BYTES = 300 * 2**20
 _START_SECONDS = 300.0
 _STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -71,8 +73,6 @@ class Flower(Checked):
         ray_address: Head of a running Ray cluster, "host:port"; None starts Ray on this machine. The package must be
             installed on every machine of the cluster, and memories of clients then travel with the messages.
         timeout_seconds: Replies that take longer are given up; None waits.
-        restarts: Number of times that the simulation is started anew before giving up.
-        object_store_bytes: Size of Ray's object store on this machine.
     """
 
     workers: Count = 1
@@ -80,8 +80,6 @@ class Flower(Checked):
     supernodes: Count | None = None
     ray_address: str | None = None
     timeout_seconds: float | None = None
-    restarts: NonNegativeCount = 3
-    object_store_bytes: Count = 300 * 2**20
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,22 +128,18 @@ class _Session(Carrier):
         self._device = spec.config.device
         self._make = make
         self._nodes = engine.supernodes or min(clients, _NODES)
-        self._left = engine.restarts
+        self._left = _RESTARTS
         self._turns: Iterator[int] = iter(())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._began_ray = False
 
     def node_of(self, client_id: int) -> int:  # noqa: ARG002 - other carriers have to look at it
-        """Return a node. They are all alike, so they take turns and a cohort is spread over them."""
+        # They are all alike, so they take turns and a cohort is spread over them.
         return next(self._turns)
 
     def start(self) -> None:
-        """Start Ray and the simulation, and wait for its nodes.
-
-        Raises:
-            WorkerDiedError: it did not come up.
-        """
+        """Start Ray and the simulation, and wait for its nodes; raises WorkerDiedError where they do not come up."""
         self._start_ray()
         reference = ray.put(self._make)
         ready: queue.Queue[Grid | BaseException] = queue.Queue()
@@ -199,7 +193,7 @@ class _Session(Carrier):
         self._began_ray = not ray.is_initialized()
         if self._began_ray:
             # Without "local" Ray would join a cluster that it finds on this machine, and refuse the other two.
-            here = {"address": "local", "num_cpus": self.actors, "object_store_memory": self._engine.object_store_bytes}
+            here = {"address": "local", "num_cpus": self.actors, "object_store_memory": _OBJECT_STORE_BYTES}
             where: dict[str, Any] = here if address is None else {"address": address}
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, **where)
         if address is not None or not self._began_ray:
@@ -207,11 +201,6 @@ class _Session(Carrier):
             self.actors = max(1, int(resources.get("CPU", 1)))
 
     def restart(self, reason: str) -> None:
-        """Start anew after a process died.
-
-        Raises:
-            WorkerDiedError: that happened too often.
-        """
         if self._left == 0:
             raise WorkerDiedError(f"{reason}; Flower's simulation was started anew too often, so this is the end")
         self._left -= 1

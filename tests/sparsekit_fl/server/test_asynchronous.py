@@ -18,7 +18,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.server.asynchronous import Simulated
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.server.server import Arrival
+from sparsekit_fl.server.server import aged
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -58,7 +58,7 @@ class Fake:
         ]
 
     def take(self, arrivals):
-        self.taken = [(arrival.update.client_id, arrival.age) for arrival in arrivals]
+        self.taken = [(update.client_id, age) for update, age in arrivals]
 
 
 def test_the_fast_come_in_first_and_the_slow_are_older():
@@ -75,11 +75,11 @@ def test_the_fast_come_in_first_and_the_slow_are_older():
 
 
 def test_an_old_change_counts_less_and_integers_whole():
-    old = Arrival(update(0, value=3.0), 3).counted(0.5)
+    old = aged((update(0, value=3.0), 3), 0.5)
     assert old.delta["w"].item() == 1.5
     assert old.delta["steps"].item() == 4
-    assert Arrival(update(0, value=3.0), 0).counted(0.5).delta["w"].item() == 3.0
-    assert Arrival(update(0, value=3.0), 3).counted(0.0).delta["w"].item() == 3.0
+    assert aged((update(0, value=3.0), 0), 0.5).delta["w"].item() == 3.0
+    assert aged((update(0, value=3.0), 3), 0.0).delta["w"].item() == 3.0
 
 
 def config(rounds=6, **options):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
@@ -15,7 +15,6 @@ from flwr.clientapp import ClientApp
 from local_grid import LocalGrid, over_the_wire
 
 from sparsekit.errors import DataError
-from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines.flower.introduction import described, read_clients
 from sparsekit_fl.engines.flower.nodes import Nodes
 from sparsekit_fl.engines.flower.wire import content
@@ -57,30 +56,46 @@ def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None
     assert nodes.news() == []
 
 
-def _tensors(count: int = 2, **changed: Any) -> dict[str, Any]:
-    sizes, rates = torch.tensor([[3, 1, 1]] * count, dtype=torch.int64), torch.ones(count, 4, dtype=torch.float64)
-    return {"ids": torch.arange(count), "sizes": sizes.reshape(count, 3), "capabilities": rates} | changed
+def _rows(**changed: Any) -> list[list[Any]]:
+    """Two clients, of which the second is changed."""
+    fine = {"id": 4, "train": 3, "val": 1, "test": 1, "ratio": 1.0, "flops": 1.0, "up": 1.0, "down": 1.0}
+    return [[3, 3, 0, 1, 1.0, 1.0, 1.0, 1.0], list({**fine, **changed}.values())]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("clients", "message"),
     [
-        ({}, "does not say 'ids' of its clients"),
-        (_tensors(0), "names 0 clients"),
-        (_tensors(ids=torch.tensor([4, 4])), "a client twice"),
-        (_tensors(ids=torch.tensor([-1, 4])), "a negative id"),
-        (_tensors(ids=torch.tensor([1.0, 4.0])), "numbers of other types"),
-        (_tensors(ids=torch.arange(3)), "tensors of shapes"),
-        (_tensors(sizes=torch.tensor([3, 1, 1])), "tensors of shapes"),
-        (_tensors(sizes=torch.tensor([[3, 1, 1], [0, 1, 1]])), "sizes of data that no client has"),
-        (_tensors(sizes=torch.tensor([[3, 1, 1], [2**50, 1, 1]])), "sizes of data that no client has"),
-        (_tensors(capabilities=torch.full((2, 4), 2.0, dtype=torch.float64)), "capability ratio"),
-        (_tensors(capabilities=torch.full((2, 4), float("nan"), dtype=torch.float64)), "describes a client badly"),
+        (None, "describes its clients badly"),
+        ([], "at least 1 item"),
+        ({}, "valid array"),
+        ([3, 4], "valid array"),
+        ([[4, 3, 1, 1]], "Field required"),
+        ([[4, 3, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0]], "at most 8 items"),
+        (_rows(id=3), "a client twice"),
+        (_rows(id=-1), "greater than or equal to 0"),
+        (_rows(id=2**63), "less than"),
+        (_rows(id=4.0), "valid integer"),
+        (_rows(id="4"), "valid integer"),
+        (_rows(train=0), "greater than or equal to 1"),
+        (_rows(train=2**50), "less than"),
+        (_rows(train=10**1000), "badly"),
+        (_rows(val=-1), "greater than or equal to 0"),
+        (_rows(ratio=2.0), "capability ratio"),
+        (_rows(flops=-1.0), "describes a client badly"),
+        (_rows(up=float("nan")), "describes a client badly"),
+        (_rows(down=float("inf")), "describes a client badly"),
     ],
 )
-def test_a_malformed_introduction_is_refused(tensors: dict[str, Any], message: str) -> None:
+def test_a_malformed_introduction_is_refused(clients: Any, message: str) -> None:
+    said = {} if clients is None else {"clients": json.dumps(clients).encode()}
     with pytest.raises(DataError, match=message):
-        read_clients(_said(clients=pack(tensors, {})))
+        read_clients(_said(**said))
+
+
+def test_bytes_that_are_no_introduction_are_refused() -> None:
+    for payload in (b"\xff\x00", b"[" * 10**5, b"[[1,"):
+        with pytest.raises(DataError, match="badly"):
+            read_clients(_said(clients=payload))
 
 
 OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
