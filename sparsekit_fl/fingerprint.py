@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import TensorData
 
+_log = logging.getLogger(__name__)
 _LETTERS = 16
 _LETTERS_OF_CODE = 12
 # Reading examples of a lazy data set may decode files; of so many splits the first and the last example are looked at.
@@ -55,70 +56,59 @@ def data_digest(clients: Iterable[Client]) -> str:
     Args:
         clients: In any order.
     """
-    maker = _Maker()
+    sha = hashlib.sha256()
+    # Clients share tensors; each is read once. The tensors are kept, so that no other gets the place of one.
+    known: dict[int, tuple[Tensor, bytes]] = {}
+    read = 0
+
+    def add(value: object) -> None:
+        sha.update(f"{value!r};".encode())
+
     for client in sorted(clients, key=lambda client: client.id):
-        maker.add(client.id)
+        add(client.id)
         for split in (client.data.train, client.data.val, client.data.test):
-            maker.add_split(split)
-    return maker.sha.hexdigest()[:_LETTERS]
+            if isinstance(split, TensorData):
+                for tensor in (*split.inputs, split.targets):
+                    if id(tensor) not in known:
+                        known[id(tensor)] = tensor, _digest(tensor)
+                    sha.update(known[id(tensor)][1])
+                if split.index is not None:
+                    sha.update(_digest(split.index))
+                add(_named(split.transform))
+                continue
+            add((type(split).__qualname__, len(split)))
+            said = split.digest() if callable(getattr(split, "digest", None)) else getattr(split, "_fingerprint", None)
+            if said is not None or isinstance(split, range):
+                add(split if said is None else said)
+            elif len(split) and read < _MOST_READ:
+                read += 1
+                for found in _lasting_examples(split):
+                    add(found)
+    return sha.hexdigest()[:_LETTERS]
 
 
-class _Maker:
-    def __init__(self) -> None:
-        self.sha = hashlib.sha256()
-        # Clients share tensors; each is read once. The tensors are kept, so that no other gets the place of one.
-        self._known: dict[int, tuple[Tensor, bytes]] = {}
-        self._read = 0
-
-    def add(self, value: object) -> None:
-        self.sha.update(f"{value!r};".encode())
-
-    def add_split(self, split: Any) -> None:
-        if isinstance(split, TensorData):
-            for tensor in (*split.inputs, split.targets):
-                self._add_tensor(tensor)
-            if split.index is not None:
-                self.sha.update(_digest(split.index))
-            self.add(_named(split.transform))
-            return
-        self.add((type(split).__qualname__, 0 if split is None else len(split)))
-        known = split.digest() if callable(getattr(split, "digest", None)) else getattr(split, "_fingerprint", None)
-        if known is not None or isinstance(split, range):
-            self.add(split if known is None else known)
-        elif split is not None and len(split) and self._read < _MOST_READ:
-            self._read += 1
-            self._add_examples(split)
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        if id(tensor) not in self._known:
-            self._known[id(tensor)] = tensor, _digest(tensor)
-        self.sha.update(self._known[id(tensor)][1])
-
-    def _add_examples(self, split: Any) -> None:
-        for place in (0, len(split) - 1):
-            # A random transform gives something else each time, and says nothing of the data.
-            with torch_scope(np.random.default_rng(0)):
-                first = _leaves(split, place)
-            with torch_scope(np.random.default_rng(1)):
-                second = _leaves(split, place)
-            if first == second:
-                self.add(first)
+def _lasting_examples(split: Any) -> Iterator[list[str]]:
+    """Describe the first and the last example, where two reads give the same: a random transform says nothing of the data."""
+    for place in (0, len(split) - 1):
+        first, second = (_example(split, place, seed) for seed in (0, 1))
+        if first == second:
+            yield first
 
 
-def _leaves(split: Any, place: int) -> list[str]:
+def _example(split: Any, place: int, seed: int) -> list[str]:
+    """Describe what one example holds, read under a seed of torch's global generator."""
     try:
-        item = split[place]
+        with torch_scope(np.random.default_rng(seed)):
+            item = split[place]
     except Exception as error:  # noqa: BLE001 - anybody's data set; that it cannot be read is said by the client
         return [type(error).__name__]
-    return [_text(part) for part in (item if isinstance(item, tuple | list) else [item])]
-
-
-def _text(part: Any) -> str:
-    if isinstance(part, Tensor):
-        return _digest(part).hex()
-    if isinstance(part, np.ndarray):
-        return _digest(torch.as_tensor(part)).hex()
-    return repr(part) if isinstance(part, int | float | str | bytes) else type(part).__qualname__
+    found = []
+    for part in item if isinstance(item, tuple | list) else [item]:
+        if isinstance(part, Tensor | np.ndarray):
+            found.append(_digest(torch.as_tensor(part)).hex())
+        else:
+            found.append(repr(part) if isinstance(part, int | float | str | bytes) else type(part).__qualname__)
+    return found
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -132,9 +122,6 @@ def _named(transform: Any) -> str:
     if transform is None or dataclasses.is_dataclass(transform):
         return repr(transform)
     return getattr(transform, "__qualname__", type(transform).__qualname__)
-
-
-_log = logging.getLogger(__name__)
 
 
 def fingerprint_of(clients: Iterable[Client] | None) -> dict[str, Any]:

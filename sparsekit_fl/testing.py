@@ -99,7 +99,6 @@ def tiny_client(id: int, folder: str | None = None) -> Client:
 
 
 def _in_memory(pool: object) -> TensorData:
-    """The contract is for data in memory; lazy data are a matter of their size."""
     assert isinstance(pool, TensorData), "the contract needs TensorData; test a small sample of data that are read lazily"
     return pool
 
@@ -193,7 +192,7 @@ class MethodContract:
     def test_workers_and_interruptions_change_no_bit(self, make: Callable[[], Method], tmp_path: Path) -> None:
         method = make()
         before = repr(method)
-        whole = _run(method)
+        whole = _tiny_run(method)
         assert repr(method) == before, "policies hold no state"
         assert [record.round for record in whole.rounds] == [1, 2, 3, 4]
         assert all(not record.dropped for record in whole.rounds)
@@ -203,16 +202,16 @@ class MethodContract:
         cost = whole.cost
         assert min(cost.flops_compact, cost.flops_rowmask, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
         with pytest.raises(RunInterrupted):
-            _run(make(), workers=2, out=tmp_path, callbacks=(StopAfter(2),))
-        other = _run(make(), out=tmp_path, resume=True)
+            _tiny_run(make(), engine=Embedded(2), out=tmp_path, callbacks=(StopAfter(2),))
+        other = _tiny_run(make(), out=tmp_path, resume=True)
         assert other.final.state_sha256 == whole.final.state_sha256
         assert other.final.personal == whole.final.personal
         assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
         assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
 
 
-def _run(method: Method, *, workers: int = 1, **options: Any) -> RunResult:
-    return run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(workers), **options)
+def _tiny_run(method: Method, **options: Any) -> RunResult:
+    return run(method, tiny_problem(), tiny_clients(), tiny_config(), **options)
 
 
 @dataclass(frozen=True)
@@ -246,16 +245,14 @@ class _Unscored(PersonalPolicy):
 
 
 class _Watch(Callback):
+    """Notes round, client, and number of participations of each client that trained."""
+
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-        self.counts: dict[int, list[int]] = {}
+        self.seen: list[tuple[int, int, int]] = []
 
     def on_client_end(self, view: RunView, client_id: int, update: Update | Evaluation | None) -> None:
-        if isinstance(update, Evaluation):
-            return
-        self.seen.append((view.round + 1, client_id))
-        if update is not None:
-            self.counts.setdefault(client_id, []).append(int(update.extra["count"]))
+        if isinstance(update, Update):
+            self.seen.append((view.round + 1, client_id, int(update.extra["count"])))
 
 
 class EngineContract:
@@ -277,7 +274,7 @@ class EngineContract:
         ids=lambda method: method.name,
     )
     def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:
-        ours, default = _run_on(method, engine, out=tmp_path), _run_on(method)
+        ours, default = _tiny_run(method, engine=engine, out=tmp_path), _tiny_run(method)
         if self.rounding:
             torch.testing.assert_close(ours.state, default.state, rtol=self.rounding, atol=self.rounding)
         else:
@@ -291,14 +288,17 @@ class EngineContract:
 
     def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine: Engine) -> None:
         watch = _Watch()
-        result = _run_on(Method(name="counting", source="", local=FailingSgd(())), engine, watch)
-        assert watch.seen == [(record.round, client_id) for record in result.rounds for client_id in record.cohort]
-        assert max(len(counts) for counts in watch.counts.values()) > 1
-        assert all(counts == list(range(1, len(counts) + 1)) for counts in watch.counts.values())
+        result = _tiny_run(Method(name="counting", source="", local=FailingSgd(())), engine=engine, callbacks=[watch])
+        seen = [(round, client_id) for round, client_id, _ in watch.seen]
+        assert seen == [(record.round, client_id) for record in result.rounds for client_id in record.cohort]
+        counts = [[count for _, other, count in watch.seen if other == client_id] for client_id in range(8)]
+        assert max(map(len, counts)) > 1
+        assert all(found == list(range(1, len(found) + 1)) for found in counts)
 
     def test_a_failing_client_is_dropped_and_the_round_goes_on(self, engine: Engine) -> None:
-        victim = _run_on(Method(name="plain", source="")).rounds[0].cohort[0]
-        result = _run_on(Method(name="failing", source="", local=FailingSgd((victim,)), personal=_Unscored()), engine)
+        victim = _tiny_run(Method(name="plain", source="")).rounds[0].cohort[0]
+        failing = Method(name="failing", source="", local=FailingSgd((victim,)), personal=_Unscored())
+        result = _tiny_run(failing, engine=engine)
         (client_id, reason), *_ = result.rounds[0].dropped
         assert client_id == victim
         told = ("'failing'", "local policy", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
@@ -309,9 +309,4 @@ class EngineContract:
 
     def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:
         with pytest.raises(ClientError, match=r"local policy: ArithmeticError: no luck"):
-            _run_on(Method(name="failing", source="", local=FailingSgd()), engine)
-
-
-def _run_on(method: Method, engine: Engine | None = None, watch: Callback | None = None, out: Path | None = None) -> RunResult:
-    callbacks = () if watch is None else (watch,)
-    return run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=engine, callbacks=callbacks, out=out)
+            _tiny_run(Method(name="failing", source="", local=FailingSgd()), engine=engine)

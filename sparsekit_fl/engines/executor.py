@@ -27,7 +27,7 @@ class ClientExecutor:
     Args:
         spec: The fixed parts of the run.
         clients: Client id → client, at least those that will be asked for.
-        store: The memories of the clients; a call may bring another.
+        store: The memories of the clients; may be replaced between two calls.
         device: Where they train; None takes the first device of the run.
         home: Folder of this device, where the models that its clients deploy stay after the last round, for `load_model`; None
             where the server collects them.
@@ -46,19 +46,18 @@ class ClientExecutor:
         self._global: object = None
         self._worker = WorkerState(spec, device)
         self._clients = dict(clients)
-        self._store = store
+        self.store = store
 
     def add(self, clients: Mapping[int, Client]) -> None:
         """Have further clients, which will be asked for."""
         self._clients.update(clients)
 
-    def train(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> tuple[Update, bool]:
+    def train(self, assignment: Assignment, version: int | None) -> tuple[Update, bool]:
         """Train one client for one round.
 
         Args:
             assignment: The server's message.
             version: The round of the memory that counts; None for an empty memory.
-            store: Another store of memories, for this call.
 
         Returns:
             The update, and whether a memory was written.
@@ -67,21 +66,19 @@ class ClientExecutor:
             ClientError: the client failed; its memory is as it was.
             DataError: its memory cannot be read.
         """
-        opened = self.open(assignment, version, store=store)
-        return self.close(opened, opened.train, store=store)
+        opened = self.open(assignment, version)
+        return self.close(opened, opened.train)
 
-    def open(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> OpenRound:
+    def open(self, assignment: Assignment, version: int | None) -> OpenRound:
         """Begin what `train` does, up to where the local policy trains."""
-        memory = (store or self._store).read(assignment.client_id, version)
+        memory = self.store.read(assignment.client_id, version)
         return OpenRound(self._worker, assignment, self._clients[assignment.client_id], memory)
 
-    def close(
-        self, opened: OpenRound, train: Callable[[], LocalResult], *, store: MemoryStore | None = None
-    ) -> tuple[Update, bool]:
+    def close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> tuple[Update, bool]:
         """End what `train` does, once `train` has done what the local policy would do."""
         update = opened.close(train)
         try:
-            return update, (store or self._store).write(update.client_id, update.round, opened.memory)
+            return update, self.store.write(update.client_id, update.round, opened.memory)
         except MemoryStateError as error:
             who = f"client {update.client_id} failed in round {update.round} of method {self.spec.method.name!r}"
             raise ClientError(f"{who}: {error}") from error
@@ -95,7 +92,6 @@ class ClientExecutor:
         round: int,
         with_shared: bool,
         export: Path | None,
-        store: MemoryStore | None = None,
     ) -> Evaluation:
         """Score a client's personal model, and the global one where asked, on the client's own data.
 
@@ -106,7 +102,6 @@ class ClientExecutor:
             round: The last finished round.
             with_shared: Score the global model too.
             export: Folder in which to write the personal model, where it differs from the global one.
-            store: Another store of memories, for this call.
 
         Raises:
             ClientError: the personal policy failed.
@@ -117,7 +112,7 @@ class ClientExecutor:
             client=client,
             round=round,
             capability=Roster(self._clients, spec.config, round)[client_id].capability,
-            memory=(store or self._store).read(client_id, version),
+            memory=self.store.read(client_id, version),
         ).scoped("personal")
         with blame(ctx, spec.method, "personal"):
             full = completed(ctx, state)

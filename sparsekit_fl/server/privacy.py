@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError, install_
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import AggregatePolicy
-from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, add_up, scales_to
+from sparsekit_fl.policies.combine import Changes, Counted, Over, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
@@ -55,9 +55,7 @@ def noisy_mean(
     updates: Sequence[Counted],
     over: Over,  # noqa: ARG001 - the number of holders would tell of clients
     *,
-    clip: float,
-    noise: float,
-    expected: int,
+    config: RunConfig,
     streams: Streams,
     round: int,
 ) -> Changes:
@@ -78,15 +76,17 @@ def noisy_mean(
         state: The shared state before the round.
         updates: The updates; every entry counts as held by the whole cohort.
         over: Not used.
-        clip: C, the largest norm of a client's change.
-        noise: z, the noise multiplier.
-        expected: Number of clients that were asked for.
+        config: Its `dp_clip` is C, the largest norm of a client's change, its `dp_noise` z, the noise multiplier, its `cohort`
+            the number of clients that were asked for.
         streams: Streams of the noise alone; clients know those of the run.
         round: The round.
 
     Source: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018, whose
         fixed-denominator estimator this is.
     """
+    clip, noise, expected = config.dp_clip, config.dp_noise, config.cohort
+    assert clip is not None, "a private run has a norm"
+    assert noise is not None, "and a noise multiplier"
     # All clients count equally, or a change of norm C could weigh more than C.
     sums = add_up(graph, state, [replace(one, weight=1.0) for one in scales_to(updates, clip)]).changes
     changes = {}
@@ -257,32 +257,9 @@ def privacy_of(
     )
 
 
-def noise_seed_of(config: RunConfig) -> int | None:
-    """Return the seed of a new run's noise: the given one, or a secret; None where the run is not private."""
-    if config.dp_clip is None:
-        return None
+def new_noise_seed(config: RunConfig) -> int:
+    """Return the seed of a new run's noise: the given one, or a secret."""
     return secrets.randbits(_SECRET_BITS) if config.dp_noise_seed is None else config.dp_noise_seed
-
-
-def noisy_mean_of(config: RunConfig, round: int, *, noise_seed: int | None) -> Rule | None:
-    """Return the rule of one round; None where the run is not private.
-
-    Args:
-        config: The options.
-        round: The round.
-        noise_seed: The seed from `noise_seed_of`, the same for all rounds.
-    """
-    if config.dp_clip is None or config.dp_noise is None:
-        return None
-    assert noise_seed is not None, "a private run has a noise seed"
-    return partial(
-        noisy_mean,
-        clip=config.dp_clip,
-        noise=config.dp_noise,
-        expected=config.cohort,
-        streams=Streams(noise_seed),
-        round=round,
-    )
 
 
 def privacy_line(raw: Mapping[str, Any]) -> str:

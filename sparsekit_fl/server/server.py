@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean_of, privacy_of
+from sparsekit_fl.server.privacy import check_private, new_noise_seed, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
@@ -176,8 +177,8 @@ class Server:
     def __init__(self, spec: RunSpec, clients: Mapping[int, Client], state: ServerState | None = None) -> None:
         self.spec = spec
         self.state = state or ServerState(0, clone(spec.initial))
-        if self.state.noise_seed is None:
-            self.state.noise_seed = noise_seed_of(spec.config)
+        if self.state.noise_seed is None and spec.config.dp_clip is not None:
+            self.state.noise_seed = new_noise_seed(spec.config)
         self._clients = clients
         self._names = spec.shared_names()
         self._ctx: ServerContext | None = None
@@ -211,7 +212,7 @@ class Server:
         """Make the context of a round, which policies see."""
         config = self.spec.config
         rngs = rngs_by_kind(Streams(config.seed).server(round))
-        if config.dp_clip is not None and self.state.noise_seed is not None:
+        if self.state.noise_seed is not None:
             # Clients know the seed of the run; who can draw the cohorts again is protected by no sampling.
             rngs["sampling"] = rngs_by_kind(Streams(self.state.noise_seed).server(round))["sampling"]
         return ServerContext(
@@ -385,7 +386,9 @@ class Server:
 
     def _aggregate(self, arrivals: Sequence[Arrival]) -> None:
         ctx, method, config = self._now, self.spec.method, self.spec.config
-        chosen = noisy_mean_of(config, ctx.round, noise_seed=self.state.noise_seed) or rule_of(config)
+        chosen = rule_of(config)
+        if self.state.noise_seed is not None:
+            chosen = partial(noisy_mean, config=config, streams=Streams(self.state.noise_seed), round=ctx.round)
         memory = self.state.memory.setdefault("server_optimizer", {}) if self._optimizes else {}
         optimizer = make_server_optimizer(config, memory, self.spec.parameters)
         asked: set[str] = set()

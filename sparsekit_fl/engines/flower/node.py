@@ -54,10 +54,9 @@ def make_app(executor: Callable[[Context, str], ClientExecutor]) -> ClientApp:
 def _answer(executor: ClientExecutor, task: Mapping[str, Any], shared: StateDict, payloads: Mapping[str, bytes]) -> _Answer:
     """Do one task. Whatever goes wrong becomes a reply, so that the server can tell whose fault it was."""
     try:
-        memory = CarriedMemory(payloads.get("memory", b"")) if task["carried"] else None
-        if task["task"] == "train":
-            return _train(executor, task, payloads["body"], memory)
-        return _evaluate(executor, task, shared, memory)
+        if task["carried"]:
+            executor.store = CarriedMemory(payloads.get("memory", b""))
+        return _train(executor, task, payloads["body"]) if task["task"] == "train" else _evaluate(executor, task, shared)
     except ClientError as error:
         return {"error": str(error), "traceback": traceback.format_exc()}, {}
     except OSError as error:
@@ -78,21 +77,22 @@ def _with_memory(work: Callable[[int | None], T], version: int | None) -> tuple[
         return work(None), f"{error}; it started afresh"
 
 
-def _train(executor: ClientExecutor, task: Mapping[str, Any], body: bytes, memory: CarriedMemory | None) -> _Answer:
+def _train(executor: ClientExecutor, task: Mapping[str, Any], body: bytes) -> _Answer:
     assignment = decode_assignment(body, executor.spec.graph)
     if (assignment.client_id, assignment.round) != (task["client"], task["round"]):
         raise DataError("header and assignment are of different clients or rounds")
-    trained, note = _with_memory(partial(executor.train, assignment, store=memory), task["version"])
+    trained, note = _with_memory(partial(executor.train, assignment), task["version"])
     update, stored = trained
-    return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory.written if memory else b""}
+    memory = executor.store.written if isinstance(executor.store, CarriedMemory) else b""
+    return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory}
 
 
-def _evaluate(executor: ClientExecutor, task: Mapping[str, Any], state: StateDict, memory: CarriedMemory | None) -> _Answer:
+def _evaluate(executor: ClientExecutor, task: Mapping[str, Any], state: StateDict) -> _Answer:
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
         export = Path(folder) if task["export"] else None
         if task["last"] and not task["export"] and executor.home is not None:
             export = executor.keep(executor.home, state)
-        how: dict[str, Any] = {"round": task["round"], "with_shared": task["with_shared"], "export": export, "store": memory}
+        how: dict[str, Any] = {"round": task["round"], "with_shared": task["with_shared"], "export": export}
         # It is scored with what it would deploy now; that its memory is lost is said when it trains.
         evaluation, _ = _with_memory(partial(executor.evaluate, state, task["client"], **how), task["version"])
         model = next((path.read_bytes() for path in Path(folder).glob("*.safetensors")), b"")

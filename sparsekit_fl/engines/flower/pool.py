@@ -67,7 +67,6 @@ class GridPool:
         memory: "nodes" where nodes keep the memories of their clients; "server" where the server does, and sends them along.
         workers: Number of clients that train at once, for the record.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
-        max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
         export: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
         run: Id of the run, under which nodes keep memories.
@@ -84,7 +83,6 @@ class GridPool:
         memory: Literal["nodes", "server"],
         workers: int,
         timeout_seconds: float | None = None,
-        max_reply_bytes: int | None = None,
         export: bool = True,
         grouped: bool = False,
         run: str = "",
@@ -98,8 +96,8 @@ class GridPool:
         self._store = store
         self._carried = memory == "server"
         self._timeout = timeout_seconds
-        dense = sum(tensor.numel() * tensor.element_size() for tensor in spec.initial.values())
-        self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
+        # A longer reply about a client is refused.
+        self._most = max(4 * sum(tensor.nbytes for tensor in spec.initial.values()), 2**24)
         self.exports = export
         self._grouped = grouped
         self._run = run

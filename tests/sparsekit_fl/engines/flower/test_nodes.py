@@ -198,7 +198,7 @@ def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_p
     assert _run_id(ClientStore(tmp_path / "b", durable=True)) != id
 
     def folder(**options: Any) -> Path:
-        store = apps._executor(context(**options), id)._store
+        store = apps._executor(context(**options), id).store
         assert isinstance(store, DeviceStore)
         return store.folder
 
