@@ -19,7 +19,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.base import Loop
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import GridPool
@@ -90,28 +90,22 @@ class LocalGrid(Grid):
         self._delay = delay
         self._late: dict[str, int] = {}
         self._replies: dict[str, Message] = {}
-        self.bytes_up = 0
 
-    def set_run(self, run: Run) -> None:
-        """Nothing to set."""
+    def set_run(self, run: Run) -> None: ...
 
     @property
     def run(self) -> Run:
-        """There is none."""
         raise AttributeError("a grid in this process belongs to no run")
 
     def create_message(self, *_: Any, **__: Any) -> Message:
-        """Deprecated in Flower; `Message` is used."""
         raise AttributeError("use Message(...)")
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes, in no particular order."""
         ids = list(self._contexts)
         self._rng.shuffle(ids)
         return ids
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Deliver, and have them answered at once."""
         ids = []
         for sent in messages:
             message = over_the_wire(sent)
@@ -124,14 +118,12 @@ class LocalGrid(Grid):
             if self._fault is not None and arrived is not None:
                 arrived = self._fault(message, arrived)
             if arrived is not None:
-                self.bytes_up += _wire_bytes(arrived)
                 self._replies[message.metadata.message_id] = arrived
                 self._late[message.metadata.message_id] = self._delay(message) if self._delay is not None else 0
             ids.append(message.metadata.message_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Some of what has come, shuffled."""
         # In the order in which they were sent: ids of messages differ from run to run.
         wanted = set(message_ids)
         asked = [id for id in self._replies if id in wanted]
@@ -142,13 +134,8 @@ class LocalGrid(Grid):
         return found * 2 if self._twice else found
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Not used."""
         del messages, timeout
         raise AttributeError("use push_messages and pull_messages")
-
-
-def _wire_bytes(message: Message) -> int:
-    return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
 
 
 class InProcess:
@@ -174,27 +161,13 @@ class InProcess:
         **options: Any,
     ) -> None:
         self._nodes = nodes
-        self._grid_options: dict[str, Any] = {
-            "rng": np.random.default_rng(seed),
-            "fault": fault,
-            "twice": twice,
-            "delay": delay,
-        }
+        self._grid: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice, "delay": delay}
         self._options = {"memory": "server", "workers": 1, **options}
-        self.grid: LocalGrid | None = None
 
-    def run(
-        self,
-        rounds: Callable[[ClientPool], RunResult],
-        *,
-        spec: RunSpec,
-        clients: Mapping[int, Client],
-        store: ClientStore,
-    ) -> RunResult:
-        """Run the loop over a grid of this process."""
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         executor = ClientExecutor(spec, clients, store)
-        self.grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid_options)
-        return rounds(GridPool(_Fixed(self.grid, sorted(clients)), spec, store, **self._options))
+        grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid)
+        return rounds(GridPool(_Fixed(grid, sorted(clients)), spec, store, **self._options))
 
 
 class _Fixed(Carrier):

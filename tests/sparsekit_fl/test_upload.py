@@ -8,14 +8,10 @@ import pytest
 import torch
 from personal import watched
 
-from sparsekit_fl.client.messages import Update, encode_update, update_bytes
+from sparsekit_fl.client.messages import encode_update, update_bytes
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import Mean
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")
@@ -46,45 +42,22 @@ def test_processes_give_the_bits_of_one_process_which_are_not_those_of_exact_upl
     assert results[0] == results[1] != results[2]
 
 
-@pytest.mark.parametrize(("config", "sent"), [(ROUNDED, torch.float32), (tiny_config(), torch.bfloat16)])
-def test_what_is_sent_otherwise_than_asked_for_is_refused(config, sent):
-    spec = RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), config)
-    server = Server(spec, by_id(tiny_clients()))
-    assignment = server.assign(1)[0]
-    examples = len(tiny_clients()[assignment.client_id].data.train)
-    delta = {n: torch.zeros_like(t, dtype=sent if t.is_floating_point() else t.dtype) for n, t in assignment.state.items()}
-    update = Update(round=1, client_id=assignment.client_id, examples=examples, delta=delta)
-    aggregated = server.aggregate([update])
-    assert aggregated.updates == ()
-    assert f"as {sent}" in str(aggregated.refused[0][1])
+NOISY = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0, dp_noise_seed=7)
 
 
 @pytest.mark.flower
+@pytest.mark.parametrize(
+    "config",
+    [ROUNDED, replace(tiny_config(), aggregation="trimmed-mean"), replace(tiny_config(), aggregation="norm-clipped"), NOISY],
+    ids=["rounded", "trimmed", "clipped", "noisy"],
+)
 @pytest.mark.same_bits
-def test_the_grid_of_flower_gives_the_same_bits():
+def test_the_grid_of_flower_gives_the_same_bits(config):
     pytest.importorskip("flwr")
+    if config is NOISY:
+        pytest.importorskip("opacus")
     from local_grid import InProcess
 
-    for config in (
-        ROUNDED,
-        replace(tiny_config(), aggregation="trimmed-mean"),
-        replace(tiny_config(), aggregation="norm-clipped"),
-    ):
-        shas = [
-            run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=engine).final.state_sha256
-            for engine in (Embedded(), InProcess())
-        ]
-        assert shas[0] == shas[1]
-
-
-@pytest.mark.flower
-@pytest.mark.same_bits
-def test_the_grid_of_flower_draws_the_same_noise():
-    pytest.importorskip("flwr")
-    pytest.importorskip("opacus")
-    from local_grid import InProcess
-
-    config = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0, dp_noise_seed=7)
     shas = [
         run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=engine).final.state_sha256
         for engine in (Embedded(), InProcess())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.engines.base import Reply
 from sparsekit_fl.engines.embedded import Embedded
@@ -19,7 +18,7 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.server.asynchronous import Simulated
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import aged
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 
 def update(client_id, seconds=1.0, value=1.0):
@@ -113,14 +112,9 @@ def test_flower_gives_the_same_bits():
 
 @pytest.mark.same_bits
 def test_a_resumed_run_goes_on_with_those_who_are_under_way(tmp_path):
-    class Stops(Callback):
-        def on_round_end(self, view, record):
-            if record.round == 3:
-                raise KeyboardInterrupt
-
     whole = ran("fedlps")
     with pytest.raises(RunInterrupted):
-        run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, callbacks=[Stops()])
+        run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, callbacks=[StopAfter(3)])
     again = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, resume=True)
     assert again.final.state_sha256 == whole.final.state_sha256
 

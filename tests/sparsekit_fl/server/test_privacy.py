@@ -14,7 +14,6 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
-from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.engines.embedded import Embedded
@@ -27,7 +26,7 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.privacy import check_private, epsilon_of, privacy_line
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
 
@@ -209,19 +208,13 @@ def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_no
     assert not torch.equal(server.state.state["first.bias"], before["first.bias"])
 
 
-class Stop(Callback):
-    def on_round_end(self, run, record):
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("method", ["fedlps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cs", "depthfl"))])
 @pytest.mark.same_bits
 def test_processes_and_a_resumed_run_give_the_same_bits_and_the_result_says_what_was_spent(method, tmp_path):
     problem, clients = tiny_problem(), tiny_clients()
     whole = run(registry[method](), problem, clients, PRIVATE)
     with pytest.raises(RunInterrupted):
-        run(registry[method](), problem, clients, PRIVATE, callbacks=[Stop()], out=tmp_path, engine=Embedded(workers=2))
+        run(registry[method](), problem, clients, PRIVATE, callbacks=[StopAfter(2)], out=tmp_path, engine=Embedded(workers=2))
     resumed = run(registry[method](), problem, clients, PRIVATE, out=tmp_path, resume=True)
     assert whole.final.state_sha256 == resumed.final.state_sha256
     other = run(registry[method](), problem, clients, replace(PRIVATE, dp_noise=1.6))
@@ -298,7 +291,7 @@ def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with
     monkeypatch.setattr("secrets.randbits", lambda bits: secret)
     whole = run(registry["fedavg"](), problem, clients, SECRET)
     with pytest.raises(RunInterrupted):
-        run(registry["fedavg"](), problem, clients, SECRET, callbacks=[Stop()], out=tmp_path)
+        run(registry["fedavg"](), problem, clients, SECRET, callbacks=[StopAfter(2)], out=tmp_path)
     monkeypatch.setattr("secrets.randbits", lambda bits: secret + 1)
     resumed = run(registry["fedavg"](), problem, clients, SECRET, out=tmp_path, resume=True)
     assert resumed.final.state_sha256 == whole.final.state_sha256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -35,35 +36,46 @@ def good(server, assignment, **other):
     )
 
 
-def changed(update, name, tensor):
-    return replace(update, delta={**update.delta, name: tensor})
-
-
 HALF = UnitMask({"first": torch.tensor([True] * 4 + [False] * 4)})
+LARGEST = torch.tensor(3e38)
+
+
+def entry(name, tensor):
+    """A fault that puts a tensor into the change."""
+    return lambda update: replace(update, delta={**update.delta, name: tensor})
+
+
+def field(**changes):
+    """A fault that replaces fields of the update."""
+    return lambda update: replace(update, **changes)
+
+
 FAULTS = {
-    "another round": (lambda u: replace(u, round=7), "is for round 7, expected round 1"),
-    "a stranger": (lambda u: replace(u, client_id=99), "client 99 has no assignment"),
-    "a million examples": (lambda u: replace(u, examples=10**6), "claims 1000000 training examples"),
-    "no examples": (lambda u: replace(u, examples=0), "claims 0 training examples"),
+    "another round": (field(round=7), "is for round 7, expected round 1"),
+    "a stranger": (field(client_id=99), "client 99 has no assignment"),
+    "a million examples": (field(examples=10**6), "claims 1000000 training examples"),
+    "no examples": (field(examples=0), "claims 0 training examples"),
     "a missing key": (lambda u: replace(u, delta={"first.bias": u.delta["first.bias"]}), "missing or unknown"),
-    "an unknown key": (lambda u: changed(u, "evil", torch.ones(1)), "missing or unknown: .'evil'"),
-    "a wrong shape": (lambda u: changed(u, "first.bias", torch.ones(9)), r"'first.bias' as torch.float32 \(9,\), expected"),
-    "a wrong dtype": (lambda u: changed(u, "first.bias", torch.ones(8).double()), "torch.float64"),
-    "not a number": (lambda u: changed(u, "first.bias", torch.full((8,), float("nan"))), "'first.bias' that are not finite"),
-    "infinity in extra": (lambda u: replace(u, extra={"x": torch.tensor([float("inf")])}), "'x' that are not finite"),
-    "loss is nan": (lambda u: replace(u, metrics={"loss": float("nan")}), "reports loss = nan"),
-    "a ratio of two": (lambda u: replace(u, ratio=2.0), "wrong ratio or mask"),
-    "a mask of another size": (
-        lambda u: replace(u, mask=UnitMask({"first": torch.ones(9, dtype=torch.bool)})),
-        "wrong ratio or",
-    ),
-    "an empty mask": (lambda u: replace(u, mask=UnitMask({"first": torch.zeros(8, dtype=torch.bool)})), "keeps no unit"),
-    "dense under a mask": (lambda u: replace(u, mask=HALF), r"expected torch.float32 \(4, 6\)"),
-    "a weight mask of an unknown key": (
-        lambda u: replace(u, mask=WeightMask({"x": torch.ones(1).bool()})),
-        "wrong ratio or mask",
-    ),
-    "a negative cost": (lambda u: replace(u, cost=WorkCost(flops_compact=-1)), "negative cost"),
+    "an unknown key": (entry("evil", torch.ones(1)), "missing or unknown: .'evil'"),
+    "a wrong shape": (entry("first.bias", torch.ones(9)), r"'first.bias' as torch.float32 \(9,\), expected"),
+    "a wrong dtype": (entry("first.bias", torch.ones(8).double()), "torch.float64"),
+    "a shorter dtype": (entry("first.bias", torch.ones(8).bfloat16()), "as torch.bfloat16"),
+    "not a number": (entry("first.bias", torch.full((8,), math.nan)), "'first.bias' that are not finite"),
+    "a model beyond floats": (entry("first.bias", LARGEST.repeat(8)), "beyond the largest"),
+    "too large a count": (entry("norm.num_batches_tracked", torch.tensor(2**63 - 1)), "changes the integers"),
+    "too small a count": (entry("norm.num_batches_tracked", torch.tensor(-(2**63))), "changes the integers"),
+    "infinity in extra": (field(extra={"x": torch.tensor([math.inf])}), "'x' that are not finite"),
+    "a complex number that is none": (field(extra={"x": torch.tensor([complex(math.nan, 0)])}), "not finite"),
+    "loss is nan": (field(metrics={"loss": math.nan}), "reports loss = nan"),
+    "a ratio of two": (field(ratio=2.0), "wrong ratio or mask"),
+    "a mask of another size": (field(mask=UnitMask({"first": torch.ones(9, dtype=torch.bool)})), "wrong ratio or"),
+    "an empty mask": (field(mask=UnitMask({"first": torch.zeros(8, dtype=torch.bool)})), "keeps no unit"),
+    "dense under a mask": (field(mask=HALF), r"expected torch.float32 \(4, 6\)"),
+    "a weight mask of an unknown key": (field(mask=WeightMask({"x": torch.ones(1).bool()})), "wrong ratio or mask"),
+    "a negative cost": (field(cost=WorkCost(flops_compact=-1)), "negative cost"),
+    "negative bytes": (field(cost=WorkCost(downlink_bytes=-1)), "negative cost"),
+    "seconds without end": (field(cost=WorkCost(seconds=math.inf)), "without end"),
+    "seconds that are none": (field(cost=WorkCost(wall_seconds=math.nan)), "without end"),
 }
 
 
@@ -71,8 +83,10 @@ FAULTS = {
 @pytest.mark.same_bits
 def test_a_bad_update_is_refused_and_the_rest_counts(server, name):
     spoil, message = FAULTS[name]
+    server.state.state["first.bias"] = LARGEST.repeat(8)
     first, second, *_ = server.assign(1)
     alone = Server(server.spec, by_id(tiny_clients()))
+    alone.state.state["first.bias"] = LARGEST.repeat(8)
     alone.assign(1)
     alone.aggregate([good(alone, second)])
     aggregated = server.aggregate([spoil(good(server, first)), good(server, second)])
@@ -81,6 +95,12 @@ def test_a_bad_update_is_refused_and_the_rest_counts(server, name):
     with pytest.raises(type(error), match=message):
         raise error
     assert digest(server.state.state) == digest(alone.state.state)
+
+
+def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
+    server = Server(replace(spec, config=replace(spec.config, upload="bfloat16")), by_id(tiny_clients()))
+    ((_, error), *_) = server.aggregate([good(server, server.assign(1)[0])]).refused
+    assert "as torch.float32" in str(error)
 
 
 def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entries(server):

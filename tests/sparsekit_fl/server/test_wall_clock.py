@@ -13,14 +13,13 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Error, Message
 from local_grid import InProcess
 
-from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 SLOW = 200  # looks for replies; others come at the next one
 
@@ -147,16 +146,11 @@ def test_with_all_nodes_gone_the_run_stops_says_why_and_can_be_resumed(tmp_path:
 
 @pytest.mark.parametrize("memory", ["server", "nodes"])
 def test_a_stopped_run_goes_on_without_those_who_were_under_way(tmp_path: Path, memory: str) -> None:
-    class Stops(Callback):
-        def on_round_end(self, view, record):
-            if record.round == 3:
-                raise KeyboardInterrupt
-
     def engine() -> InProcess:
         return InProcess(delay=slow(0, 1), memory=memory)
 
     with pytest.raises(RunInterrupted):
-        ran("fedlps", engine(), out=tmp_path, rounds=6, callbacks=[Stops()])
+        ran("fedlps", engine(), out=tmp_path, rounds=6, callbacks=[StopAfter(3)])
     result = ran("fedlps", engine(), out=tmp_path, rounds=6, resume=True)
     assert [record.round for record in result.rounds] == [1, 2, 3, 4, 5, 6]
     longer = ran("fedlps", engine(), out=tmp_path, rounds=8, resume=True)

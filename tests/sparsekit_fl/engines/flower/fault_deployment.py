@@ -20,12 +20,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import QUIET
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
+
+TINY: dict[str, Any] = {
+    "problem": "sparsekit_fl.testing:tiny_problem",
+    "seed": 3,
+    "local_epochs": 1,
+    "batch_size": 8,
+    "lr": 0.1,
+}
+PLANTED: dict[str, Any] = {**TINY, "method": "fault_planted:method"}
+"""Options of plans; the second ones for clients that do as files tell them."""
+
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.flower,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
+]
+"""Of every test that starts a deployment."""
 
 PATIENCE_SECONDS = 600.0
 HERE = Path(__file__).resolve().parent
@@ -49,7 +68,6 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """The path of a program that a package of this environment brings."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found, f"{name} is not installed"
@@ -114,7 +132,6 @@ class Deployment:
             )
 
     def log(self, name: str) -> str:
-        """What a process and its children have written."""
         return self._logs[name].read_text(errors="replace")
 
     def start_superlink(self) -> None:
@@ -143,15 +160,7 @@ class Deployment:
         data: str = "sparsekit_fl.testing:tiny_client",
         data_dir: str = "",
     ) -> None:
-        """Start a SuperNode with clients of these ids.
-
-        Args:
-            name: Of the process and of its state folder.
-            clients: Ids.
-            key: Number of its key pair, with TLS; None has none.
-            data: Makes a client; empty for those of the run's preset.
-            data_dir: Where a preset finds its files.
-        """
+        """Start a SuperNode with clients of these ids, and with the key pair of this number."""
         config = f'clients="{clients}" data="{data}" data-dir="{data_dir}" state-dir="{self.state(name)}"'
         secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
         secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
@@ -159,64 +168,57 @@ class Deployment:
         self._start(name, "flower-supernode", *secure, *where)
 
     def state(self, name: str) -> Path:
-        """The folder of a SuperNode's memories."""
         return self.folder / "state" / name
 
     def register(self, key: int) -> None:
-        """Let a SuperNode in."""
         self._call(program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
 
     def submit(self, plan: Plan) -> None:
-        """Start a run."""
         (self.events / "ended").unlink(missing_ok=True)
         config = {key: value for key, value in plan.to_run_config().items() if value != Plan().to_run_config()[key]}
         text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         self._call(program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
 
+    def _not_ended(self) -> None:
+        ended = self.events / "ended"
+        assert not (ended.exists() and ended.read_text()), f"the run ended by {ended.read_text()}"
+
     def event(self, name: str) -> str:
         """The text of an event, once it has happened."""
 
         def there() -> bool:
-            ended = self.events / "ended"
-            assert not (ended.exists() and ended.read_text()), f"the run ended by {ended.read_text()}"
+            self._not_ended()
             return (self.events / name).exists()
 
         until(there, name)
         return (self.events / name).read_text()
 
     def plant(self, *names: str) -> None:
-        """Make files that clients look for."""
         for name in names:
             (self.events / name).touch()
 
     def lift(self, name: str) -> None:
-        """Remove such a file."""
         (self.events / name).unlink()
 
     def records(self, out: Path) -> list[dict[str, Any]]:
-        """The rounds that were saved."""
         path = out / "rounds.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def await_rounds(self, out: Path, count: int) -> list[dict[str, Any]]:
-        """The records, once there are `count`."""
-
         def enough() -> list[dict[str, Any]] | None:
-            ended = self.events / "ended"
             found = self.records(out)
-            assert len(found) >= count or not (ended.exists() and ended.read_text()), ended.read_text()
-            return found if len(found) >= count else None
+            if len(found) < count:
+                self._not_ended()
+                return None
+            return found
 
         found: list[dict[str, Any]] = until(enough, f"{count} rounds")
         return found
 
     def await_result(self, out: Path) -> dict[str, Any]:
-        """What the run reports, once it has ended."""
-
         def there() -> bool:
-            ended = self.events / "ended"
-            assert not (ended.exists() and ended.read_text()), f"the run ended by {ended.read_text()}"
+            self._not_ended()
             assert "finished:failed" not in (log := self.log("superlink")), log
             return (out / "result.json").exists()
 
@@ -281,15 +283,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def embedded(plan: Plan, events: Path, monkeypatch: Any, *, clients: int, faults: tuple[str, ...] = ()) -> RunResult:
-    """The same run in this process, with clients that raise where those of the deployment failed.
-
-    Args:
-        plan: Of the deployment.
-        events: An empty folder.
-        monkeypatch: Of pytest.
-        clients: Number of clients.
-        faults: Names of files such as `raise-3-2`.
-    """
+    """The same run in this process, with clients that raise where those of the deployment failed: files such as `raise-3-2`."""
     events.mkdir()
     for name in faults:
         (events / name).touch()

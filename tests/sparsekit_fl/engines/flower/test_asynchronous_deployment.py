@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from fault_deployment import Deployment
+from fault_deployment import MARKS, PLANTED, Deployment
 
 from sparsekit_fl.deployment.plan import Plan
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.flower,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
-]
+pytestmark = MARKS
 
 NODES = {"fast": "0,1", "other": "2,3", "slow": "4", "killed": "5"}
 ROUNDS = 7
 
 
 class Seen:
-    """What was seen."""
-
     before: list[dict[str, Any]]
     result: dict[str, Any]
     rounds: list[dict[str, Any]]
@@ -36,20 +29,8 @@ class Seen:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("asynchronous")
     out = folder / "run"
-    plan = Plan(
-        method="fault_planted:method",
-        problem="sparsekit_fl.testing:tiny_problem",
-        rounds=ROUNDS,
-        cohort=6,
-        async_buffer=2,
-        seed=3,
-        eval_every=ROUNDS,
-        local_epochs=1,
-        batch_size=8,
-        lr=0.1,
-        out=str(out),
-        nodes=len(NODES),
-    )
+    options = {"rounds": ROUNDS, "eval_every": ROUNDS, "cohort": 6, "async_buffer": 2, "nodes": len(NODES)}
+    plan = Plan(**PLANTED, **options, out=str(out))
     found = Seen()
     with Deployment(folder) as deployment:
         deployment.plant("hold-4-1", "hold-5-1")

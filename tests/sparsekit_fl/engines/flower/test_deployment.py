@@ -8,17 +8,13 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from fault_deployment import Deployment, until
+from fault_deployment import MARKS, TINY, Deployment, until
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.flower,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
-]
+pytestmark = MARKS
 
 
 @pytest.mark.same_bits
@@ -36,19 +32,7 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
         # FedAvg sends no mask and keeps nothing; FedLPS does both.
         for name in ("fedavg", "fedlps"):
             out = tmp_path / name
-            plan = Plan(
-                method=name,
-                problem="sparsekit_fl.testing:tiny_problem",
-                rounds=2,
-                cohort=3,
-                seed=3,
-                eval_every=2,
-                local_epochs=1,
-                batch_size=8,
-                lr=0.1,
-                out=str(out),
-                allowed=str(allowed),
-            )
+            plan = Plan(**TINY, method=name, rounds=2, cohort=3, eval_every=2, out=str(out), allowed=str(allowed))
             deployment.submit(plan)
             result = deployment.await_result(out)
             here = run(plan.make_method(), tiny_problem(), tiny_clients(4), plan.make_config(4))

@@ -19,16 +19,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from fault_deployment import Deployment, embedded, until
+from fault_deployment import MARKS, PLANTED, Deployment, embedded, until
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.results.records import RunResult
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.flower,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
-]
+pytestmark = MARKS
 
 NODES = {"healthy": "0,1", "crashing": "2,3", "killed": "4,5", "late": "6,7"}
 # Flower notices after 60 to 70 seconds that a process is gone, and that is to be seen as well.
@@ -38,8 +34,6 @@ STARTS = 15
 
 
 class Storm:
-    """What was seen."""
-
     records: list[dict[str, Any]]
     result: dict[str, Any]
     calm: RunResult
@@ -62,20 +56,7 @@ def _remove(folder: Path) -> None:
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
     folder = tmp_path_factory.mktemp("storm")
     out = folder / "run"
-    plan = {
-        "method": "fault_planted:method",
-        "problem": "sparsekit_fl.testing:tiny_problem",
-        "rounds": 4,
-        "cohort": 8,
-        "seed": 3,
-        "eval_every": 4,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "lr": 0.1,
-        "out": str(out),
-        "nodes": len(NODES),
-        "min_replies": 1,
-    }
+    plan = {**PLANTED, "rounds": 4, "cohort": 8, "eval_every": 4, "out": str(out), "nodes": len(NODES), "min_replies": 1}
     seen = Storm()
     with Deployment(folder) as deployment, pytest.MonkeyPatch.context() as patch:
         deployment.plant("raise-1-2", "hold-2-2", "hold-4-2", "hold-6-2", "hold-0-3")

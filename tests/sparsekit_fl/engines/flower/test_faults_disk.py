@@ -27,31 +27,22 @@ def _run(*command: str) -> dict[str, object]:
     return found
 
 
-def _saved_two_rounds_and_resumed(seen: dict[str, object]) -> None:
-    assert "make room first. Round 2 of 4 was the last to be saved" in str(seen["error"])
-    assert "--resume" in str(seen["error"])
-    assert seen["same"] is True
-    assert seen["lines"] == 4
-    assert seen["left"] == []
-
-
 def _may_mount(folder: Path) -> bool:
     if shutil.which("unshare") is None:
         return False
     return subprocess.run([*SMALL_DISK, str(folder), "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(("way", "says"), [("disk", "No space left on device"), ("limit", "File too large")])
 @pytest.mark.same_bits
-def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    if not _may_mount(tmp_path):
+def test_a_run_without_room_stops_with_its_state_saved_and_resumes_to_the_same_bits(
+    way: str, says: str, tmp_path: Path
+) -> None:
+    if way == "disk" and not _may_mount(tmp_path):
         pytest.skip("this system lets nobody mount a small disk")
-    seen = _run(*SMALL_DISK, str(tmp_path), sys.executable, str(PROGRAM), "disk", str(tmp_path))
-    assert "No space left on device" in str(seen["error"])
-    _saved_two_rounds_and_resumed(seen)
-
-
-@pytest.mark.same_bits
-def test_a_run_whose_checkpoint_is_too_large_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    seen = _run(sys.executable, str(PROGRAM), "limit", str(tmp_path))
-    assert "File too large" in str(seen["error"])
-    _saved_two_rounds_and_resumed(seen)
+    small = (*SMALL_DISK, str(tmp_path)) if way == "disk" else ()
+    seen = _run(*small, sys.executable, str(PROGRAM), way, str(tmp_path))
+    assert says in str(seen["error"])
+    assert "make room first. Round 2 of 4 was the last to be saved" in str(seen["error"])
+    assert "--resume" in str(seen["error"])
+    assert (seen["same"], seen["lines"], seen["left"]) == (True, 4, [])

@@ -10,34 +10,17 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 
-from fault_deployment import Deployment, embedded
+from fault_deployment import MARKS, PLANTED, Deployment, embedded
 
 from sparsekit_fl.deployment.plan import Plan
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.flower,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
-]
+pytestmark = MARKS
 
 
 @pytest.mark.same_bits
 def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    plan = {
-        "method": "fault_planted:method",
-        "problem": "sparsekit_fl.testing:tiny_problem",
-        "rounds": 2,
-        "cohort": 4,
-        "seed": 3,
-        "eval_every": 2,
-        "local_epochs": 1,
-        "batch_size": 8,
-        "lr": 0.1,
-        "out": str(out),
-        "nodes": 2,
-        "memory": "server",
-    }
+    plan = {**PLANTED, "rounds": 2, "cohort": 4, "eval_every": 2, "out": str(out), "nodes": 2, "memory": "server"}
     with Deployment(tmp_path) as deployment:
         deployment.plant("hold-0-2")
         deployment.start_superlink()
