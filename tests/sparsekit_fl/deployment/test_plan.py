@@ -6,6 +6,8 @@ import io
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.flower_app import write_app
+from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.results.state.store import DeviceStore
@@ -77,3 +80,14 @@ def test_what_runs_leave_in_the_app_folder_is_never_sent_to_devices(tmp_path: Pa
     assert build_fab_from_disk(tmp_path) == fresh
     (tmp_path / "mine.py").touch()
     assert "mine.py" in zipfile.ZipFile(io.BytesIO(build_fab_from_disk(tmp_path))).namelist()
+
+
+def _context(**node_config: str) -> Any:
+    return SimpleNamespace(run_config=Plan().to_run_config(), node_config={"clients": "0-1", **node_config})
+
+
+def test_the_device_of_a_node_is_its_own_and_the_cpu_where_none_is_named() -> None:
+    assert apps._make(_context())[0].config.device == "cpu"
+    assert apps._make(_context(device="meta"))[0].config.device == "meta"
+    with pytest.raises(InvalidValueError, match="device must be cpu, cuda, cuda:N or mps, or several by commas, got 'gpu1'"):
+        apps._make(_context(device="gpu1"))

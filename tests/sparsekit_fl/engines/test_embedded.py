@@ -1,20 +1,27 @@
-"""Embedded: the contract for one and for several workers, and what only processes can do."""
+"""Embedded: the contract for one and several workers; workers that die or cannot start, and what spawned ones take."""
 
 from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+import sys
+import threading
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl import processes
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.processes import start_method
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import EngineContract, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 class TestOneWorker(EngineContract):
@@ -59,10 +66,65 @@ def test_threads_are_put_back():
         torch.set_num_threads(before)
 
 
+class OnlyHere:
+    """Makes a model in the process that it was made in, and nowhere else."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def __call__(self) -> TinyNet:
+        if os.getpid() != self.process:
+            raise FileNotFoundError("weights.pt is not on this machine")
+        return TinyNet()
+
+
+def test_a_worker_whose_model_cannot_be_made_says_so_with_the_reason() -> None:
+    problem = replace(tiny_problem(), model=OnlyHere())
+    with pytest.raises(
+        WorkerDiedError, match=r"could not start: FileNotFoundError: weights.pt is not on this machine"
+    ) as error:
+        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2))
+    assert error.value.__cause__ is not None
+    assert "Traceback" in "".join(error.value.__cause__.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("cuda:7", "device cuda:7: this"), ("cuda", "device cuda: this"), ("gpu", "device must be cpu")]
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(
+    device: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidValueError, match=says):
+        run(fedavg(), tiny_problem(), tiny_clients(), replace(tiny_config(), device=device), engine=Embedded(2))
+
+
 @pytest.mark.slow
 @pytest.mark.same_bits
-def test_spawned_workers_give_the_same_bits():
-    method = Method(name="m", source="")
-    spawned = run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
-    plain = run(method, tiny_problem(), tiny_clients(), tiny_config())
-    assert spawned.final.state_sha256 == plain.final.state_sha256
+def test_a_spawned_worker_takes_lambdas_and_local_classes_and_gives_the_same_bits() -> None:
+    class Mine(TinyNet):
+        pass
+
+    problem = Problem(model=lambda: Mine(), example_inputs=(torch.zeros(2, 6),))
+    config = tiny_config(rounds=2)
+    spawned = run(fedavg(), problem, tiny_clients(), config, engine=Embedded(2, start_method="spawn"))
+    assert spawned.final.state_sha256 == run(fedavg(), problem, tiny_clients(), config).final.state_sha256
+
+
+def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
+    lock = threading.Lock()
+
+    def model() -> TinyNet:
+        assert lock
+        return TinyNet()
+
+    problem = Problem(model=model, example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lock.*workers=1"):
+        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_workers_are_spawned_once_torch_has_threads_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_method("cpu") == "fork"
+    monkeypatch.setattr(processes, "_autograd_threads", lambda: True)
+    assert start_method("cpu") == "spawn"

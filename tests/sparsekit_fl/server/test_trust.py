@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from sparsekit_fl import fingerprint
 from sparsekit_fl.callbacks.base import Callback, RunView
@@ -23,8 +22,6 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted, StorageError
 from sparsekit_fl.methods import fedavg, registry
 from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state import storage
 from sparsekit_fl.results.state.storage import FolderLock
@@ -49,28 +46,6 @@ def tiny_run(**options: Any) -> RunResult:
     method = options.pop("method", fedavg())
     problem = options.pop("problem", tiny_problem())
     return run(method, problem, options.pop("clients", tiny_clients()), config, **options)
-
-
-def picky(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric that raises where a client has seven test examples."""
-    if len(targets) == 7:
-        raise ValueError("seven is too many")
-    return accuracy(outputs, targets)
-
-
-def with_seven(client: Client) -> Client:
-    data = client.data
-    return replace(client, data=ClientData(train=data.train, val=data.val, test=data.test.take(list(range(7)))))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_metric_that_raises_on_one_client_leaves_that_client_out_and_the_record_says_so(engine: str) -> None:
-    clients = tiny_clients()
-    clients[3] = with_seven(clients[3])
-    problem = replace(tiny_problem(), metrics={"accuracy": picky})
-    result = tiny_run(clients=clients, problem=problem, engine=engine_of(engine))
-    assert [one.client_id for one in result.final.per_client] == [0, 1, 2, 4, 5, 6, 7]
-    assert any("client 3 was not scored" in note and "seven is too many" in note for note in result.rounds[-1].notes)
 
 
 def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:

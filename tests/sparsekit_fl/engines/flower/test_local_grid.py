@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Error, Message
-from local_grid import Fault, InProcess
+from local_grid import Fault, InProcess, LocalGrid
 
 from sparsekit_fl.client.messages import Update, decode_update, encode_update
 from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.flower import pool
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.methods import with_settings
@@ -181,3 +183,44 @@ def test_a_defect_of_a_node_stops_the_run() -> None:
 
     with pytest.raises(WorkerDiedError, match="Traceback"):
         _run(InProcess(fault=broken))
+
+
+PLAIN = Method(name="plain", source="")
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many replies were open at each look."""
+    counts = []
+    pull = LocalGrid.pull_messages
+
+    def counted(grid: LocalGrid, message_ids: Iterable[str]) -> Iterable[Message]:
+        ids = list(message_ids)
+        counts.append(len(ids))
+        return pull(grid, ids)
+
+    monkeypatch.setattr(LocalGrid, "pull_messages", counted)
+    return counts
+
+
+@pytest.mark.same_bits
+def test_however_many_clients_are_scored_only_a_few_messages_are_open_at_once(asked_for: list[int]) -> None:
+    clients, config = tiny_clients(180), tiny_config(rounds=1)
+    here, there = (
+        run(PLAIN, tiny_problem(), clients, config),
+        run(PLAIN, tiny_problem(), clients, config, engine=InProcess()),
+    )
+    assert max(asked_for) == 50
+    assert len(there.final.per_client) == 180
+    assert there.final.per_client == here.final.per_client
+
+
+@pytest.mark.same_bits
+def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch, asked_for: list[int]) -> None:
+    monkeypatch.setattr(pool, "_MOST_TASKS", 50)
+    clients, config = tiny_clients(120), tiny_config(rounds=1)
+    here = run(PLAIN, tiny_problem(), clients, config)
+    there = run(PLAIN, tiny_problem(), clients, config, engine=InProcess(nodes=1, grouped=True))
+    assert max(asked_for) == 3
+    assert there.final.per_client == here.final.per_client
+    assert there.final.state_sha256 == here.final.state_sha256

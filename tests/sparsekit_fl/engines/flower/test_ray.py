@@ -23,6 +23,9 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -52,47 +55,44 @@ def cluster() -> Iterator[str]:
         head.communicate(timeout=60)
 
 
+def both(method: Method, config: RunConfig | None = None, **engine: Any) -> tuple[RunResult, RunResult]:
+    """The same run in this process, and in Flower's simulation."""
+    here, there = (
+        run(method, tiny_problem(), tiny_clients(), config or tiny_config(), engine=one) for one in (None, Flower(**engine))
+    )
+    assert here.final == there.final
+    assert [record.evaluation for record in here.rounds] == [record.evaluation for record in there.rounds]
+    assert (here.cost.uplink_bytes, here.privacy) == (there.cost.uplink_bytes, there.privacy)
+    return here, there
+
+
 @pytest.mark.parametrize("name", ["fedlps", "ditto"])
 @pytest.mark.same_bits
 def test_a_cluster_gives_the_bits_of_the_embedded_engine_though_memories_travel(name: str, cluster: str) -> None:
-    here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
-    there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(ray_address=cluster))
-    assert here.final.state_sha256 == there.final.state_sha256
-    assert here.final.per_client == there.final.per_client
+    here, there = both(registry[name](), ray_address=cluster)
     assert here.cost.memory_bytes == 0
     assert there.cost.memory_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["depthfl", "lotteryfl", "fjord"])
-@pytest.mark.same_bits
-def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
-    here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
-    there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))
-    assert here.final.state_sha256 == there.final.state_sha256
-    assert here.final.per_client == there.final.per_client
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"aggregation": "trimmed-mean", "trim_share": 0.3, "upload": "bfloat16"},
-        {"dp_clip": 0.1, "dp_noise": 1.0, "dp_noise_seed": 5, "upload": "bfloat16"},
+        ("depthfl", {}),
+        ("lotteryfl", {}),
+        ("fjord", {}),
+        ("fedlps", {"aggregation": "trimmed-mean", "trim_share": 0.3, "upload": "bfloat16"}),
+        ("fedlps", {"dp_clip": 0.1, "dp_noise": 1.0, "dp_noise_seed": 5, "upload": "bfloat16"}),
     ],
-    ids=["trimmed mean", "privacy"],
 )
 @pytest.mark.same_bits
-def test_robust_and_private_runs_with_short_uploads_give_the_bits_of_the_embedded_engine(options: dict[str, Any]) -> None:
+def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str, options: dict[str, Any]) -> None:
     if "dp_clip" in options:
         pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
-    config = replace(tiny_config(), min_replies=4, eval_clients=3, **options)
-    here = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config)
-    there = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=Flower(workers=2, supernodes=3))
-    assert here.final == there.final
-    assert [record.evaluation for record in here.rounds] == [record.evaluation for record in there.rounds]
-    assert (here.cost.uplink_bytes, here.privacy) == (there.cost.uplink_bytes, there.privacy)
-    plain = run(registry["fedlps"](), tiny_problem(), tiny_clients(), tiny_config())
-    assert plain.final.state_sha256 != here.final.state_sha256
-    assert plain.cost.uplink_bytes > here.cost.uplink_bytes
+    here, _ = both(registry[name](), replace(tiny_config(), eval_clients=3, **options), workers=2, supernodes=3)
+    if options:
+        plain = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
+        assert plain.final.state_sha256 != here.final.state_sha256
+        assert plain.cost.uplink_bytes > here.cost.uplink_bytes
 
 
 class _Kill(Callback):
@@ -110,20 +110,9 @@ class _Kill(Callback):
 @pytest.mark.same_bits
 def test_a_killed_actor_costs_time_and_nothing_else() -> None:
     killer = _Kill()
-    here = run(
-        with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}),
-        tiny_problem(),
-        tiny_clients(),
-        tiny_config(),
-    )
-    there = run(
-        with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}),
-        tiny_problem(),
-        tiny_clients(),
-        tiny_config(),
-        engine=Flower(workers=2),
-        callbacks=[killer],
-    )
+    method = with_settings(local(), {"personal": "LocalModel", "personal.select": "best"})
+    given = (method, tiny_problem(), tiny_clients(), tiny_config())
+    here, there = run(*given), run(*given, engine=Flower(workers=2), callbacks=[killer])
     assert killer.killed
     assert here.final.state_sha256 == there.final.state_sha256
     assert here.final.per_client == there.final.per_client
