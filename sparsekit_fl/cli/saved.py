@@ -112,7 +112,7 @@ def _export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
     """Export the global model of a run, or that of a client, for devices without Python."""
-    from sparsekit_fl.results.saved import example_inputs_of, export_onnx, export_program, load_model, model_file
+    from sparsekit_fl.results.saved import example_inputs_of, export_model, load_model, model_file
     from sparsekit_fl.results.state.models import read_recipe
 
     if onnx == pt2:
@@ -127,11 +127,7 @@ def _export(
         # A client that deploys the global model has no file of its own, but gets one here.
         stem = model_file(out, which, recipe).stem if client is None else f"client-{client}"
         to = out / "models" / f"{stem}.{'onnx' if onnx else 'pt2'}"
-    difference = None
-    if onnx:
-        difference = export_onnx(module, examples, to)
-    else:
-        export_program(module, examples, to)
+    difference = export_model(module, examples, to, onnx=onnx)
     size = to.stat().st_size
     if as_json:
         typer.echo(json.dumps({"file": str(to), "bytes": size, "difference": difference}))

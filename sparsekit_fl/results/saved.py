@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError, SparsekitError, install_hint
+from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.methods.make import make_method
@@ -22,7 +22,10 @@ from sparsekit_fl.problem.datasets.transforms import ImageTransform
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.state.models import best_file, client_file, global_file, read_recipe
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(out: Path | str, which: str | int = "global", *, model: Factory | None = None) -> nn.Module:
@@ -70,7 +73,9 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
         if not best_file(out).exists():
             raise DataError(f"{out} holds no best model; run with callbacks=[BestCheckpoint()] (--log best), or take 'global'")
         return best_file(out)
-    client_id = _client_id(which)
+    if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
+        raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
+    client_id = int(which)
     known = recipe.get("clients")
     if known is not None and client_id not in known:
         raise DataError(f"the run in {out} has no client {client_id}; it has {len(known)}, from {min(known)} to {max(known)}")
@@ -82,12 +87,6 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
             f"the model of client {client_id} stayed on its device, and {out} has the global one alone; take 'global'"
         )
     return whole
-
-
-def _client_id(which: str | int) -> int:
-    if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
-        raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
-    return int(which)
 
 
 def _factory(recipe: Mapping[str, Any], out: Path) -> Factory:
@@ -115,15 +114,9 @@ def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
         method = make_method(name)
     except SparsekitError as error:
         raise InvalidValueError(f"the run's method {name!r} changed its model, and is not here: {error}") from error
-    problem = Problem(model=_callable(factory), example_inputs=example_inputs_of(recipe))
-    return method.local.prepare(problem).model
-
-
-def _callable(factory: Factory) -> Callable[[], nn.Module]:
     found: Any = load_object(factory) if isinstance(factory, str) else factory
-    if isinstance(found, nn.Module):
-        return lambda: found
-    return found  # type: ignore[no-any-return]
+    make: Callable[[], nn.Module] = (lambda: found) if isinstance(found, nn.Module) else found
+    return method.local.prepare(Problem(model=make, example_inputs=example_inputs_of(recipe))).model
 
 
 def example_inputs_of(recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -175,16 +168,10 @@ def read_inputs(paths: Sequence[Path | str], recipe: Mapping[str, Any]) -> tuple
 
 
 def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    kind = path.suffix.lower()
-    if kind not in (*_PICTURES, *_ARRAYS):
-        raise DataError(f"{path} is no input: allowed are {', '.join((*_ARRAYS, *_PICTURES))}")
     transform = _transform(recipe)
     try:
-        if kind in _PICTURES:
-            arrays = [_picture(path, 1 if transform is None else len(transform.mean))]
-        else:
-            arrays = _arrays(path, kind)
-    except MissingDependencyError:
+        arrays = _arrays(path, channels=1 if transform is None else len(transform.mean))
+    except SparsekitError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{path} cannot be read: it does not exist") from error
@@ -198,7 +185,8 @@ def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -
     return tuple(_fitted(path, array, example, transform) for array, example in zip(arrays, examples, strict=True))
 
 
-def _arrays(path: Path, kind: str) -> list[Any]:
+def _arrays(path: Path, channels: int) -> list[Any]:
+    kind = path.suffix.lower()
     if kind == ".npz":
         with np.load(path) as file:
             return [file[name] for name in file.files]
@@ -206,22 +194,18 @@ def _arrays(path: Path, kind: str) -> list[Any]:
         return [np.load(path)]
     if kind == ".csv":
         return [np.loadtxt(path, delimiter=",", ndmin=2)]
-    return [np.asarray(json.loads(path.read_text(encoding="utf-8")))]
-
-
-def _picture(path: Path, channels: int) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError(f"reading {path} needs Pillow; {install_hint('fl')}") from error
-    with Image.open(path) as picture:
+    if kind == ".json":
+        return [np.asarray(json.loads(path.read_text(encoding="utf-8")))]
+    if kind not in _PICTURES:
+        raise DataError(f"{path} is no input: allowed are {', '.join((*_ARRAYS, *_PICTURES))}")
+    with need("PIL.Image", f"reading {path}", extra="fl").open(path) as picture:
         pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
-    return pixels[None, None] if channels == 1 else pixels.transpose(2, 0, 1)[None]
+    return [pixels[None, None] if channels == 1 else pixels.transpose(2, 0, 1)[None]]
 
 
 def _transform(recipe: Mapping[str, Any]) -> ImageTransform | None:
     about = recipe.get("about", {})
-    numbers = about.get("transform") or {}
+    numbers = about.get("transform")
     if not numbers:
         return None
     channels, height, width = about["takes"]["shape"]
@@ -237,17 +221,14 @@ def _fitted(path: Path, array: Any, example: Tensor, transform: ImageTransform |
     if tensor.dtype == torch.uint8 and tensor.ndim == 4 and example.is_floating_point():
         tensor = tensor.float().div(255) if transform is None else transform(tensor)
     tensor = tensor.to(example.dtype)
-    if tensor.ndim != example.ndim or (tensor.shape[1:] != example.shape[1:] and not _is_sequence(tensor, example)):
+    # Token ids may be of another length, which a recurrent network takes.
+    tokens = not example.is_floating_point() and tensor.ndim == 2
+    if tensor.ndim != example.ndim or (tensor.shape[1:] != example.shape[1:] and not tokens):
         raise DataError(
             f"{path} has examples of shape {tuple(tensor.shape[1:])}, the model takes {tuple(example.shape[1:])};"
             " save (batch, …) of that shape"
         )
     return tensor
-
-
-def _is_sequence(tensor: Tensor, example: Tensor) -> bool:
-    """Whether these are token ids of another length, which a recurrent network takes."""
-    return not example.is_floating_point() and tensor.ndim == 2
 
 
 _BATCH = 256
@@ -283,78 +264,55 @@ def predict(model: nn.Module, inputs: Sequence[Tensor], *, batch_size: int = _BA
     return torch.cat(parts)
 
 
-_log = logging.getLogger(__name__)
 # The least that shows to a tracer that the number of examples may vary.
 _EXAMPLES = 2
 _TOLERANCE = 1e-3
 
 
-def export_onnx(model: nn.Module, inputs: Sequence[Tensor], path: Path | str) -> float | None:
-    """Write an ONNX file that takes any number of examples, or as many as `inputs` has where the model allows no other.
+def export_model(model: nn.Module, inputs: Sequence[Tensor], path: Path | str, *, onnx: bool) -> float | None:
+    """Write a model for any number of examples, or for as many as `inputs` has where the model allows no other.
 
     Args:
         model: From `load_model`.
         inputs: Example inputs; what they hold does not matter.
         path: The file.
+        onnx: Write an ONNX file, and else a program of `torch.export` (`.pt2`), for `torch.export.load` and for AOTInductor.
 
     Returns:
-        The largest difference between outputs of torch and of ONNX Runtime; None where that is not installed.
+        The largest difference between outputs of torch and of ONNX Runtime; None where that is not installed, or for a program.
 
     Raises:
         MissingDependencyError: onnx or onnxscript is not installed.
         DataError: the model cannot be exported, or the file gives other outputs.
     """
-    for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingDependencyError(f"ONNX needs {package}; {install_hint('export')}") from error
-    model.eval()
-
-    def export(given: tuple[Tensor, ...], shapes: Any) -> Any:
+    for package in ("onnx", "onnxscript") if onnx else ():
+        need(package, "ONNX", extra="export")
+    program, given = _program(model.eval(), inputs, path)
+    if not onnx:
+        torch.export.save(program, Path(path))
+        return None
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.onnx.export(model, given, dynamo=True, dynamic_shapes=shapes, verbose=False)
-
-    program, several = _exported(export, inputs, path)
-    program.save(str(path))
-    return _difference(model, several, Path(path))
-
-
-def export_program(model: nn.Module, inputs: Sequence[Tensor], path: Path | str) -> None:
-    """Write a program of `torch.export` (`.pt2`), for `torch.export.load` and for AOTInductor.
-
-    Args:
-        model: From `load_model`.
-        inputs: Example inputs; what they hold does not matter.
-        path: The file.
-
-    Raises:
-        DataError: the model cannot be exported.
-    """
-    model.eval()
-    program, _ = _exported(lambda given, shapes: torch.export.export(model, given, dynamic_shapes=shapes), inputs, path)
-    torch.export.save(program, Path(path))
+            exported: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise DataError(f"the model cannot be exported: {_first_line(error)}") from error
+    exported.save(str(path))
+    return _difference(model, given, Path(path))
 
 
-def _exported(
-    export: Callable[[tuple[Tensor, ...], Any], Any], inputs: Sequence[Tensor], path: Path | str
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """Export for any number of examples, or for that of `inputs` where the model allows no other; return the inputs too."""
-    several = tuple(_several(tensor) for tensor in inputs)
+def _program(model: nn.Module, inputs: Sequence[Tensor], path: Path | str) -> tuple[Any, tuple[Tensor, ...]]:
+    """Export for any number of examples, or for that of `inputs`; return the inputs too."""
+    several = tuple(tensor[:1].expand(_EXAMPLES, *tensor.shape[1:]).contiguous() for tensor in inputs)
     batch = torch.export.Dim("batch")
     try:
-        return export(several, tuple({0: batch} for _ in several)), several
+        return torch.export.export(model, several, dynamic_shapes=tuple({0: batch} for _ in several)), several
     except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
         _log.warning("%s takes %d examples and no other number: %s", path, len(inputs[0]), _first_line(error))
     try:
-        return export(tuple(inputs), None), tuple(inputs)
-    except Exception as failed:
-        raise DataError(f"the model cannot be exported: {_first_line(failed)}") from failed
-
-
-def _several(tensor: Tensor) -> Tensor:
-    return tensor[:1].expand(_EXAMPLES, *tensor.shape[1:]).contiguous()
+        return torch.export.export(model, tuple(inputs)), tuple(inputs)
+    except Exception as error:
+        raise DataError(f"the model cannot be exported: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -369,10 +327,7 @@ def _difference(model: nn.Module, inputs: Sequence[Tensor], path: Path) -> float
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     given = dict(zip(names, (tensor.numpy() for tensor in inputs), strict=True))
-    with torch.no_grad():
-        ours: Any = model(*inputs)
-    ours = ours[0] if isinstance(ours, tuple | list) else ours
-    theirs = torch.from_numpy(session.run(None, given)[0])
+    ours, theirs = predict(model, inputs), torch.from_numpy(session.run(None, given)[0])
     found = float((ours - theirs).abs().max()) if ours.numel() else 0.0
     if found > _TOLERANCE * max(1.0, float(ours.abs().max())):
         raise DataError(f"ONNX Runtime gives other outputs than torch with {path}: they differ by {found:g}")
