@@ -24,7 +24,6 @@ _STRATEGIES: Mapping[str, str] = {
 }  # fmt: skip
 _RATIO = re.compile(r"Constant\((?:ratio=)?([\d.]+)")
 _WINDOWS = 10
-_BASELINE = "best baseline, published"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ def paper_figures(comparison: Comparison) -> list[Figure]:
             parts = [
                 f"The paper: {says}" if says else "",
                 f"Here: {made.caption}" if made.caption else "",
-                "Diamonds are published numbers." if made.marks is not None and made.plot != "bars" else "",
+                "Diamonds are published numbers." if made.marks is not None else "",
                 f"{comparison.seeds_text().capitalize()}; {comparison.title}. {protocol_difference(comparison)}".strip(),
             ]
             title = f"{paper.number}: {made.title}"
@@ -102,10 +101,10 @@ def _as_in_the_paper(comparison: Comparison, figure: Figure | None, marks: Any =
     if figure is None or own not in drawn or not any(map(is_rival, drawn)):
         return None
     first = list(dict.fromkeys([own, *comparison.highlighted(there)]))
-    points = figure.points[figure.points["series"].isin([*there, _BASELINE])]
-    marks = None if marks is None else marks[marks["series"].isin([*first, _BASELINE])]
+    points = figure.points[figure.points["series"].isin(there)]
+    marks = None if marks is None else marks[marks["series"].isin(first)]
     return replace(
-        figure, points=points, series=tuple(dict.fromkeys([*first, *there, _BASELINE])), subject=own,
+        figure, points=points, series=tuple(dict.fromkeys([*first, *there])), subject=own,
         faint=frozenset(there) - set(first), marks=None if marks is None or marks.empty else marks,
     )  # fmt: skip
 
@@ -153,34 +152,27 @@ def _against_cost(comparison: Comparison, paper: _Paper) -> Figure | None:
 
 def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make Figure 5, at the paper's target or where it has none at that of the comparison."""
-    says, level = published_text(paper.number, comparison.dataset), _level(comparison)
-    target = comparison.target or says.get("target") or comparison.goal
-    theirs = says if says.get("target") == target and not protocol_difference(comparison) else {}
+    level = _level(comparison)
+    target = comparison.target or published_text(paper.number, comparison.dataset).get("target") or comparison.goal
     if level is None:
         return None
     at = replace(comparison, target=target)
     made = bars(
         at, level, TARGET, title=f"simulated time to {100 * target:.3g}% accuracy", x_unit="seconds",
-        x=f"simulated seconds; no bar: never reached{'; ring: published' if theirs else ''}", **paper.words,
+        x="simulated seconds; no bar: never reached", **paper.words,
     )  # fmt: skip
     if made is None:
         return None
     # A bar is the mean of a method whose every seed has reached the target.
     all_reached = {row.method for row in at.rows if row.level == level and row.count[TARGET] == row.n}
     points = made.points.assign(y=made.points["y"].where(made.points["series"].isin(all_reached)))
-    marks = None
-    if theirs:
-        points = need("pandas").concat([points, points_of([(_BASELINE, 0.0, math.nan, 0.0)])])
-        marks = points_of(
-            [(_own(comparison), 0.0, theirs["fedlps_seconds"], 0.0), (_BASELINE, 0.0, theirs["baseline_seconds"], 0.0)]
-        )
-    figure = _as_in_the_paper(comparison, replace(made, points=points.sort_values("y", kind="stable")), marks)
+    figure = _as_in_the_paper(comparison, replace(made, points=points.sort_values("y", kind="stable")))
     if figure is None or figure.points["y"].isna().all():
         return None
     own = figure.subject
-    times = {name: y for name, y in figure.points.dropna()[["series", "y"]].itertuples(index=False) if name != _BASELINE}
+    times = dict(figure.points.dropna()[["series", "y"]].itertuples(index=False))
     rivals = sorted((seconds, name) for name, seconds in times.items() if name != own)
-    never = sum(is_rival(name) and name not in times and name != _BASELINE for name in figure.points["series"])
+    never = sum(is_rival(name) and name not in times for name in figure.points["series"])
     if own not in times:
         return replace(figure, caption=f"{own} does not reach it; {rivals[0][1]} does after {_seconds(rivals[0][0])}.")
     text = f"{own} takes {_seconds(times[own])}"

@@ -50,23 +50,13 @@ def published_source() -> str:
 
 
 def published_text(figure: str, dataset: str) -> Mapping[str, Any]:
-    """Return what the paper's text says of a figure, which it gives no table for; empty where that is nothing.
-
-    Args:
-        figure: For example "Figure 5".
-        dataset: Name of the data set.
-    """
+    """Return what the paper's text says of a figure, such as "Figure 5", which it gives no table for."""
     found = _data("published.json")["text"].get(figure, {})
     return {**found.get("any", {}), **found.get(dataset, {})}
 
 
 def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, float, float]]:
-    """Return table, published name, accuracy and deviation in per cent, and FLOPs in 10¹² of the rows of one of our methods.
-
-    Args:
-        run: Name of our method.
-        dataset: Name of the data set.
-    """
+    """Return table, published name, accuracy and deviation in per cent, and FLOPs in 10¹² of the rows of one of our methods."""
     data = _data("published.json")
     keys = {_key(run), *(_key(theirs) for ours, theirs in data["also"].items() if _key(ours) == _key(run))}
     return [
@@ -78,11 +68,7 @@ def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, flo
 
 
 def protocol_difference(comparison: Comparison) -> str:
-    """Say in what the runs are not those of the paper; empty where they are.
-
-    Args:
-        comparison: Ours.
-    """
+    """Say in what the runs are not those of the paper; empty where they are."""
     dataset = comparison.dataset
     if dataset not in _data("published.json")["datasets"]:
         return f"The paper has no {dataset or 'such'} data."
@@ -114,9 +100,6 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def published_beside(comparison: Comparison) -> Any:
     """Pair every published row of the comparison's data set with the runs of its method.
-
-    Args:
-        comparison: Ours.
 
     Returns:
         DataFrame with two rows for each pair, its accuracy and its FLOPs, in published order; None where the protocol is not

@@ -14,14 +14,9 @@ import sparsekit
 
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Return versions and settings that results may depend on, and when the run ended.
+    """Return versions and settings that results may depend on, and when the run ended, as plain values.
 
-    Args:
-        workers: Number of processes that train.
-        device: Where they train; several, by commas, are taken in turn.
-
-    Returns:
-        Names and plain values. `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` where they are not installed.
+    `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` where they are not installed.
     """
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,21 +20,7 @@ _LINES = (
 
 
 def plot_rounds(records: Sequence[RoundRecord], metric: str | None = None, *, axes: Any = None, title: str = "") -> Any:
-    """Draw a metric over the rounds: personal models and, where it was scored, the global one.
-
-    Args:
-        records: One per round.
-        metric: Its name; None takes accuracy, or the first one.
-        axes: Axes of matplotlib to draw on; None makes a figure.
-        title: Title of the picture.
-
-    Returns:
-        The figure; `figure.savefig("curve.png")` writes it, and a notebook shows it.
-
-    Raises:
-        InvalidValueError: no round was scored by this metric.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Draw a metric over the rounds: personal models and, where it was scored, the global one. See `RunResult.plot`."""
     scored = [(record.round, record.evaluation) for record in records if record.evaluation is not None]
     names = list(dict.fromkeys(name for _, scores in scored for name in scores.personal))
     if not names:

@@ -107,14 +107,14 @@ class RunResult:
         return clients_frame(self.rounds, self.final)
 
     def plot(self, metric: str | None = None, *, axes: Any = None) -> Any:
-        """Draw the curves of a metric over the rounds; see `results.plot.plot_rounds`.
+        """Draw a metric over the rounds: personal models and, where it was scored, the global one.
 
         Args:
             metric: Its name; None takes accuracy, or the first one.
             axes: Axes of matplotlib to draw on; None makes a figure.
 
         Returns:
-            The figure.
+            The figure; `figure.savefig("curve.png")` writes it, and a notebook shows it.
 
         Raises:
             InvalidValueError: no round was scored by this metric.

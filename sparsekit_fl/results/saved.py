@@ -54,12 +54,7 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
 
 
 def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
-    """Return the file of a model of a run.
-
-    Args:
-        out: The folder of the run.
-        which: As `load_model` takes it; a text of digits is a client's id.
-        recipe: From `read_recipe`.
+    """Return the file of a model of a run; `which` is as `load_model` takes it, and a text of digits is a client's id.
 
     Raises:
         DataError: there is none.
@@ -121,9 +116,6 @@ def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
 
 def example_inputs_of(recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return example inputs of zeros, as the run's problem had them.
-
-    Args:
-        recipe: From `read_recipe`.
 
     Raises:
         InvalidValueError: the recipe does not say what the model takes.

@@ -235,25 +235,15 @@ class Comparison:
         return _SUBJECT if _SUBJECT in self.methods else self.methods[0]
 
     def highlighted(self, among: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return methods that stand out among many: the subject, FedAvg, the front of accuracy and FLOPs, the most accurate.
-
-        Args:
-            among: The methods to choose from; None takes all.
-        """
+        """Return methods that stand out among many, or among these: the subject, FedAvg and the most accurate."""
         allowed = set(self.methods if among is None else among)
-        known: dict[str, tuple[float, float]] = {}
+        known: dict[str, float] = {}
         for row in self.rows:
-            point = row.mean["flops_compact"], -row.mean["personal_accuracy"]
-            if row.method in allowed and not math.isnan(sum(point)):
-                known.setdefault(row.method, point)
-        front: list[str] = []
-        for method in sorted(known, key=known.__getitem__):
-            if not front or known[method][1] < known[front[-1]][1]:
-                front.append(method)
+            if row.method in allowed and not math.isnan(row.mean["personal_accuracy"]):
+                known.setdefault(row.method, row.mean["personal_accuracy"])
         first = [method for method in (self.subject, "fedavg") if method in known]
-        ranked = sorted(known, key=lambda method: known[method][1])
-        wanted = list(dict.fromkeys([*first, *front, *ranked]))
-        return tuple(wanted[: max(_MOST_FIRST, len({*first, *front}))])
+        ranked = sorted(known, key=lambda method: -known[method])
+        return tuple(dict.fromkeys([*first, *ranked]))[:_MOST_FIRST]
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""
@@ -315,13 +305,7 @@ class Comparison:
 
 
 def comparisons_of(trials: Iterable[Trial], *, order: Sequence[str] = (), target: float | None = None) -> list[Comparison]:
-    """Make a comparison for each protocol.
-
-    Args:
-        trials: Finished and failed ones.
-        order: Methods in the order of tables; others follow as they first appear.
-        target: As of `Comparison`.
-    """
+    """Make a comparison for each protocol of finished and failed trials; methods that `order` lacks follow as they appear."""
     found = []
     for title, members in protocols_of(trials):
         present = dict.fromkeys(trial.method for trial in members)

@@ -74,14 +74,7 @@ def _figure(comparison: Comparison, points: Any, **words: Any) -> Figure:
 
 
 def curve(comparison: Comparison, level: Level, x: str, y: str, /, **words: Any) -> Figure | None:
-    """Make a figure of lines: means over the seeds of a method, in the rounds in which all of them were scored.
-
-    Args:
-        comparison: Ours.
-        level: The level.
-        x: Column of `Comparison.rounds`, on the x axis.
-        y: Column of `Comparison.rounds`, on the y axis.
-        words: Further fields of the figure.
+    """Draw two columns of `Comparison.rounds` as means over the seeds, in the rounds in which all of a method were scored.
 
     Returns:
         None where no method was scored in more than one round.
@@ -134,14 +127,10 @@ def _front(comparison: Comparison, level: Level) -> Figure | None:
 
 
 def bars(comparison: Comparison, level: Level, column: str, ring: str = "", **words: Any) -> Figure | None:
-    """Make a figure of bars, the best above and those without a number last; None where no method has the number.
+    """Draw a column of the table, the best above and those without a number last, with another column as rings.
 
-    Args:
-        comparison: Ours.
-        level: The level.
-        column: Column of the table.
-        ring: Column of the rings; empty for none.
-        words: Further fields of the figure.
+    Returns:
+        None where no method has the number.
     """
     rows = [row for row in comparison.rows if row.level == level]
     points = points_of((row.method, 0.0, row.mean[column], row.deviation[column]) for row in rows)

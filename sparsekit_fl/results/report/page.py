@@ -97,14 +97,7 @@ class Part:
 
 
 def page(parts: Sequence[Part], about_paper: Sequence[str] = ()) -> str:
-    """Write the page.
-
-    Args:
-        parts: One per protocol.
-        about_paper: Sentences for its end.
-
-    Returns:
-        HTML; equal parts give equal text.
+    """Return the page as HTML, with sentences about the paper at its end; equal parts give equal text.
 
     Raises:
         MissingDependencyError: Jinja2 is not installed.

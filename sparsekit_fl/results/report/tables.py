@@ -95,12 +95,7 @@ def _print(console: Console, columns: Mapping[str, Sequence[str]], title: str | 
 
 
 def show_published(published: Any, console: Console) -> None:
-    """Print published and ours in 80 columns; below, each reason with its methods.
-
-    Args:
-        published: From `paper.published`, with at least one row.
-        console: Where to print.
-    """
+    """Print published and ours in 80 columns; below, each reason with its methods."""
     lines = [
         (row.run, row.accuracy, row.our_accuracy, row.difference, row.flops, row.our_flops.split()[0])
         for row in published_rows(published)
@@ -116,12 +111,7 @@ def show_published(published: Any, console: Console) -> None:
 
 
 def markdown_table(comparison: Comparison, published: Any = None) -> str:
-    """Write a title, a table, and below it notes and failures.
-
-    Args:
-        comparison: Rows of the table.
-        published: From `paper.published`; its numbers are the last columns.
-    """
+    """Write a title, a table, whose last columns are the published numbers, and below it notes and failures."""
     # A method of both tables has the numbers of the first.
     beside = {row.run: [row.accuracy, f"{row.flops}T"] for row in reversed(published_rows(published))}
     lines = [["method", "n", *(column.title for column in comparison.columns)]]

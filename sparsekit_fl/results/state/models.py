@@ -34,12 +34,7 @@ def client_file(out: Path, client_id: int) -> Path:
 
 
 def save_whole(path: Path, model: nn.Module) -> None:
-    """Write a whole model; one whose state `save_compact` cannot keep as its tensors alone.
-
-    Args:
-        path: The file; its folder must exist.
-        model: The model.
-    """
+    """Write a whole model; one whose state `save_compact` cannot keep as its tensors alone."""
     try:
         save_compact(model, path)
     except InvalidValueError as error:

@@ -166,11 +166,9 @@ class CarriedMemory(MemoryStore):
         self.written = b""
 
     def where(self, client_id: int, round: int) -> str:  # noqa: ARG002
-        """Name the message."""
         return "its message"
 
     def load(self, client_id: int, round: int) -> bytes:  # noqa: ARG002
-        """Return what came."""
         if not self._payload:
             raise DataError("it did not come")
         return self._payload
@@ -196,11 +194,9 @@ class ClientStore(MemoryStore):
         folder.mkdir(parents=True, exist_ok=True)
 
     def where(self, client_id: int, round: int) -> Path:
-        """Return the path of the file."""
         return self.folder / f"{client_id}-{round}.safetensors"
 
     def load(self, client_id: int, round: int) -> bytes:
-        """Read the file."""
         return self.where(client_id, round).read_bytes()
 
     def save(self, client_id: int, round: int, payload: bytes) -> None:
