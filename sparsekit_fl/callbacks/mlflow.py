@@ -8,6 +8,7 @@ from typing import Any
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.frames import numbers_of
+from sparsekit_fl.results.read import flat
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 
@@ -53,7 +54,7 @@ class MLflow(Callback):
         self._run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
         if kept is not None:
             kept.write_text(self._run_id, encoding="utf-8")
-        for option, value in {"method": run.method, "clients": run.clients, **_flat(run.config.to_dict())}.items():
+        for option, value in {"method": run.method, "clients": run.clients, **flat(run.config.to_dict())}.items():
             # Whoever knows this seed can take a private run's noise away again.
             if option != "dp_noise_seed":
                 self._client.log_param(self._run_id, option, str(value)[:_LONGEST])
@@ -81,10 +82,3 @@ class MLflow(Callback):
         if result is not None and result.stopped:
             self._client.set_tag(self._run_id, "stopped", result.stopped)
         self._client.set_terminated(self._run_id, "KILLED" if result is None else "FINISHED")
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from sparsekit_fl.client.messages import WorkCost
 
@@ -14,16 +14,10 @@ from sparsekit_fl.client.messages import WorkCost
 class Part(BaseModel):
     """Immutable, made by the names of its fields, read from and written as plain JSON values.
 
-    A field that has a default is left out of the file where it has that value; one of `nulls` is null in the file instead.
+    A field that has a default is left out of the file where it has that value.
     """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True, arbitrary_types_allowed=True)
-    nulls: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _completed(cls, given: Any) -> Any:
-        return {**dict.fromkeys(cls.nulls), **given} if isinstance(given, Mapping) else given
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -1,8 +1,9 @@
-"""read_result(): a saved result as plain JSON values. Reports use this alone, and need no torch for it."""
+"""read_result(): a saved result as plain JSON values; flat(): settings by path. Reports need no torch for them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,3 +38,11 @@ def read_result(path: Path | str) -> dict[str, Any]:
             f"{path} has schema {raw['schema']}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it"
         )
     return raw
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Flatten nested settings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value})
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -27,8 +26,6 @@ class RoundRecord(Part):
         evaluation: Means over all clients or a sample, where this round was evaluated.
         notes: What else a reader should know, such as a client whose memory was lost.
     """
-
-    nulls: ClassVar[tuple[str, ...]] = ("evaluation",)
 
     round: int = Field(ge=1)
     cohort: tuple[Count, ...] = about("ids of the clients that were asked")

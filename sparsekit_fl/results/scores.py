@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, computed_field, field_serializer
 
@@ -104,8 +104,6 @@ class RoundScores(_OverClients):
         weighted: "personal", "validation", "global" → means in which a client counts by its examples.
         worst: The same → means over the worst tenth of the clients.
     """
-
-    nulls: ClassVar[tuple[str, ...]] = ("shared",)
 
     validation: Means = about("the same on own validation data")
     shared: Means | None = about(

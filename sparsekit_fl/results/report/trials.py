@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY
-from sparsekit_fl.results.read import read_result
+from sparsekit_fl.results.read import flat, read_result
 
 TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""
@@ -176,7 +176,7 @@ def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     plain = [_title(config) for config in configs]
-    settings = [_flat(_protocol(config)) if config else {} for config in configs]
+    settings = [flat(_protocol(config)) if config else {} for config in configs]
     titles = []
     for title, own in zip(plain, settings, strict=True):
         others = [other for name, other in zip(plain, settings, strict=True) if name == title]
@@ -189,14 +189,6 @@ def _setting(name: str, value: Any) -> str:
     """For example `lr 0.1`, from the path `training.lr`."""
     # What `_protocol` puts where the number of classes is an axis.
     return "clients lack classes" if value == _LACKING else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested settings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found.update(_flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value})
-    return found
 
 
 def _title(config: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
 
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -> None:
     view = RunView(method="m", config=tiny_config(), clients=1)
-    scores = RoundScores(personal={}, validation={"loss": 0.5}, worst={"personal": {"accuracy": 0.25}})
+    scores = RoundScores(personal={}, validation={"loss": 0.5}, shared=None, worst={"personal": {"accuracy": 0.25}})
     loss, share = Monitoring("validation.loss"), Monitoring("personal.accuracy.worst", min_delta=0.1)
     assert (loss.read(view, scores), share.read(view, scores)) == (0.5, 0.25)
     assert Monitoring("global.accuracy").read(view, scores) is None

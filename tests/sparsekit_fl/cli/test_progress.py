@@ -23,7 +23,7 @@ from sparsekit_fl.results.scores import RoundScores
 def _watch(console: Console, *, quiet: bool = False) -> None:
     config = RunConfig(rounds=2, cohort=2)
     cost = WorkCost(flops_compact=53 * 10**10)
-    scores = RoundScores(personal={"accuracy": 0.984}, validation={})
+    scores = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
     with LiveProgress(quiet=quiet, console=console) as progress:
         run = RunView(method="fedavg", config=config, clients=2)
         progress.on_run_start(run)
@@ -46,7 +46,7 @@ def test_it_is_silent_where_nobody_looks_or_when_told(terminal: bool, quiet: boo
 
 def _trials(console: Console, *, quiet: bool = False) -> None:
     config = RunConfig(rounds=2, cohort=2)
-    scores = RoundScores(personal={"accuracy": 0.984}, validation={})
+    scores = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
     with TrialsProgress(3, quiet=quiet, console=console) as board:
         board.end("fedavg, seed 0", Trial.of(result("fedavg", accuracies={100: 0.75})), ran=False)
         board.begin("fedlps, seed 0")

@@ -1,4 +1,4 @@
-"""Results: scores over clients, typed loading, frames, plots and the JSON schema."""
+"""Results: scores over clients, JSON that every reader accepts, typed loading, frames, plots and the JSON schema."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.client.messages import Evaluation
+from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
+from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.records import json_schema
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_scores
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -25,9 +27,10 @@ from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 ROOT = Path(__file__).parents[3]
 
 
-def tiny_run(**options: Any) -> fl.RunResult:
+@pytest.fixture(scope="module")
+def finished() -> fl.RunResult:
     config = replace(tiny_config(), eval_global_every=2)
-    return run(replace(fedavg(), personal=LocalModel()), tiny_problem(), tiny_clients(), config, **options)
+    return run(replace(fedavg(), personal=LocalModel()), tiny_problem(), tiny_clients(), config)
 
 
 def test_the_three_means_of_three_clients() -> None:
@@ -46,9 +49,17 @@ def test_the_worst_tenth_is_rounded_up() -> None:
 
 
 def test_clients_without_a_metric_do_not_count() -> None:
-    scores = RoundScores.of([Evaluation(client_id=0, examples=2, personal={"accuracy": (1.0, 2.0)}),
-                             Evaluation(client_id=1, examples=2, personal={"accuracy": (0.0, 0.0)})])  # fmt: skip
-    assert scores.personal["accuracy"] == scores.worst["personal"]["accuracy"] == 0.5
+    scores = [{"accuracy": (1.0, 2.0)}, {}, {"accuracy": (0.0, 0.0)}]
+    assert mean_scores(scores) == worst_scores(scores) == {"accuracy": 0.5}
+    assert math.isnan(mean_scores([{"accuracy": (0.0, 0.0)}])["accuracy"])
+
+
+def test_scores_of_a_sample_say_of_how_many_clients_they_are() -> None:
+    evaluations = [Evaluation(client_id=id, examples=2, personal={"accuracy": (1.0, 2.0)}) for id in (4, 7)]
+    scores = RoundScores.of(evaluations, sampled=True)
+    assert scores.to_dict()["clients"] == 2
+    assert RoundScores.from_dict(scores.to_dict()) == scores
+    assert RoundScores.of(evaluations).clients is None
 
 
 def test_a_metric_says_itself_whether_lower_is_better() -> None:
@@ -61,51 +72,63 @@ def test_a_metric_says_itself_whether_lower_is_better() -> None:
     assert [lower_is_better(name) for name in ("loss", "log_loss", "mean_error", "perplexity", "f1")] == [True] * 4 + [False]
 
 
-def test_a_result_of_another_version_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
-    raw = tiny_run().to_dict()
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({**raw, "schema": SCHEMA_NUMBER + 1}))
-    with pytest.raises(DataError, match=r"has schema 4, and this version reads 3"):
-        fl.load_result(tmp_path)
-    path.write_text(json.dumps({**raw, "rounds": [{"round": 1}]}))
-    with pytest.raises(DataError, match="is damaged"):
-        fl.load_result(tmp_path)
+def test_a_record_comes_back_equal_and_numbers_that_json_lacks_become_null() -> None:
+    record = RoundRecord(
+        round=2,
+        cohort=(3, 1),
+        dropped=((1, "why"),),
+        loss=0.1 + 0.2,
+        accuracy=None,
+        ratios={3: 0.5},
+        cost=WorkCost(flops_compact=2, seconds=0.1),
+        seconds=0.1,
+        evaluation=RoundScores(personal={"loss": 1.0}, validation={}, shared={"loss": 2.0}),
+    )
+    assert RoundRecord.from_dict(plain(record.to_dict())) == record
+    assert set(plain(record.to_dict())["evaluation"]) == {"personal", "validation", "global"}
+    assert plain({"a": [float("nan"), 1.0], "b": (float("inf"), "x")}) == {"a": [None, 1.0], "b": [None, "x"]}
+
+
+def test_a_result_of_another_version_and_a_damaged_one_are_refused(finished: fl.RunResult, tmp_path: Path) -> None:
+    raw = finished.to_dict()
+    for change, says in (
+        ({"schema": SCHEMA_NUMBER + 1}, r"has schema 4, and this version reads 3"),
+        ({"rounds": [{"round": 1}]}, "is damaged"),
+    ):
+        (tmp_path / "result.json").write_text(json.dumps(raw | change))
+        with pytest.raises(DataError, match=says):
+            fl.load_result(tmp_path)
     with pytest.raises(DataError, match="no result at"):
         fl.load_result(tmp_path / "nowhere")
 
 
-def test_the_frame_of_rounds_has_every_mean_of_every_metric() -> None:
+def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResult) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
-    result = tiny_run()
-    frame = result.to_frame()
+    frame = finished.to_frame()
     assert list(frame.index) == [1, 2, 3, 4]
-    assert frame.loc[4, "personal_accuracy"] == result.final.personal["accuracy"]
-    assert frame.loc[4, "personal_loss_worst"] == result.final.worst["personal"]["loss"]
-    assert frame.loc[4, "global_accuracy_weighted"] == result.final.weighted["global"]["accuracy"]
+    assert frame.loc[4, "personal_accuracy"] == finished.final.personal["accuracy"]
+    assert frame.loc[4, "personal_loss_worst"] == finished.final.worst["personal"]["loss"]
+    assert frame.loc[4, "global_accuracy_weighted"] == finished.final.weighted["global"]["accuracy"]
     assert math.isnan(frame.loc[3, "validation_accuracy"])
-    assert frame.loc[4, "flops_compact"] == result.cost.flops_compact
+    assert frame.loc[4, "flops_compact"] == finished.cost.flops_compact
 
 
-def test_the_frame_of_clients_has_a_row_for_each() -> None:
+def test_the_frame_of_clients_has_a_row_for_each(finished: fl.RunResult) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
-    result = tiny_run()
-    frame = result.clients_frame()
+    frame = finished.clients_frame()
     assert list(frame.index) == list(range(8))
-    assert frame["personal_accuracy"].mean() == pytest.approx(result.final.personal["accuracy"])
-    assert frame["trained"].sum() == sum(len(record.ratios) for record in result.rounds)
+    assert frame["personal_accuracy"].mean() == pytest.approx(finished.final.personal["accuracy"])
+    assert frame["trained"].sum() == sum(len(record.ratios) for record in finished.rounds)
     assert {"examples", "validation_loss", "global_loss", "dropped", "reason"} <= set(frame.columns)
 
 
-def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:
+def test_results_keep_to_the_schema_in_the_documentation(finished: fl.RunResult) -> None:
     # To write it: python -c "import json; from sparsekit_fl.results.records import json_schema as schema;
     # print(json.dumps(schema(), indent=1, ensure_ascii=False))" > docs/result.schema.json
-    assert json.loads((ROOT / "docs/result.schema.json").read_text()) == json_schema()
-
-
-def test_results_keep_to_the_schema() -> None:
+    schema = json.loads((ROOT / "docs/result.schema.json").read_text())
+    assert schema == json_schema()
     validators = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    raw = tiny_run().to_dict()
-    validators.Draft202012Validator.check_schema(json_schema())
-    validators.validate(raw, json_schema())
+    validators.Draft202012Validator.check_schema(schema)
+    validators.validate(finished.to_dict(), schema)
     with pytest.raises(validators.ValidationError):
-        validators.validate({**raw, "schema": 1}, json_schema())
+        validators.validate({**finished.to_dict(), "schema": 1}, schema)
