@@ -129,8 +129,7 @@ class ArmBandit(LoggedBandit[Pull]):
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Credit a reward to the arm of the executed value; see `Bandit.tell`."""
-        value, number = self._check_told(pull, reward, drop)
-        self._settle(pull, value, number, drop=drop)
+        value, number, _ = self._take(pull, reward, drop)
         self._learn(value, number, drop)
 
     def _even(self, count: int) -> list[float]:

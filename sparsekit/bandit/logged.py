@@ -68,16 +68,34 @@ class LoggedBandit(ABC, Generic[Trial]):
     def _place_of_best(self) -> int:
         """Return the place, in `self.told`, of the pull to be recommended."""
 
-    def _close(self, id: int) -> None:
-        del self._open[id]
+    def _take(self, pull: Trial, reward: float, drop: Drop | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
+        """Check and note what is told of a pull, and close it.
 
-    def _settle(self, pull: Trial, value: Any, reward: float, *, cost: float = 1.0, drop: Drop | None) -> None:
-        """Close an open pull, after everything told of it was checked; `value` is what was executed."""
-        self._close(pull.id)
+        Returns:
+            The executed value and the reward, in plain numbers, and whether another value had been proposed.
+
+        Raises:
+            InvalidValueError: see `Bandit.tell`.
+        """
+        self._check_open(pull)
+        proposed = self._open[pull.id]
+        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
+        number = reward if type(reward) is float else check_number(reward, "reward")
+        if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
+            raise InvalidValueError(
+                f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
+                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; tell a small finite number for a failed trial, or forget it"
+            )
+        if drop not in (None, "below", "above"):
+            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
+        if drop is not None and not isinstance(self.space, Interval):
+            raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
+        del self._open[pull.id]
         said: dict[str, Any] = {} if cost == 1.0 else {"cost": cost}
         said |= {} if drop is None else {"drop": drop}
-        self._log.append({"tell": pull.id, "value": value, "reward": reward, **said})
-        self._told.append((self._pull(pull.id, value), reward / cost))
+        self._log.append({"tell": pull.id, "value": value, "reward": number, **said})
+        self._told.append((self._pull(pull.id, value), number / cost))
+        return value, number, value != proposed
 
     # --- what a user calls ---
 
@@ -102,7 +120,7 @@ class LoggedBandit(ABC, Generic[Trial]):
     def forget(self, pull: Trial) -> None:
         """Close a pull of which nothing will be told; see `Bandit.forget`."""
         self._check_open(pull)
-        self._close(pull.id)
+        del self._open[pull.id]
         self._log.append({"forget": pull.id})
 
     def best(self) -> Trial:
@@ -138,21 +156,6 @@ class LoggedBandit(ABC, Generic[Trial]):
         told = any(pull.id == other.id for other, _ in self._told)
         what = "has already been told" if told else "was forgotten" if known else "was never proposed"
         raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
-
-    def _check_told(self, pull: Trial, reward: float, drop: Drop | None, *, cost: float = 1.0) -> tuple[Any, float]:
-        """The executed value and the reward of an open pull, in plain numbers."""
-        self._check_open(pull)
-        proposed = self._open[pull.id]
-        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
-        number = reward if type(reward) is float else check_number(reward, "reward")
-        if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
-            raise InvalidValueError(
-                f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
-                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; tell a small finite number for a failed trial, or forget it"
-            )
-        if drop not in (None, "below", "above"):
-            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
-        return value, number
 
     def _pull(self, id: int, value: Any) -> Trial:
         return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))

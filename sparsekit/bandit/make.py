@@ -46,12 +46,10 @@ def make_bandit(name: str, space: Any, *, rng: np.random.Generator, horizon: flo
         InvalidValueError: an option that it does not have, or a value that it refuses.
     """
     found = registry.find(name)
-    if not callable(found):
-        raise InvalidValueError(f"{name!r} must be a class or function that makes a bandit, got {type(found).__name__}")
     try:
         takes = inspect.signature(found).parameters
-    except ValueError as error:
-        raise InvalidValueError(f"{name!r} does not say what it takes: {error}; pass a class or function of Python") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(f"{name!r} must be a class or function of Python that makes a bandit: {error}") from error
     if "horizon" in takes:
         options.setdefault("horizon", horizon)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from sparsekit.bandit.arms import Arm, ArmBandit, hold, may_split
-from sparsekit.bandit.base import Drop, Interval, Pull, check_number
+from sparsekit.bandit.base import Drop, Interval, check_number
 from sparsekit.errors import InvalidValueError
 
 
@@ -21,9 +21,10 @@ class PUCBV(ArmBandit):
 
         U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor),
 
-    and the arm of largest index is pulled at a value drawn uniformly from it (on the scale of the space). The reward
-    splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `drop` takes one of
-    them away for good.
+    and the arm of largest index is pulled at a value drawn uniformly from it (on the scale of the space). The reward, G in
+    the paper, splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `drop` takes
+    the part "below" the value, or that from it "above", away for good. FedLPS drops below when the accuracy fell by more
+    than Δ: a smaller ratio would hurt more.
 
     Where the paper is silent or undefined, this is decided:
 
@@ -46,6 +47,7 @@ class PUCBV(ArmBandit):
     | several open pulls | are told in any order, each credited to the arm that holds its value by then |
     | a reply that never comes | costs nothing; `forget` closes the pull |
     | a reward of NaN or infinity | is refused, and the pull stays open |
+    | `best` | of the arm of largest mean the pull of largest reward, then the first; at dropped values only if all are |
 
     Source: Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing", ICDE 2025 (arXiv 2412.07216),
     Algorithm 2. Its index is that of Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm
@@ -124,21 +126,6 @@ class PUCBV(ArmBandit):
     def _choose(self, bound: float | None) -> float:
         return self._draw_best([(arm.low, arm.high) for arm in self._arms], bound)
 
-    def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
-        """Credit a reward to the arm that holds the executed value, and split the arm there.
-
-        Args:
-            pull: What `ask` gave, or `Pull(pull.id, executed)` if another value was executed.
-            reward: Larger is better; G in the paper.
-            drop: After the split, take away the part "below" the value or the part from it "above". FedLPS drops below
-                when the accuracy fell by more than Δ: a smaller ratio would hurt more.
-
-        Raises:
-            InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, or
-                `drop` is no such word; nothing has changed then and the pull stays open.
-        """
-        super().tell(pull, reward, drop=drop)
-
     def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
         position, _ = hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
@@ -147,19 +134,6 @@ class PUCBV(ArmBandit):
             below, above = replace(arm, high=value), replace(arm, low=value)
             parts = [part for part, side in ((below, "below"), (above, "above")) if side != drop]
         self._arms[position : position + 1] = parts
-
-    def best(self) -> Pull:
-        """The told pull that lies in the arm of largest mean; within an arm, the one of largest reward, then the first.
-
-        A mean of several rewards is trusted more than one lucky reward. Pulls at dropped values count only if all are.
-
-        Returns:
-            The pull with the value that was executed.
-
-        Raises:
-            InvalidValueError: nothing has been told.
-        """
-        return super().best()
 
     def _place_of_best(self) -> int:
         def merit(place: int) -> tuple[bool, float, float, int]:

@@ -137,12 +137,10 @@ class SplitUCBV(LoggedBandit[Trial]):
         weight = price / (self._unit_cost or price) if price > 0.0 else 0.0
         if not (price < math.inf and 0.0 < weight < math.inf):
             raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
-        value, number = self._check_told(pull, reward, drop, cost=price)
-        if drop is not None and not isinstance(self.space, Interval):
-            raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
+        value, number, elsewhere = self._take(pull, reward, drop, cost=price)
         self._unit_cost = price / weight
-        field, arm, elsewhere = self._field, self._field.open[pull.id], value != self._open[pull.id]
-        self._settle(pull, value, number, cost=price, drop=drop)
+        field = self._field
+        arm = field.open.pop(pull.id)
         if arm < 0 or elsewhere:
             if arm >= 0:
                 field.miss(arm, weight)
@@ -151,9 +149,9 @@ class SplitUCBV(LoggedBandit[Trial]):
         if drop is not None:
             drop_side(field, arm, drop)
 
-    def _close(self, id: int) -> None:
-        super()._close(id)
-        del self._field.open[id]
+    def forget(self, pull: Trial) -> None:
+        super().forget(pull)  # type: ignore[arg-type]  # which mypy takes for one of any kind
+        del self._field.open[pull.id]
 
     def _place_of_best(self) -> int:
         return self._field.best()

@@ -33,8 +33,8 @@ def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None
     [
         ("p-ucb", {}, UnknownNameError, "unknown bandit 'p-ucb'; did you mean 'p-ucbv'"),
         ("p-ucbv", {"color": 1}, InvalidValueError, "p-ucbv has no option color; it has horizon, arms, exploration"),
-        ("math:pi", {}, InvalidValueError, "must be a class or function that makes a bandit, got float"),
-        ("builtins:dict", {}, InvalidValueError, "does not say what it takes"),
+        ("math:pi", {}, InvalidValueError, "must be a class or function of Python that makes a bandit: 3.14"),
+        ("builtins:dict", {}, InvalidValueError, "must be a class or function of Python"),
         ("p-ucbv", {"arms": 0}, InvalidValueError, "arms"),
     ],
 )
