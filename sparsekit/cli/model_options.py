@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -97,17 +97,15 @@ class CutOptions(ModelOptions):
     """What `prune` and `sensitivity` share."""
 
     norm: Annotated[
-        str,
-        typer.Option(
-            metavar="[fixed|kept]", help="'kept' also takes units under layer norms, which are then taken over the kept units."
-        ),
+        Literal["fixed", "kept"],
+        typer.Option(help="'kept' also takes units under layer norms, which are then taken over the kept units."),
     ] = "fixed"
     dataset: Annotated[
         str | None,
         _data(help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation)."),
     ] = None
     data_dir: Annotated[Path | None, _data(help="Folder of the data sets; without it they are fetched once.")] = None
-    batch_size: Annotated[int, _data(help="Examples in a batch of a data set by name.")] = 64
+    batch_size: Annotated[int, _data(min=1, help="Examples in a batch of a data set by name.")] = 64
     loss: Annotated[
         str,
         _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model."),
@@ -116,7 +114,7 @@ class CutOptions(ModelOptions):
         str | None,
         _data(help="accuracy, loss, or package.module:metric of a model; larger is better."),
     ] = None
-    scoring_batches: Annotated[int, _data(help="Batches that a criterion scores on.")] = 10
+    scoring_batches: Annotated[int, _data(min=1, help="Batches that a criterion scores on.")] = 10
     seed: Annotated[int, _run(help="Random seed.")] = 0
     quiet: Annotated[bool, _run("--quiet", "-q", help="No progress on stderr.")] = False
     as_json: Annotated[bool, _run("--json", help="Print JSON on stdout and nothing else.")] = False
@@ -183,14 +181,13 @@ class PruneOptions(CutOptions):
         ),
     ] = "one_shot"
     repair: Annotated[
-        str | None,
+        Literal["compensate", "recalibrate", "both", "none"] | None,
         _after(
-            metavar="[compensate|recalibrate|both|none]",
             help="After every step: refit layers that read dropped units, estimate statistics of batch norms anew, or both."
             " Default: both, where there are data.",
         ),
     ] = None
-    epochs: Annotated[int, _after(help="Epochs of fine-tuning after every step.")] = 0
+    epochs: Annotated[int, _after(min=0, help="Epochs of fine-tuning after every step.")] = 0
     lr: Annotated[float, _after(help="Learning rate of fine-tuning at its start.")] = 0.01
     distill: Annotated[float, _after(help="Share of the dense model's outputs in the loss, in [0, 1].")] = 0.0
     out: Annotated[

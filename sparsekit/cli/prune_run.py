@@ -72,17 +72,11 @@ class Job:
     """What a command is about: a model with its inputs, and data, loss and metric for it."""
 
     def __init__(self, options: CutOptions, *, progress: bool) -> None:
-        """Build everything that the options name.
-
-        Raises:
-            SparsekitError: an option that cannot be meant.
-        """
+        """Build everything that the options name; one that cannot be meant is a SparsekitError."""
         import torch
 
         self.progress = progress
         self._dataset, self._scoring_batches = options.dataset, options.scoring_batches
-        if options.batch_size < 1 or options.scoring_batches < 1:
-            raise InvalidValueError("--batch-size and --scoring-batches must be at least 1")
         self.model, self.args, self.kwargs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
         self.data = Data((), None)
@@ -114,17 +108,9 @@ class PruneJob(Job):
     """One run of `sparsekit prune`."""
 
     def __init__(self, options: PruneOptions, *, progress: bool) -> None:
-        """Build everything that the options name.
-
-        Raises:
-            SparsekitError: an option that cannot be meant.
-        """
-        if options.epochs < 0:
-            raise InvalidValueError(f"--epochs must be at least 0, got {options.epochs}")
+        """Build everything that the options name; one that cannot be meant is a SparsekitError."""
         self.schedule = _read_schedule(options.schedule)
         self.runtimes = read_runtimes(options.time)
-        if options.repair not in (None, *_REPAIRS):
-            raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
         for name in ("epochs", "distill", "repair"):
             if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
                 raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
@@ -165,7 +151,7 @@ class PruneJob(Job):
             multiple_of=read_multiples(options.multiple_of or ()),
             schedule=self.schedule,
             finetune=self._train if options.epochs and cut else None,
-            norm=options.norm,  # type: ignore[arg-type]  # a wrong name is refused there
+            norm=options.norm,
             generator=torch_generator(np.random.default_rng(options.seed)),
             cut=cut,
             progress=self.progress,

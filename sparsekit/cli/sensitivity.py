@@ -59,7 +59,7 @@ def _sensitivity(options: SensitivityOptions) -> None:
     known = _known(out, settings) if resume and out is not None and out.exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(job.model, *job.args, norm=options.norm, example_kwargs=job.kwargs)  # type: ignore[arg-type]
+        graph = trace_units(job.model, *job.args, norm=options.norm, example_kwargs=job.kwargs)
     view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(options.seed)))
     scores = score_units(as_criterion(job.criterion(options.criterion)), graph, view)
     what = "change of the outputs" if job.metric is None else job.metric.__name__

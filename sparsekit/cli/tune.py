@@ -30,18 +30,18 @@ def _tune(
         typer.Option(help="Regular expression with one group around the number; the last match in the output counts."),
     ],
     maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether more is better.")] = True,
-    trials: Annotated[int, typer.Option(help="Number of trials, those of earlier calls included.")] = 30,
+    trials: Annotated[int, typer.Option(min=1, help="Number of trials, those of earlier calls included.")] = 30,
     sampler: Annotated[
         str,
         typer.Option(
             help=f"What chooses values: a bandit ({', '.join(registry)}, or package.module:object), tpe, random or grid."
         ),
     ] = DEFAULT,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampler.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampler.")] = 0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same command line gives the same metric, so run none twice.")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="Trials at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at a time.")] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the trials, their output and a picture.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
@@ -56,13 +56,8 @@ def _tune(
     from sparsekit.bandit.study import Study
     from sparsekit.cli.trials import run_search
 
-    for name, number in (("--jobs", jobs), ("--trials", trials)):
-        if number < 1:
-            raise InvalidValueError(f"{name} must be an integer >= 1, got {number}")
     if timeout is not None and not timeout > 0:
         raise InvalidValueError(f"--timeout must be a number of seconds above 0, got {timeout}")
-    if seed < 0:
-        raise InvalidValueError(f"--seed must be an integer >= 0, got {seed}")
     axes = parse_axes(space)
     check_command(command, [axis.name for axis in axes])
     pattern = metric_pattern(metric)

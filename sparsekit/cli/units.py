@@ -6,11 +6,11 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekit.cli.model_options import ModelOptions, read_runtimes, takes
+from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.output import command_app, print_table
 
@@ -26,12 +26,10 @@ class UnitsOptions(ModelOptions):
     """The options of `sparsekit units`."""
 
     norm: Annotated[
-        str,
-        typer.Option(
-            metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
-        ),
+        Literal["fixed", "kept"],
+        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
     ] = "fixed"
-    time: Annotated[str, typer.Option(metavar="[eager|none]", help="Show how long a pass takes; none leaves it out.")] = "eager"
+    time: Annotated[Literal["eager", "none"], typer.Option(help="Show how long a pass takes; none leaves it out.")] = "eager"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
 
 
@@ -49,9 +47,9 @@ def _units(options: UnitsOptions) -> None:
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *args, norm=options.norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
+        graph = trace_units(module, *args, norm=options.norm, example_kwargs=kwargs)
     times: dict[str, float] = {}
-    if read_runtimes(options.time) and not is_meta(module):
+    if options.time == "eager" and not is_meta(module):
         times = measure_layers(module, args, kwargs)
     report = _describe(options.model, module, graph, times)
     if options.as_json:

@@ -42,7 +42,7 @@ def _sweep(
             " --set. Once per option."
         ),
     ],
-    trials: Annotated[int, _how(help="Trials in all, those of an earlier call included.")] = 20,
+    trials: Annotated[int, _how(min=1, help="Trials in all, those of an earlier call included.")] = 20,
     sampler: Annotated[
         str,
         _how(help="What chooses values: tpe, random, grid, or a bandit (p-ucbv, split-ucbv, …, or package.module:object)."),
@@ -65,7 +65,7 @@ def _sweep(
     ] = None,
     study: Annotated[str | None, _how(help="Name of the study in the storage. Default: the method.")] = None,
     jobs: Annotated[
-        int, typer.Option(help="Trials at a time, each with --workers processes.", rich_help_panel="How it is run")
+        int, typer.Option(min=1, help="Trials at a time, each with --workers processes.", rich_help_panel="How it is run")
     ] = 1,
     options: RunOptions,
 ) -> None:
@@ -82,9 +82,6 @@ def _sweep(
 
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit sweep fedprox --space lr=0.01:1:log`")
-    for name, value in (("--trials", trials), ("--jobs", jobs)):
-        if value < 1:
-            raise InvalidValueError(f"{name} must be an integer >= 1, got {value}")
     axes, out = parse_axes(space), options.out
     plan = _Plan(method, options.replaced(resume=False, out=None), metric)
     rounds = plan.check(axes)

@@ -71,7 +71,7 @@ def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
         (["--space", "lr=0.1:1", "--sampler", "cma"], "unknown sampler 'cma'"),
         (["--space", "lr=0.1:1", "--pruner", "x"], "unknown pruner 'x'"),
         (["--space", "lr=0.1:1", "--metric", "test.accuracy"], "--metric must be validation.METRIC"),
-        (["--space", "lr=0.1:1", "--trials", "0"], "--trials must be an integer >= 1"),
+        (["--space", "lr=0.1:1", "--trials", "0"], "'--trials': 0 is not in the range x>=1"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_trial_runs(arguments, message, capsys):
