@@ -121,25 +121,19 @@ NORMED = ("normalised over its units",)
 
 add(
     "vit-separate",
-    lambda: Vision(8, Block(8, Separate(8, 4, 2), 12), Block(8, Separate(8, 4, 2, fused=False), 10)),
     images(2, 1, 4, 4),
     {"blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10},
     fixed=NORMED,
-)
-add(
-    "vit-fused-qkv",
-    lambda: Vision(12, Block(12, Fused(12, 3), 10)),
-    images(2, 1, 4, 4),
-    {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10},
-    fixed=NORMED,
+)(lambda: Vision(8, Block(8, Separate(8, 4, 2), 12), Block(8, Separate(8, 4, 2, fused=False), 10)))
+add("vit-fused-qkv", images(2, 1, 4, 4), {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10}, fixed=NORMED)(
+    lambda: Vision(12, Block(12, Fused(12, 3), 10))
 )
 add(
     "gpt",
-    lambda: Language(12, Block(12, Chunked(12, 4), 10), Block(12, Chunked(12, 2), 8)),
     tokens(11, 2, 6),
     {"blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
     fixed=NORMED,
-)
+)(lambda: Language(12, Block(12, Chunked(12, 4), 10), Block(12, Chunked(12, 2), 8)))
 
 
 class Hardcoded(nn.Module):
@@ -157,12 +151,8 @@ class Hardcoded(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
-add(
-    "gpt-hard-coded-width",
-    lambda: Language(8, Block(8, Hardcoded(8, 4), 10)),
-    tokens(11, 2, 6),
-    {"blocks.0.fc1": 10},
-    fixed=("zoo_attention.py",),
+add("gpt-hard-coded-width", tokens(11, 2, 6), {"blocks.0.fc1": 10}, fixed=("zoo_attention.py",))(
+    lambda: Language(8, Block(8, Hardcoded(8, 4), 10))
 )
 
 
@@ -189,22 +179,19 @@ class SelfAttention(nn.Module):
 
 add(
     "bert",
-    lambda: Lambda(
-        lambda m, ids, mask: m.head(
-            m.norm2((h := m.norm(m.out(m.attn(x := m.words(ids), mask)) + x)) + m.down(F.gelu(m.up(h))))
-        ),
-        words=nn.Embedding(9, 8),
-        attn=SelfAttention(8, 4),
-        out=nn.Linear(8, 8),
-        norm=nn.LayerNorm(8),
-        up=nn.Linear(8, 12),
-        down=nn.Linear(12, 8),
-        norm2=nn.LayerNorm(8),
-        head=nn.Linear(8, 2),
-    ),
     lambda: (torch.randint(9, (2, 5)), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
     {"attn.query": 4, "up": 12},
     fixed=NORMED,
+)(
+    lambda m, ids, mask: m.head(m.norm2((h := m.norm(m.out(m.attn(x := m.words(ids), mask)) + x)) + m.down(F.gelu(m.up(h))))),
+    words=lambda: nn.Embedding(9, 8),
+    attn=lambda: SelfAttention(8, 4),
+    out=(8, 8),
+    norm=lambda: nn.LayerNorm(8),
+    up=(8, 12),
+    down=(12, 8),
+    norm2=lambda: nn.LayerNorm(8),
+    head=(8, 2),
 )
 
 for _name, _more in {
@@ -213,97 +200,79 @@ for _name, _more in {
     "mha-no-bias": {"bias": False},
     "mha-extra-keys": {"add_bias_kv": True, "add_zero_attn": True},
 }.items():
-    add(
-        _name,
+    add(_name, images(2, 5, 3), {"inner": 8, "attn": 4, "attn.out_proj": 8})(
         lambda more=_more: Lambda(
             lambda m, x: m.head(m.attn(y := F.relu(m.inner(x)), y, y)[0]),
             inner=nn.Linear(3, 8),
             attn=nn.MultiheadAttention(8, 4, **{"batch_first": True, **more}),
             head=nn.Linear(8, 2),
-        ),
-        images(2, 5, 3),
-        {"inner": 8, "attn": 4, "attn.out_proj": 8},
+        )
     )
 add(
     "mha-other-widths",
-    lambda: Lambda(
-        lambda m, x, k, v: m.head(m.attn(x, k, m.values(v), need_weights=False)[0]),
-        attn=nn.MultiheadAttention(8, 2, kdim=5, vdim=6, batch_first=True),
-        values=nn.Linear(3, 6),
-        head=nn.Linear(8, 2),
-    ),
     lambda: (torch.randn(2, 4, 8), torch.randn(2, 7, 5), torch.randn(2, 7, 3)),
     {"values": 6, "attn": 2, "attn.out_proj": 8},
+)(
+    lambda m, x, k, v: m.head(m.attn(x, k, m.values(v), need_weights=False)[0]),
+    attn=lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=6, batch_first=True),
+    values=(3, 6),
+    head=(8, 2),
 )
 add(
     "mha-masks",
-    lambda: Lambda(
-        lambda m, x, padding, mask: m.head(m.attn(x, x, x, key_padding_mask=padding, attn_mask=mask)[0]),
-        attn=nn.MultiheadAttention(6, 3, batch_first=True),
-        head=nn.Linear(6, 2),
-    ),
     lambda: (
         torch.randn(2, 4, 6),
         torch.tensor([[False] * 4, [False] * 3 + [True]]),
         torch.ones(4, 4, dtype=torch.bool).triu(1),
     ),
     {"attn": 3, "attn.out_proj": 6},
+)(
+    lambda m, x, padding, mask: m.head(m.attn(x, x, x, key_padding_mask=padding, attn_mask=mask)[0]),
+    attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
+    head=(6, 2),
 )
-add(
-    "mha-mask-per-head",
-    lambda: Lambda(
-        lambda m, x: m.head(
-            m.attn(x, x, x, attn_mask=(m.slopes[None, :, None, None] * m.distance).expand(2, -1, -1, -1).flatten(0, 1))[0]
-        ),
-        attn=nn.MultiheadAttention(6, 3, batch_first=True),
-        slopes=nn.Parameter(torch.rand(3)),
-        distance=-(torch.arange(4)[:, None] - torch.arange(4)).abs().float(),
-        head=nn.Linear(6, 2),
+add("mha-mask-per-head", images(2, 4, 6), {"slopes": 3, "attn.out_proj": 6})(
+    lambda m, x: m.head(
+        m.attn(x, x, x, attn_mask=(m.slopes[None, :, None, None] * m.distance).expand(2, -1, -1, -1).flatten(0, 1))[0]
     ),
-    images(2, 4, 6),
-    {"slopes": 3, "attn.out_proj": 6},
+    attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
+    slopes=lambda: nn.Parameter(torch.rand(3)),
+    distance=lambda: -(torch.arange(4)[:, None] - torch.arange(4)).abs().float(),
+    head=(6, 2),
 )
-add(
-    "mha-averaged-weights-used",
-    lambda: Lambda(
-        lambda m, x: m.head((r := m.attn(x, x, x))[0]) + r[1].sum(-1, keepdim=True),
-        attn=nn.MultiheadAttention(6, 3, batch_first=True),
-        head=nn.Linear(6, 2),
-    ),
-    images(2, 4, 6),
-    {"attn.out_proj": 6},
-    fixed=("mixed over units",),
+add("mha-averaged-weights-used", images(2, 4, 6), {"attn.out_proj": 6}, fixed=("mixed over units",))(
+    lambda m, x: m.head((r := m.attn(x, x, x))[0]) + r[1].sum(-1, keepdim=True),
+    attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
+    head=(6, 2),
 )
-add(
-    "mha-unbatched",
-    lambda: Lambda(lambda m, x: m.head(m.attn(x, x, x)[0]), attn=nn.MultiheadAttention(6, 3), head=nn.Linear(6, 2)),
-    images(4, 6),
-    {"attn": 3, "attn.out_proj": 6},
+add("mha-unbatched", images(4, 6), {"attn": 3, "attn.out_proj": 6})(
+    lambda m, x: m.head(m.attn(x, x, x)[0]), attn=lambda: nn.MultiheadAttention(6, 3), head=(6, 2)
 )
 add(
     "transformer-encoder",
+    images(2, 5, 3),
+    {"1.layers.0.self_attn": 4, "1.layers.0.linear1": 12, "1.layers.1.self_attn": 4, "1.layers.1.linear1": 12},
+    fixed=NORMED,
+)(
     lambda: nn.Sequential(
         nn.Linear(3, 8),
         nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
         ),
         nn.Linear(8, 2),
-    ),
-    images(2, 5, 3),
-    {"1.layers.0.self_attn": 4, "1.layers.0.linear1": 12, "1.layers.1.self_attn": 4, "1.layers.1.linear1": 12},
-    fixed=NORMED,
+    )
 )
 add(
     "transformer-decoder",
-    lambda: nn.TransformerDecoder(
-        nn.TransformerDecoderLayer(8, 2, 6, dropout=0.0, batch_first=True, norm_first=True), 1, nn.LayerNorm(8)
-    ),
     lambda: (torch.randn(2, 3, 8), torch.randn(2, 5, 8)),
     {"layers.0.self_attn": 2, "layers.0.multihead_attn": 2, "layers.0.linear1": 6},
+)(
+    lambda: nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(8, 2, 6, dropout=0.0, batch_first=True, norm_first=True), 1, nn.LayerNorm(8)
+    )
 )
 add(
     "transformer",
-    lambda: nn.Transformer(8, 4, 1, 1, 6, dropout=0.0, batch_first=True),
     lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)),
     {
         "encoder.layers.0.self_attn": 4,
@@ -312,17 +281,9 @@ add(
         "decoder.layers.0.multihead_attn": 4,
         "decoder.layers.0.linear1": 6,
     },
-)
-add(
-    "cross-attention",
-    lambda: Lambda(
-        lambda m, x, y: m.head(m.attn(x, m.context(y))),
-        attn=Separate(6, 3, 4, context=5),
-        context=nn.Linear(4, 5),
-        head=nn.Linear(6, 2),
-    ),
-    lambda: (torch.randn(2, 3, 6), torch.randn(2, 7, 4)),
-    {"context": 5, "attn.q": 3, "attn.out": 6},
+)(lambda: nn.Transformer(8, 4, 1, 1, 6, dropout=0.0, batch_first=True))
+add("cross-attention", lambda: (torch.randn(2, 3, 6), torch.randn(2, 7, 4)), {"context": 5, "attn.q": 3, "attn.out": 6})(
+    lambda m, x, y: m.head(m.attn(x, m.context(y))), attn=lambda: Separate(6, 3, 4, context=5), context=(4, 5), head=(6, 2)
 )
 
 
@@ -387,13 +348,7 @@ class Llama(nn.Module):
         return self.head(self.norms[4](x))
 
 
-add(
-    "llama",
-    Llama,
-    tokens(11, 2, 5),
-    {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10},
-    fixed=("'mean'",),
-)
+add("llama", tokens(11, 2, 5), {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10}, fixed=("'mean'",))(Llama)
 
 
 class Interleaved(nn.Module):
@@ -418,7 +373,7 @@ class Interleaved(nn.Module):
         return self.out(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
 
 
-add("rotary-complex", Interleaved, images(2, 5, 6), {"q": 3})
+add("rotary-complex", images(2, 5, 6), {"q": 3})(Interleaved)
 
 
 class Perceiver(nn.Module):
@@ -436,13 +391,7 @@ class Perceiver(nn.Module):
         return self.head(self.think(self.read(latents, x)).mean(1))
 
 
-add(
-    "perceiver",
-    Perceiver,
-    images(2, 7, 5),
-    {"read.attn.q": 2, "read.fc1": 6, "think.attn.q": 4, "think.fc1": 6},
-    fixed=NORMED,
-)
+add("perceiver", images(2, 7, 5), {"read.attn.q": 2, "read.fc1": 6, "think.attn.q": 4, "think.fc1": 6}, fixed=NORMED)(Perceiver)
 
 
 class Convolutional(nn.Module):
@@ -466,22 +415,12 @@ class Convolutional(nn.Module):
         return self.head(F.relu(self.out(y)).mean((2, 3)))
 
 
-add(
-    "conv-attention",
-    Convolutional,
-    images(2, 1, 5, 5),
-    {"stem": 8, "squeeze": 3, "qkv": 2, "out": 6},
-)
-add(
-    "lstm-attention",
-    lambda: Lambda(
-        lambda m, x: m.head(m.attn(m.rnn(x)[0])[:, -1]),
-        rnn=nn.LSTM(3, 6, batch_first=True),
-        attn=Separate(6, 3, 2),
-        head=nn.Linear(6, 2),
-    ),
-    images(2, 5, 3),
-    {"rnn": 6, "attn.q": 3, "attn.out": 6},
+add("conv-attention", images(2, 1, 5, 5), {"stem": 8, "squeeze": 3, "qkv": 2, "out": 6})(Convolutional)
+add("lstm-attention", images(2, 5, 3), {"rnn": 6, "attn.q": 3, "attn.out": 6})(
+    lambda m, x: m.head(m.attn(m.rnn(x)[0])[:, -1]),
+    rnn=lambda: nn.LSTM(3, 6, batch_first=True),
+    attn=lambda: Separate(6, 3, 2),
+    head=(6, 2),
 )
 
 
@@ -509,16 +448,11 @@ class Windows(nn.Module):
         return torch.roll(y.permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, -1), (1, 1), (1, 2))
 
 
-add(
-    "swin-window",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.attn(m.stem(x).permute(0, 2, 3, 1))).mean((1, 2))),
-        stem=nn.Conv2d(1, 6, 1),
-        attn=Windows(6, 3, 2),
-        head=nn.Linear(6, 2),
-    ),
-    images(2, 1, 4, 4),
-    {"stem": 6, "attn.qkv": 3, "attn.proj": 6},
+add("swin-window", images(2, 1, 4, 4), {"stem": 6, "attn.qkv": 3, "attn.proj": 6})(
+    lambda m, x: m.head(F.relu(m.attn(m.stem(x).permute(0, 2, 3, 1))).mean((1, 2))),
+    stem=(1, 6, 1),
+    attn=lambda: Windows(6, 3, 2),
+    head=(6, 2),
 )
 
 
@@ -538,7 +472,7 @@ class Linearised(nn.Module):
         return self.out(torch.einsum("bthd,bhde,bth->bthe", q, memory, norm).flatten(2))
 
 
-add("linear-attention", Linearised, images(2, 4, 5), {"q": 3})
+add("linear-attention", images(2, 4, 5), {"q": 3})(Linearised)
 
 
 class Sloped(nn.Module):
@@ -558,7 +492,7 @@ class Sloped(nn.Module):
         return self.head(self.attn(x, None, bias - self.slopes[:, None, None] * distance))
 
 
-add("alibi", Sloped, images(2, 5, 6), {"buckets": 3, "attn.out": 6})
+add("alibi", images(2, 5, 6), {"buckets": 3, "attn.out": 6})(Sloped)
 
 
 class PerHead(nn.Module):
@@ -575,37 +509,26 @@ class PerHead(nn.Module):
         return torch.einsum("bhts,bhsd,hdo->bto", weights, v, self.o)
 
 
-add("heads-as-axis", PerHead, images(2, 4, 6), {"q": 3})
-add(
-    "multi-query",
-    lambda: Lambda(
-        lambda m, x: m.out(
-            F.scaled_dot_product_attention(
-                m.q(x).unflatten(-1, (-1, 4)).transpose(1, 2),
-                m.k(x)[:, None].expand(-1, m.heads, -1, -1),
-                m.v(x)[:, None].expand(-1, m.heads, -1, -1),
-            )
-            .transpose(1, 2)
-            .flatten(2)
-        ),
-        heads=3,
-        q=nn.Linear(6, 12),
-        k=nn.Linear(6, 4),
-        v=nn.Linear(6, 4),
-        out=nn.Linear(12, 2),
+add("heads-as-axis", images(2, 4, 6), {"q": 3})(PerHead)
+add("multi-query", images(2, 5, 6), {"q": 3}, fixed=("scaled by the size of its head",))(
+    lambda m, x: m.out(
+        F.scaled_dot_product_attention(
+            m.q(x).unflatten(-1, (-1, 4)).transpose(1, 2),
+            m.k(x)[:, None].expand(-1, m.heads, -1, -1),
+            m.v(x)[:, None].expand(-1, m.heads, -1, -1),
+        )
+        .transpose(1, 2)
+        .flatten(2)
     ),
-    images(2, 5, 6),
-    {"q": 3},
-    fixed=("scaled by the size of its head",),
+    heads=lambda: 3,
+    q=(6, 12),
+    k=(6, 4),
+    v=(6, 4),
+    out=(12, 2),
 )
-add(
-    "unflattened-channel-shuffle",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.b(m.a(x).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))).mean((2, 3))),
-        a=nn.Conv2d(1, 6, 1),
-        b=nn.Conv2d(6, 4, 3, padding=1),
-        head=nn.Linear(4, 2),
-    ),
-    images(2, 1, 4, 4),
-    {"a": 3, "b": 4},
+add("unflattened-channel-shuffle", images(2, 1, 4, 4), {"a": 3, "b": 4})(
+    lambda m, x: m.head(F.relu(m.b(m.a(x).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))).mean((2, 3))),
+    a=(1, 6, 1),
+    b=lambda: nn.Conv2d(6, 4, 3, padding=1),
+    head=(4, 2),
 )

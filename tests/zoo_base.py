@@ -77,7 +77,26 @@ ZOO: dict[str, Architecture] = {}
 
 
 def add(
-    name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], groups: Mapping[str, int], **more: Any
-) -> None:
-    """Put an architecture into the zoo."""
-    ZOO[name] = Architecture(make, inputs, groups, **more)
+    name: str,
+    inputs: Callable[[], tuple[Any, ...]],
+    groups: Mapping[str, int],
+    zoo: dict[str, Architecture] = ZOO,
+    **more: Any,
+) -> Callable[..., None]:
+    """Put an architecture into the zoo: what this returns is called with a factory, or as `Lambda` with a forward and children.
+
+    Of a child two sizes make a linear layer and three a convolution; anything else is called for it.
+    """
+
+    def child(spec: tuple[int, ...] | Callable[[], Any]) -> Any:
+        if not isinstance(spec, tuple):
+            return spec()
+        return nn.Linear(*spec) if len(spec) == 2 else nn.Conv2d(*spec)
+
+    def of(make: Callable[..., Any], **children: Any) -> None:
+        def net() -> nn.Module:
+            return Lambda(make, **{name: child(spec) for name, spec in children.items()})
+
+        zoo[name] = Architecture(net if children else make, inputs, groups, **more)
+
+    return of

@@ -23,15 +23,11 @@ def _recurrent(rnn: nn.Module, width: int) -> nn.Module:
     return Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=rnn, head=nn.Linear(width, 2))
 
 
-add(
-    "lstm-projected",
-    lambda: _recurrent(nn.LSTM(3, 8, proj_size=4), 4),
-    images(5, 2, 3),
-    {},
-    fixed=("recurrent layers with a projection keep their units",),
+add("lstm-projected", images(5, 2, 3), {}, fixed=("recurrent layers with a projection keep their units",))(
+    lambda: _recurrent(nn.LSTM(3, 8, proj_size=4), 4)
 )
-add("rnn-relu", lambda: _recurrent(nn.RNN(3, 6, nonlinearity="relu"), 6), images(5, 2, 3), {"rnn": 6})
-add("lstm-unbatched", lambda: _recurrent(nn.LSTM(3, 6), 6), images(5, 3), {"rnn": 6})
+add("rnn-relu", images(5, 2, 3), {"rnn": 6})(lambda: _recurrent(nn.RNN(3, 6, nonlinearity="relu"), 6))
+add("lstm-unbatched", images(5, 3), {"rnn": 6})(lambda: _recurrent(nn.LSTM(3, 6), 6))
 
 
 class CellLoop(nn.Module):
@@ -57,10 +53,9 @@ class CellLoop(nn.Module):
 
 
 for _name, _cell in (("lstm", nn.LSTMCell), ("gru", nn.GRUCell), ("rnn", nn.RNNCell)):
-    add(f"{_name}-cell-loop", lambda cell=_cell: CellLoop(cell(3, 6)), images(4, 2, 3), {"cell": 6})
-add("cell-of-fixed-width", lambda: CellLoop(nn.LSTMCell(3, 6), 6), images(4, 2, 3), {}, fixed=("zoo_constructs.py:",))
-add(
-    "packed-and-padded",
+    add(f"{_name}-cell-loop", images(4, 2, 3), {"cell": 6})(lambda cell=_cell: CellLoop(cell(3, 6)))
+add("cell-of-fixed-width", images(4, 2, 3), {}, fixed=("zoo_constructs.py:",))(lambda: CellLoop(nn.LSTMCell(3, 6), 6))
+add("packed-and-padded", images(3, 4, 3), {"embed": 4, "rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
     lambda: Lambda(
         lambda m, x: m.head(
             pad_packed_sequence(
@@ -71,82 +66,50 @@ add(
         embed=nn.Linear(3, 4),
         rnn=nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
         head=nn.Linear(12, 2),
-    ),
-    images(3, 4, 3),
-    {"embed": 4, "rnn": 6, "rnn#2": 6},
-    ties=(("rnn", "rnn#2"),),
+    )
 )
-add(
-    "last-states-by-layer",
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(x)[1].view(2, 2, x.shape[1], -1)[-1].transpose(0, 1).flatten(1)),
-        rnn=nn.GRU(3, 6, num_layers=2, bidirectional=True),
-        head=nn.Linear(12, 2),
-    ),
-    images(5, 2, 3),
-    {},
-    fixed=("stacked states of several layers used as a whole by 'view'",),
+add("last-states-by-layer", images(5, 2, 3), {}, fixed=("stacked states of several layers used as a whole by 'view'",))(
+    lambda m, x: m.head(m.rnn(x)[1].view(2, 2, x.shape[1], -1)[-1].transpose(0, 1).flatten(1)),
+    rnn=lambda: nn.GRU(3, 6, num_layers=2, bidirectional=True),
+    head=(12, 2),
 )
-add(
-    "last-states-sliced",
+add("last-states-sliced", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
     lambda: Lambda(
         lambda m, x: m.head(m.rnn(x)[1][-2:].transpose(0, 1).flatten(1)),
         rnn=nn.GRU(3, 6, num_layers=2, bidirectional=True),
         head=nn.Linear(12, 2),
-    ),
-    images(5, 2, 3),
-    {"rnn": 6, "rnn#2": 6},
-    ties=(("rnn", "rnn#2"),),
+    )
 )
-add(
-    "last-states-of-both-directions",
-    lambda: Lambda(
-        lambda m, x: m.head(torch.cat([(h := m.rnn(x)[1][0])[-2], h[-1]], -1)),
-        rnn=nn.LSTM(3, 6, bidirectional=True),
-        head=nn.Linear(12, 2),
-    ),
-    images(5, 2, 3),
-    {"rnn": 6},
+add("last-states-of-both-directions", images(5, 2, 3), {"rnn": 6})(
+    lambda m, x: m.head(torch.cat([(h := m.rnn(x)[1][0])[-2], h[-1]], -1)),
+    rnn=lambda: nn.LSTM(3, 6, bidirectional=True),
+    head=(12, 2),
 )
-add(
-    "conv-then-lstm",
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(F.relu(m.conv(x)).permute(0, 3, 1, 2).flatten(2))[0][:, -1]),
-        conv=nn.Conv2d(1, 5, 3),
-        rnn=nn.LSTM(15, 6, batch_first=True),
-        head=nn.Linear(6, 2),
-    ),
-    images(2, 1, 5, 7),
-    {"conv": 5, "rnn": 6},
+add("conv-then-lstm", images(2, 1, 5, 7), {"conv": 5, "rnn": 6})(
+    lambda m, x: m.head(m.rnn(F.relu(m.conv(x)).permute(0, 3, 1, 2).flatten(2))[0][:, -1]),
+    conv=(1, 5, 3),
+    rnn=lambda: nn.LSTM(15, 6, batch_first=True),
+    head=(6, 2),
 )
-add(
-    "learned-first-state",
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(x, m.h0.expand(-1, x.shape[1], -1).contiguous())[0]),
-        rnn=nn.GRU(3, 6),
-        h0=nn.Parameter(torch.randn(1, 1, 6)),
-        head=nn.Linear(6, 2),
-    ),
-    images(5, 2, 3),
-    {"rnn": 6},
+add("learned-first-state", images(5, 2, 3), {"rnn": 6})(
+    lambda m, x: m.head(m.rnn(x, m.h0.expand(-1, x.shape[1], -1).contiguous())[0]),
+    rnn=lambda: nn.GRU(3, 6),
+    h0=lambda: nn.Parameter(torch.randn(1, 1, 6)),
+    head=(6, 2),
 )
-add(
-    "first-state-in-a-buffer",
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x, m.h0)[0]), rnn=nn.GRU(3, 6), h0=torch.randn(1, 2, 6), head=nn.Linear(6, 2)),
-    images(5, 2, 3),
-    {"rnn": 6},
+add("first-state-in-a-buffer", images(5, 2, 3), {"rnn": 6})(
+    lambda m, x: m.head(m.rnn(x, m.h0)[0]), rnn=lambda: nn.GRU(3, 6), h0=lambda: torch.randn(1, 2, 6), head=(6, 2)
 )
 add(
     "recurrent-weight-norm",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.up(m.rnn(x)[0]))),
-        rnn=parametrizations.weight_norm(nn.GRU(3, 6), "weight_hh_l0"),
-        up=nn.Linear(6, 5),
-        head=nn.Linear(5, 2),
-    ),
     images(5, 2, 3),
     {"up": 5},
     fixed=("recurrent layers with computed weights (weight_hh_l0) keep their units",),
+)(
+    lambda m, x: m.head(F.relu(m.up(m.rnn(x)[0]))),
+    rnn=lambda: parametrizations.weight_norm(nn.GRU(3, 6), "weight_hh_l0"),
+    up=(6, 5),
+    head=(5, 2),
 )
 
 # ---- weights that are computed
@@ -162,9 +125,8 @@ def _quietly(old: Callable[..., nn.Module], layer: nn.Module, *args: Any) -> nn.
         return old(layer, *args)
 
 
-add("weight-norm", lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6))), images(4, 3), {"0": 6, "2": 5})
-add(
-    "weight-norm-throughout",
+add("weight-norm", images(4, 3), {"0": 6, "2": 5})(lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6))))
+add("weight-norm-throughout", images(4, 2, 9), {}, fixed=("normalised over its units by 'weight_norm'",))(
     lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Conv1d(2, 6, 3)),
         nn.ReLU(),
@@ -173,55 +135,35 @@ add(
         parametrizations.weight_norm(nn.ConvTranspose1d(5, 4, 3), dim=1),
         nn.ReLU(),
         parametrizations.weight_norm(nn.Conv1d(4, 2, 1)),
-    ),
-    images(4, 2, 9),
-    {},
-    fixed=("normalised over its units by 'weight_norm'",),
+    )
 )
-add(
-    "weight-norm-depthwise",
+add("weight-norm-depthwise", images(2, 2, 6), {"0": 6})(
     lambda: nn.Sequential(
         nn.Conv1d(2, 6, 1), parametrizations.weight_norm(nn.Conv1d(6, 6, 3, groups=6)), nn.ReLU(), nn.Conv1d(6, 2, 1)
-    ),
-    images(2, 2, 6),
-    {"0": 6},
+    )
 )
-add("weight-norm-hook", lambda: _behind(_quietly(nn.utils.weight_norm, nn.Linear(3, 6))), images(4, 3), {"0": 6, "2": 5})
-add(
-    "weight-norm-of-all",
-    lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6), dim=None)),
-    images(4, 3),
-    {"2": 5},
-    fixed=("'0' (6 units) kept whole: weight_norm over the whole weight",),
+add("weight-norm-hook", images(4, 3), {"0": 6, "2": 5})(lambda: _behind(_quietly(nn.utils.weight_norm, nn.Linear(3, 6))))
+add("weight-norm-of-all", images(4, 3), {"2": 5}, fixed=("'0' (6 units) kept whole: weight_norm over the whole weight",))(
+    lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6), dim=None))
 )
 add(
     "spectral-norm",
-    lambda: _behind(parametrizations.spectral_norm(nn.Linear(3, 6))),
     images(4, 3),
     {"2": 5},
     fixed=("'0' (6 units) kept whole: spectral_norm divides by a norm of the whole weight",),
+)(lambda: _behind(parametrizations.spectral_norm(nn.Linear(3, 6))))
+add("spectral-norm-hook", images(4, 3), {"2": 5}, fixed=("spectral_norm divides by a norm of the whole weight",))(
+    lambda: _behind(_quietly(nn.utils.spectral_norm, nn.Linear(3, 6)))
 )
-add(
-    "spectral-norm-hook",
-    lambda: _behind(_quietly(nn.utils.spectral_norm, nn.Linear(3, 6))),
-    images(4, 3),
-    {"2": 5},
-    fixed=("spectral_norm divides by a norm of the whole weight",),
-)
-add(
-    "spectral-norm-behind",
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 2)),
-    images(4, 3),
-    {},
-    fixed=("spectral_norm divides by a norm of the whole weight",),
+add("spectral-norm-behind", images(4, 3), {}, fixed=("spectral_norm divides by a norm of the whole weight",))(
+    lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 2))
 )
 add(
     "orthogonal",
-    lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))),
     images(4, 3),
     {"2": 5},
     fixed=("'0' (6 units) kept whole: rows and columns of an orthogonal weight depend on each other",),
-)
+)(lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))))
 
 
 class Softplus(nn.Module):
@@ -236,17 +178,11 @@ def _positive(layer: nn.Module) -> nn.Module:
     return layer
 
 
-add(
-    "parametrised-entry-by-entry",
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), _positive(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 2)),
-    images(4, 3),
-    {"0": 6, "2": 5},
+add("parametrised-entry-by-entry", images(4, 3), {"0": 6, "2": 5})(
+    lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), _positive(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 2))
 )
-add(
-    "pruned-by-mask",
-    lambda: _behind(prune.random_unstructured(nn.Linear(3, 6), "weight", 0.5)),
-    images(4, 3),
-    {"0": 6, "2": 5},
+add("pruned-by-mask", images(4, 3), {"0": 6, "2": 5})(
+    lambda: _behind(prune.random_unstructured(nn.Linear(3, 6), "weight", 0.5))
 )
 
 # ---- how a model is run
@@ -258,15 +194,12 @@ def _autocast(m: Any, x: Tensor) -> Tensor:
         return out
 
 
-add("data-parallel", lambda: nn.DataParallel(_behind(nn.Linear(3, 6))), images(4, 3), {"module.0": 6, "module.2": 5})
-add(
-    "autocast",
-    lambda: Lambda(
-        _autocast,
-        net=nn.Sequential(nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 1), nn.GELU(), nn.Conv1d(4, 2, 1)),
+add("data-parallel", images(4, 3), {"module.0": 6, "module.2": 5})(lambda: nn.DataParallel(_behind(nn.Linear(3, 6))))
+add("autocast", images(4, 3, 6), {"net.0": 6, "net.3": 4})(
+    _autocast,
+    net=lambda: nn.Sequential(
+        nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 1), nn.GELU(), nn.Conv1d(4, 2, 1)
     ),
-    images(4, 3, 6),
-    {"net.0": 6, "net.3": 4},
 )
 
 
@@ -280,20 +213,12 @@ def _checkpointed(reentrant: bool) -> nn.Module:
     )
 
 
-add("checkpointed", lambda: _checkpointed(False), images(4, 3), {"stem": 4, "a": 6, "b": 5})
-add("checkpointed-reentrant", lambda: _checkpointed(True), images(4, 3), {"stem": 4, "a": 6, "b": 5})
-add(
-    "one-layer-not-trained",
-    lambda: nn.Sequential(nn.Linear(3, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
-    images(4, 3),
-    {"0": 6, "2": 5},
+add("checkpointed", images(4, 3), {"stem": 4, "a": 6, "b": 5})(lambda: _checkpointed(False))
+add("checkpointed-reentrant", images(4, 3), {"stem": 4, "a": 6, "b": 5})(lambda: _checkpointed(True))
+add("one-layer-not-trained", images(4, 3), {"0": 6, "2": 5})(
+    lambda: nn.Sequential(nn.Linear(3, 6).requires_grad_(False), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 )
-add(
-    "consumer-behind-detach",
-    lambda: Lambda(lambda m, x: m.head(F.relu(m.a(x)).detach()), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
-    images(4, 3),
-    {"a": 6},
-)
+add("consumer-behind-detach", images(4, 3), {"a": 6})(lambda m, x: m.head(F.relu(m.a(x)).detach()), a=(3, 6), head=(6, 2))
 
 # ---- norms over channels
 
@@ -302,61 +227,32 @@ def _normed(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
 
 
-add("group-norm-plain", lambda: _normed(nn.GroupNorm(4, 8, affine=False)), images(2, 1, 5, 5), {"0": 4, "3": 6})
-add("group-norm-of-each-plain", lambda: _normed(nn.GroupNorm(8, 8, affine=False)), images(2, 1, 5, 5), {"0": 8, "3": 6})
-add(
-    "group-norm-of-all",
-    lambda: _normed(nn.GroupNorm(1, 8)),
-    images(2, 1, 5, 5),
-    {"3": 6},
-    fixed=("normalised over all its units by 'group_norm' in '1'",),
+add("group-norm-plain", images(2, 1, 5, 5), {"0": 4, "3": 6})(lambda: _normed(nn.GroupNorm(4, 8, affine=False)))
+add("group-norm-of-each-plain", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.GroupNorm(8, 8, affine=False)))
+add("group-norm-of-all", images(2, 1, 5, 5), {"3": 6}, fixed=("normalised over all its units by 'group_norm' in '1'",))(
+    lambda: _normed(nn.GroupNorm(1, 8))
 )
-add(
-    "group-norm-of-features",
-    lambda: nn.Sequential(nn.Linear(3, 8), nn.GroupNorm(4, 8), nn.Linear(8, 2)),
-    images(4, 3),
-    {"0": 4},
+add("group-norm-of-features", images(4, 3), {"0": 4})(
+    lambda: nn.Sequential(nn.Linear(3, 8), nn.GroupNorm(4, 8), nn.Linear(8, 2))
 )
-add(
-    "group-norm-residual",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.norm(m.b(h := F.relu(m.a(x)))) + h)),
-        a=nn.Conv2d(1, 8, 3),
-        b=nn.Conv2d(8, 8, 1),
-        norm=nn.GroupNorm(4, 8),
-        head=nn.Conv2d(8, 2, 1),
-    ),
-    images(2, 1, 5, 5),
-    {"a": 4},
+add("group-norm-residual", images(2, 1, 5, 5), {"a": 4})(
+    lambda m, x: m.head(F.relu(m.norm(m.b(h := F.relu(m.a(x)))) + h)),
+    a=(1, 8, 3),
+    b=(8, 8, 1),
+    norm=lambda: nn.GroupNorm(4, 8),
+    head=(8, 2, 1),
 )
-add(
-    "group-norm-functional",
-    lambda: Lambda(lambda m, x: m.head(F.group_norm(m.a(x), 4)), a=nn.Linear(3, 8), head=nn.Linear(8, 2)),
-    images(4, 3),
-    {},
-    fixed=("a fixed number of groups at zoo_constructs.py",),
+add("group-norm-functional", images(4, 3), {}, fixed=("a fixed number of groups at zoo_constructs.py",))(
+    lambda m, x: m.head(F.group_norm(m.a(x), 4)), a=(3, 8), head=(8, 2)
 )
-add("instance-norm-plain", lambda: _normed(nn.InstanceNorm2d(8)), images(2, 1, 5, 5), {"0": 8, "3": 6})
-add(
-    "instance-norm-statistics",
-    lambda: _normed(nn.InstanceNorm2d(8, track_running_stats=True)),
-    images(2, 1, 5, 5),
-    {"0": 8, "3": 6},
+add("instance-norm-plain", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.InstanceNorm2d(8)))
+add("instance-norm-statistics", images(2, 1, 5, 5), {"0": 8, "3": 6})(
+    lambda: _normed(nn.InstanceNorm2d(8, track_running_stats=True))
 )
-add("instance-norm-scale", lambda: _normed(nn.InstanceNorm2d(8, affine=True)), images(2, 1, 5, 5), {"0": 8, "3": 6})
-add(
-    "local-response-norm",
-    lambda: _normed(nn.LocalResponseNorm(3)),
-    images(2, 1, 5, 5),
-    {"3": 6},
-    fixed=("in '1'",),
-)
-add(
-    "softmax-of-channels",
-    lambda: _normed(nn.Softmax2d()),
-    images(2, 1, 5, 5),
-    {"3": 6},
-    fixed=("softmax over its units in '1'",),
+add("instance-norm-scale", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.InstanceNorm2d(8, affine=True)))
+add("local-response-norm", images(2, 1, 5, 5), {"3": 6}, fixed=("in '1'",))(lambda: _normed(nn.LocalResponseNorm(3)))
+add("softmax-of-channels", images(2, 1, 5, 5), {"3": 6}, fixed=("softmax over its units in '1'",))(
+    lambda: _normed(nn.Softmax2d())
 )
 
 # ---- splitting, joining, moving
@@ -378,39 +274,20 @@ class C2f(nn.Module):
         return out
 
 
-add("split-used-twice", C2f, images(2, 2, 5, 5), {"cv1": 4, "m.0": 4, "m.1": 4})
+add("split-used-twice", images(2, 2, 5, 5), {"cv1": 4, "m.0": 4, "m.1": 4})(C2f)
 add(
     "split-of-fixed-size",
-    lambda: C2f((4, 4)),
     images(2, 2, 5, 5),
     {"m.0": 4, "m.1": 4},
     fixed=("'cv1' (4 units) kept whole: the compacted model fails",),
+)(lambda: C2f((4, 4)))
+add("split-unevenly", images(4, 3), {"p": 5}, fixed=("split into fixed sizes [2, 4] at zoo_constructs.py",))(
+    lambda m, x: m.head(F.relu(m.p((s := m.a(x).split([2, 4], -1))[0]) + m.q(s[1]))), a=(3, 6), p=(2, 5), q=(4, 5), head=(5, 2)
 )
-add(
-    "split-unevenly",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.p((s := m.a(x).split([2, 4], -1))[0]) + m.q(s[1]))),
-        a=nn.Linear(3, 6),
-        p=nn.Linear(2, 5),
-        q=nn.Linear(4, 5),
-        head=nn.Linear(5, 2),
-    ),
-    images(4, 3),
-    {"p": 5},
-    fixed=("split into fixed sizes [2, 4] at zoo_constructs.py",),
-)
-add("glu-of-channels", lambda: nn.Sequential(nn.Conv1d(2, 8, 3), nn.GLU(1), nn.Conv1d(4, 2, 1)), images(2, 2, 6), {"0": 4})
-add(
-    "swiglu",
-    lambda: Lambda(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), w1=nn.Linear(3, 6), w3=nn.Linear(3, 6), w2=nn.Linear(6, 2)),
-    images(4, 3),
-    {"w1": 6},
-)
-add(
-    "pixel-unshuffle",
-    lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.ReLU(), nn.Conv2d(16, 2, 1)),
-    images(2, 1, 4, 4),
-    {"0": 4},
+add("glu-of-channels", images(2, 2, 6), {"0": 4})(lambda: nn.Sequential(nn.Conv1d(2, 8, 3), nn.GLU(1), nn.Conv1d(4, 2, 1)))
+add("swiglu", images(4, 3), {"w1": 6})(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), w1=(3, 6), w3=(3, 6), w2=(6, 2))
+add("pixel-unshuffle", images(2, 1, 4, 4), {"0": 4})(
+    lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.ReLU(), nn.Conv2d(16, 2, 1))
 )
 
 
@@ -429,7 +306,7 @@ class Chomp(nn.Module):
         return out
 
 
-add("chomp", Chomp, images(3, 2, 6), {"a": 5, "b": 4})
+add("chomp", images(3, 2, 6), {"a": 5, "b": 4})(Chomp)
 
 
 class Shuffled(nn.Module):
@@ -452,8 +329,8 @@ class Shuffled(nn.Module):
         return out
 
 
-add("channel-shuffle", lambda: Shuffled(own=True), images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})
-add("channel-shuffle-function", lambda: Shuffled(own=False), images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})
+add("channel-shuffle", images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})(lambda: Shuffled(own=True))
+add("channel-shuffle-function", images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})(lambda: Shuffled(own=False))
 
 
 class Mixer(nn.Module):
@@ -474,67 +351,33 @@ class Mixer(nn.Module):
 
 add(
     "token-mixing",
-    Mixer,
     images(2, 5, 3),
     {"embed": 8, "t1": 7, "c1": 12},
     fixed=("'t2' (5 units) kept whole: combined by 'add' with values that belong to no unit",),
+)(Mixer)
+add("unfold-and-fold", images(2, 1, 5, 5), {"a": 6})(
+    lambda m, x: m.head(F.fold(F.unfold(F.relu(m.a(x)), 2), (3, 3), 2)), a=(1, 6, 3), head=(6, 2, 1)
 )
-add(
-    "unfold-and-fold",
-    lambda: Lambda(
-        lambda m, x: m.head(F.fold(F.unfold(F.relu(m.a(x)), 2), (3, 3), 2)), a=nn.Conv2d(1, 6, 3), head=nn.Conv2d(6, 2, 1)
-    ),
-    images(2, 1, 5, 5),
-    {"a": 6},
+add("unfold-then-linear", images(2, 1, 5, 5), {"a": 6, "b": 5})(
+    lambda m, x: m.head(F.relu(m.b(F.unfold(F.relu(m.a(x)), 2).transpose(1, 2)))), a=(1, 6, 3), b=(24, 5), head=(5, 2)
 )
-add(
-    "unfold-then-linear",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.b(F.unfold(F.relu(m.a(x)), 2).transpose(1, 2)))),
-        a=nn.Conv2d(1, 6, 3),
-        b=nn.Linear(24, 5),
-        head=nn.Linear(5, 2),
+add("message-passing", lambda: (torch.randn(5, 3), torch.tensor([[0, 1, 2, 0, 4, 3], [1, 2, 3, 4, 0, 0]])), {"w1": 6})(
+    lambda m, x, edges: m.w2(
+        torch.zeros_like(h := F.relu(m.w1(x))).index_add(0, edges[1], h[edges[0]])
+        + torch.zeros_like(h).scatter_add(0, edges[1][:, None].expand(-1, h.shape[1]), h[edges[0]])
+        + h.gather(0, edges[0][:, None].expand(-1, h.shape[1]))[: h.shape[0]]
     ),
-    images(2, 1, 5, 5),
-    {"a": 6, "b": 5},
+    w1=(3, 6),
+    w2=(6, 2),
 )
-add(
-    "message-passing",
-    lambda: Lambda(
-        lambda m, x, edges: m.w2(
-            torch.zeros_like(h := F.relu(m.w1(x))).index_add(0, edges[1], h[edges[0]])
-            + torch.zeros_like(h).scatter_add(0, edges[1][:, None].expand(-1, h.shape[1]), h[edges[0]])
-            + h.gather(0, edges[0][:, None].expand(-1, h.shape[1]))[: h.shape[0]]
-        ),
-        w1=nn.Linear(3, 6),
-        w2=nn.Linear(6, 2),
-    ),
-    lambda: (torch.randn(5, 3), torch.tensor([[0, 1, 2, 0, 4, 3], [1, 2, 3, 4, 0, 0]])),
-    {"w1": 6},
+add("gather-along-units", images(4, 3), {}, fixed=("'gather'",))(
+    lambda m, x: m.head(F.relu(m.a(x)).gather(1, m.order.expand(x.shape[0], -1))),
+    a=(3, 6),
+    order=lambda: torch.tensor([[3, 1, 0, 2, 5, 4]]),
+    head=(6, 2),
 )
-add(
-    "gather-along-units",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.a(x)).gather(1, m.order.expand(x.shape[0], -1))),
-        a=nn.Linear(3, 6),
-        order=torch.tensor([[3, 1, 0, 2, 5, 4]]),
-        head=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {},
-    fixed=("'gather'",),
-)
-add(
-    "slots-of-fixed-size",
-    lambda: Lambda(
-        lambda m, x: m.head(_slots(x.new_zeros(x.shape[0], 12), F.relu(m.a(x)), F.relu(m.b(x)))),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(3, 6),
-        head=nn.Linear(12, 2),
-    ),
-    images(4, 3),
-    {},
-    fixed=("written in place through a view by 'copy' at zoo_constructs.py",),
+add("slots-of-fixed-size", images(4, 3), {}, fixed=("written in place through a view by 'copy' at zoo_constructs.py",))(
+    lambda m, x: m.head(_slots(x.new_zeros(x.shape[0], 12), F.relu(m.a(x)), F.relu(m.b(x)))), a=(3, 6), b=(3, 6), head=(12, 2)
 )
 
 
@@ -543,63 +386,34 @@ def _slots(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-add(
-    "interpolated-sum",
-    lambda: Lambda(
-        lambda m, x: m.head(
-            F.interpolate(F.relu(m.a(x)), scale_factor=2, mode="bilinear") + F.interpolate(F.relu(m.b(x)), size=(6, 6))
-        ),
-        a=nn.Conv2d(1, 6, 3),
-        b=nn.Conv2d(1, 6, 1),
-        head=nn.Conv2d(6, 2, 1),
+add("interpolated-sum", images(2, 1, 5, 5), {"a": 6})(
+    lambda m, x: m.head(
+        F.interpolate(F.relu(m.a(x)), scale_factor=2, mode="bilinear") + F.interpolate(F.relu(m.b(x)), size=(6, 6))
     ),
-    images(2, 1, 5, 5),
-    {"a": 6},
+    a=(1, 6, 3),
+    b=(1, 6, 1),
+    head=(6, 2, 1),
 )
-add(
-    "u-net",
-    lambda: Lambda(
-        lambda m, x: m.head(torch.cat([m.up(F.relu(m.b(F.max_pool2d(h := F.relu(m.a(x)), 2)))), h], 1)),
-        a=nn.Conv2d(1, 4, 3, padding=1),
-        b=nn.Conv2d(4, 6, 3, padding=1),
-        up=nn.ConvTranspose2d(6, 5, 2, stride=2),
-        head=nn.Conv2d(9, 2, 1),
-    ),
-    images(2, 1, 6, 6),
-    {"a": 4, "b": 6, "up": 5},
+add("u-net", images(2, 1, 6, 6), {"a": 4, "b": 6, "up": 5})(
+    lambda m, x: m.head(torch.cat([m.up(F.relu(m.b(F.max_pool2d(h := F.relu(m.a(x)), 2)))), h], 1)),
+    a=lambda: nn.Conv2d(1, 4, 3, padding=1),
+    b=lambda: nn.Conv2d(4, 6, 3, padding=1),
+    up=lambda: nn.ConvTranspose2d(6, 5, 2, stride=2),
+    head=(9, 2, 1),
 )
-add(
-    "padded-shortcut",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.b(h := F.relu(m.a(x))) + F.pad(h, (0, 2)))),
-        a=nn.Linear(3, 4),
-        b=nn.Linear(4, 6),
-        head=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {"a": 4},
-    fixed=("'b' (2 units) kept whole",),
+add("padded-shortcut", images(4, 3), {"a": 4}, fixed=("'b' (2 units) kept whole",))(
+    lambda m, x: m.head(F.relu(m.b(h := F.relu(m.a(x))) + F.pad(h, (0, 2)))), a=(3, 4), b=(4, 6), head=(6, 2)
 )
 
 # ---- channels with parameters and buffers of their own
 
-add(
-    "maxout",
-    lambda: Lambda(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=nn.Linear(3, 12), head=nn.Linear(6, 2)),
-    images(4, 3),
-    {"a": 6},
-)
-add(
-    "standardised-by-buffers",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu((m.a(x) - m.mean.view(1, -1, 1, 1)) / m.std.view(1, -1, 1, 1))),
-        a=nn.Conv2d(1, 6, 3),
-        mean=torch.randn(6),
-        std=torch.rand(6) + 0.5,
-        head=nn.Conv2d(6, 2, 1),
-    ),
-    images(2, 1, 5, 5),
-    {"a": 6},
+add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=(3, 12), head=(6, 2))
+add("standardised-by-buffers", images(2, 1, 5, 5), {"a": 6})(
+    lambda m, x: m.head(F.relu((m.a(x) - m.mean.view(1, -1, 1, 1)) / m.std.view(1, -1, 1, 1))),
+    a=(1, 6, 3),
+    mean=lambda: torch.randn(6),
+    std=lambda: torch.rand(6) + 0.5,
+    head=(6, 2, 1),
 )
 
 
@@ -622,11 +436,10 @@ class Unsaved(nn.Module):
 for _where in ("buffer", "attribute"):
     add(
         f"unsaved-{_where}",
-        lambda attribute=_where == "attribute": Unsaved(attribute),
         images(4, 3),
         {"b": 5},
         fixed=("'a' (6 units) kept whole: combined by 'mul' with values that belong to no unit at zoo_constructs.py",),
-    )
+    )(lambda attribute=_where == "attribute": Unsaved(attribute))
 
 
 class LayerScale(nn.Module):
@@ -643,121 +456,68 @@ class LayerScale(nn.Module):
         return out
 
 
-add("layer-scale-residual", LayerScale, images(4, 3), {"stem": 6, "fc1": 8})
-add(
-    "scale-and-shift-of-channels",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.a(x) * m.scale + m.shift)),
-        a=nn.Conv2d(1, 6, 3),
-        scale=nn.Parameter(torch.rand(1, 6, 1, 1)),
-        shift=nn.Parameter(torch.rand(6, 1, 1)),
-        head=nn.Conv2d(6, 2, 1),
-    ),
-    images(2, 1, 5, 5),
-    {"a": 6},
+add("layer-scale-residual", images(4, 3), {"stem": 6, "fc1": 8})(LayerScale)
+add("scale-and-shift-of-channels", images(2, 1, 5, 5), {"a": 6})(
+    lambda m, x: m.head(F.relu(m.a(x) * m.scale + m.shift)),
+    a=(1, 6, 3),
+    scale=lambda: nn.Parameter(torch.rand(1, 6, 1, 1)),
+    shift=lambda: nn.Parameter(torch.rand(6, 1, 1)),
+    head=(6, 2, 1),
 )
-add("prelu-of-channels", lambda: _normed(nn.PReLU(8)), images(2, 1, 5, 5), {"0": 8, "3": 6})
-add(
-    "learned-positions",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.b(m.a(x) + m.positions))),
-        a=nn.Linear(3, 6),
-        positions=nn.Parameter(torch.randn(1, 5, 6)),
-        b=nn.Linear(6, 4),
-        head=nn.Linear(4, 2),
-    ),
-    images(2, 5, 3),
-    {"a": 6, "b": 4},
+add("prelu-of-channels", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.PReLU(8)))
+add("learned-positions", images(2, 5, 3), {"a": 6, "b": 4})(
+    lambda m, x: m.head(F.relu(m.b(m.a(x) + m.positions))),
+    a=(3, 6),
+    positions=lambda: nn.Parameter(torch.randn(1, 5, 6)),
+    b=(6, 4),
+    head=(4, 2),
 )
 for _name, _layer in (
     ("dropout-of-channels", nn.Dropout2d(0.0)),
     ("alpha-dropout", nn.AlphaDropout(0.0)),
     ("alpha-dropout-of-channels", nn.FeatureAlphaDropout(0.0)),
 ):
-    add(_name, lambda layer=_layer: _normed(layer), images(2, 1, 5, 5), {"0": 8, "3": 6})
+    add(_name, images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda layer=_layer: _normed(layer))
 
 # ---- other layers
 
-add(
-    "bilinear",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(3, 5),
-        both=nn.Bilinear(6, 5, 4),
-        head=nn.Linear(4, 2),
-    ),
-    images(4, 3),
-    {},
-    fixed=("operator '_trilinear' is not known to keep units apart",),
+add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to keep units apart",))(
+    lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
+    a=(3, 6),
+    b=(3, 5),
+    both=lambda: nn.Bilinear(6, 5, 4),
+    head=(4, 2),
 )
-add(
-    "bags-by-offset",
-    lambda: Lambda(
-        lambda m, x, offsets: m.head(F.relu(m.b(m.bag(x, offsets)))),
-        bag=nn.EmbeddingBag(11, 6, mode="sum"),
-        b=nn.Linear(6, 5),
-        head=nn.Linear(5, 2),
-    ),
-    lambda: (torch.randint(11, (9,)), torch.tensor([0, 4])),
-    {"bag": 6, "b": 5},
+add("bags-by-offset", lambda: (torch.randint(11, (9,)), torch.tensor([0, 4])), {"bag": 6, "b": 5})(
+    lambda m, x, offsets: m.head(F.relu(m.b(m.bag(x, offsets)))),
+    bag=lambda: nn.EmbeddingBag(11, 6, mode="sum"),
+    b=(6, 5),
+    head=(5, 2),
 )
-add("largest-of-a-bag", lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 2)), tokens(11, 3, 4), {"0": 6})
-add(
-    "tied-decoder",
-    lambda: Lambda(
-        lambda m, x: F.linear((h := m.words(x)) + m.down(F.relu(m.up(h))), m.words.weight),
-        words=nn.Embedding(11, 6),
-        up=nn.Linear(6, 8),
-        down=nn.Linear(8, 6),
-    ),
-    tokens(11, 3, 4),
-    {"words": 6, "up": 8},
+add("largest-of-a-bag", tokens(11, 3, 4), {"0": 6})(lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 2)))
+add("tied-decoder", tokens(11, 3, 4), {"words": 6, "up": 8})(
+    lambda m, x: F.linear((h := m.words(x)) + m.down(F.relu(m.up(h))), m.words.weight),
+    words=lambda: nn.Embedding(11, 6),
+    up=(6, 8),
+    down=(8, 6),
 )
-add(
-    "raw-matrices",
-    lambda: Lambda(
-        lambda m, x: torch.matmul(F.relu(torch.matmul(x, m.w) + m.b), m.v),
-        w=nn.Parameter(torch.randn(3, 6)),
-        b=nn.Parameter(torch.randn(6)),
-        v=nn.Parameter(torch.randn(6, 2)),
-    ),
-    images(2, 4, 3),
-    {"w": 6},
+add("raw-matrices", images(2, 4, 3), {"w": 6})(
+    lambda m, x: torch.matmul(F.relu(torch.matmul(x, m.w) + m.b), m.v),
+    w=lambda: nn.Parameter(torch.randn(3, 6)),
+    b=lambda: nn.Parameter(torch.randn(6)),
+    v=lambda: nn.Parameter(torch.randn(6, 2)),
 )
-add(
-    "weights-made-by-a-network",
-    lambda: Lambda(
-        lambda m, x: F.linear(F.relu(m.a(F.relu(m.b(x)))), m.maker(x.new_ones(4)).view(2, 6)),
-        a=nn.Linear(5, 6),
-        b=nn.Linear(3, 5),
-        maker=nn.Linear(4, 12),
-    ),
-    images(4, 3),
-    {"b": 5},
-    fixed=("'a' (6 units) kept whole",),
+add("weights-made-by-a-network", images(4, 3), {"b": 5}, fixed=("'a' (6 units) kept whole",))(
+    lambda m, x: F.linear(F.relu(m.a(F.relu(m.b(x)))), m.maker(x.new_ones(4)).view(2, 6)), a=(5, 6), b=(3, 5), maker=(4, 12)
 )
-add(
-    "distance-to-prototypes",
-    lambda: Lambda(
-        lambda m, x: torch.cdist(F.relu(m.a(F.relu(m.b(x)))), m.prototypes),
-        a=nn.Linear(5, 6),
-        b=nn.Linear(3, 5),
-        prototypes=nn.Parameter(torch.randn(4, 6)),
-    ),
-    images(4, 3),
-    {"b": 5, "a": 6},
+add("distance-to-prototypes", images(4, 3), {"b": 5, "a": 6})(
+    lambda m, x: torch.cdist(F.relu(m.a(F.relu(m.b(x)))), m.prototypes),
+    a=(5, 6),
+    b=(3, 5),
+    prototypes=lambda: nn.Parameter(torch.randn(4, 6)),
 )
-add(
-    "fourier",
-    lambda: Lambda(
-        lambda m, x: m.head(torch.fft.fft(m.a(F.relu(m.b(x))), dim=1).real),
-        a=nn.Linear(5, 6),
-        b=nn.Linear(3, 5),
-        head=nn.Linear(6, 2),
-    ),
-    images(2, 4, 3),
-    {"b": 5, "a": 6},
+add("fourier", images(2, 4, 3), {"b": 5, "a": 6})(
+    lambda m, x: m.head(torch.fft.fft(m.a(F.relu(m.b(x))), dim=1).real), a=(5, 6), b=(3, 5), head=(6, 2)
 )
 
 
@@ -775,7 +535,7 @@ class TNet(nn.Module):
         return out
 
 
-add("t-net", TNet, images(2, 3, 9), {"a": 8, "b": 6}, fixed=("'turn'",))
+add("t-net", images(2, 3, 9), {"a": 8, "b": 6}, fixed=("'turn'",))(TNet)
 
 # ---- what goes in and comes out
 
@@ -790,44 +550,17 @@ class Result:
 
 Pair = collections.namedtuple("Pair", "a b")
 
-add(
-    "dataclass-output",
-    lambda: Lambda(
-        lambda m, x: Result(m.head(h := F.relu(m.a(x))), m.extra(h)),
-        a=nn.Linear(3, 6),
-        head=nn.Linear(6, 2),
-        extra=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {"a": 6},
+add("dataclass-output", images(4, 3), {"a": 6})(
+    lambda m, x: Result(m.head(h := F.relu(m.a(x))), m.extra(h)), a=(3, 6), head=(6, 2), extra=(6, 2)
 )
-add(
-    "dataclass-input",
-    lambda: Lambda(
-        lambda m, batch: m.head(F.relu(m.a(batch.logits) + m.b(batch.extra))),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(2, 6),
-        head=nn.Linear(6, 2),
-    ),
-    lambda: (Result(torch.randn(4, 3), torch.randn(4, 2)),),
-    {"a": 6},
+add("dataclass-input", lambda: (Result(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
+    lambda m, batch: m.head(F.relu(m.a(batch.logits) + m.b(batch.extra))), a=(3, 6), b=(2, 6), head=(6, 2)
 )
-add(
-    "namedtuple-in-and-out",
-    lambda: Lambda(
-        lambda m, pair: Pair(m.head(F.relu(m.a(pair.a) + m.b(pair.b))), None),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(2, 6),
-        head=nn.Linear(6, 2),
-    ),
-    lambda: (Pair(torch.randn(4, 3), torch.randn(4, 2)),),
-    {"a": 6},
+add("namedtuple-in-and-out", lambda: (Pair(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
+    lambda m, pair: Pair(m.head(F.relu(m.a(pair.a) + m.b(pair.b))), None), a=(3, 6), b=(2, 6), head=(6, 2)
 )
-add(
-    "list-input",
-    lambda: Lambda(lambda m, xs: m.head(F.relu(sum(m.a(x) for x in xs))), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
-    lambda: ([torch.randn(4, 3), torch.randn(4, 3)],),
-    {"a": 6},
+add("list-input", lambda: ([torch.randn(4, 3), torch.randn(4, 3)],), {"a": 6})(
+    lambda m, xs: m.head(F.relu(sum(m.a(x) for x in xs))), a=(3, 6), head=(6, 2)
 )
 
 
@@ -846,4 +579,4 @@ class Autoencoder(nn.Module):
         return self.out(F.relu(self.dec(z))), mu, spread
 
 
-add("variational-autoencoder", Autoencoder, images(4, 5), {"enc": 8, "dec": 7})
+add("variational-autoencoder", images(4, 5), {"enc": 8, "dec": 7})(Autoencoder)

@@ -8,24 +8,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from zoo_base import Lambda, add, images, tokens
 
-add(
-    "mlp",
-    lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)),
-    images(4, 5),
-    {"0": 8, "2": 6},
+add("mlp", images(4, 5), {"0": 8, "2": 6})(
+    lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
 )
-add(
-    "mlp-sigmoid",
-    lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Dropout(0.0), nn.Linear(8, 3)),
-    images(4, 5),
-    {"0": 8},
+add("mlp-sigmoid", images(4, 5), {"0": 8})(
+    lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Dropout(0.0), nn.Linear(8, 3))
 )
-add("mlp-3d", lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)), images(4, 7, 5), {"0": 8})
-add(
-    "mlp-nobias",
-    lambda: nn.Sequential(nn.Linear(5, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False)),
-    images(4, 5),
-    {"0": 8},
+add("mlp-3d", images(4, 7, 5), {"0": 8})(lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)))
+add("mlp-nobias", images(4, 5), {"0": 8})(
+    lambda: nn.Sequential(nn.Linear(5, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
 )
 
 
@@ -48,65 +39,40 @@ def _convnet(dim: int) -> nn.Module:
 
 
 for _dim in (1, 2, 3):
-    add(f"conv{_dim}d", lambda d=_dim: _convnet(d), images(3, 2, *[6] * _dim), {"0": 6, "4": 4})
-add(
-    "conv-flatten",
+    add(f"conv{_dim}d", images(3, 2, *[6] * _dim), {"0": 6, "4": 4})(lambda d=_dim: _convnet(d))
+add("conv-flatten", images(2, 1, 8, 8), {"0": 4, "4": 5})(
     lambda: nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(), nn.Linear(5, 2)
-    ),
-    images(2, 1, 8, 8),
-    {"0": 4, "4": 5},
+    )
 )
-add(
-    "conv-batch1",
-    lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2)),
-    images(1, 1, 5, 5),
-    {"0": 4},
+add("conv-batch1", images(1, 1, 5, 5), {"0": 4})(
+    lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
 )
-add(
-    "depthwise",
+add("depthwise", images(2, 2, 5, 5), {"0": 6, "3": 3})(
     lambda: nn.Sequential(
         nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU6(), nn.Conv2d(6, 3, 1), nn.Flatten(), nn.Linear(27, 2)
-    ),
-    images(2, 2, 5, 5),
-    {"0": 6, "3": 3},
+    )
 )
-add(
-    "depthwise-multiplier",
-    lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 12, 3, groups=6), nn.ReLU(), nn.Conv2d(12, 2, 3)),
-    images(2, 2, 5, 5),
-    {"0": 6},
+add("depthwise-multiplier", images(2, 2, 5, 5), {"0": 6})(
+    lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 12, 3, groups=6), nn.ReLU(), nn.Conv2d(12, 2, 3))
 )
-add(
-    "grouped",
+add("grouped", images(2, 2, 6, 6), {"0": 4, "3": 6})(
     lambda: nn.Sequential(
         nn.Conv2d(2, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 3)
-    ),
-    images(2, 2, 6, 6),
-    {"0": 4, "3": 6},
+    )
 )
-add(
-    "transposed",
+add("transposed", images(2, 2, 5, 5), {"0": 4, "2": 6})(
     lambda: nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1)
-    ),
-    images(2, 2, 5, 5),
-    {"0": 4, "2": 6},
+    )
 )
-add(
-    "transposed-grouped",
-    lambda: nn.Sequential(nn.Conv1d(2, 8, 1), nn.ReLU(), nn.ConvTranspose1d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv1d(6, 2, 1)),
-    images(2, 2, 5),
-    {"0": 4, "2": 3},
+add("transposed-grouped", images(2, 2, 5), {"0": 4, "2": 3})(
+    lambda: nn.Sequential(nn.Conv1d(2, 8, 1), nn.ReLU(), nn.ConvTranspose1d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv1d(6, 2, 1))
 )
-add(
-    "transposed-depthwise",
-    lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.ConvTranspose1d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv1d(8, 2, 1)),
-    images(2, 2, 5),
-    {"0": 4},
+add("transposed-depthwise", images(2, 2, 5), {"0": 4})(
+    lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.ConvTranspose1d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv1d(8, 2, 1))
 )
-add(
-    "bn-plain",
+add("bn-plain", images(3, 1, 5, 5), {"0": 5, "3": 4})(
     lambda: nn.Sequential(
         nn.Conv2d(1, 5, 3),
         nn.BatchNorm2d(5, track_running_stats=False),
@@ -115,42 +81,25 @@ add(
         nn.BatchNorm2d(4, affine=False),
         nn.ReLU(),
         nn.Conv2d(4, 2, 1),
-    ),
-    images(3, 1, 5, 5),
-    {"0": 5, "3": 4},
+    )
 )
-add("bn1d", lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)), images(5, 4), {"0": 6})
-add(
-    "instance-norm",
+add("bn1d", images(5, 4), {"0": 6})(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)))
+add("instance-norm", images(3, 1, 5, 5), {"0": 5})(
     lambda: nn.Sequential(
         nn.Conv2d(1, 5, 3), nn.InstanceNorm2d(5, affine=True, track_running_stats=True), nn.ReLU(), nn.Conv2d(5, 2, 1)
-    ),
-    images(3, 1, 5, 5),
-    {"0": 5},
+    )
 )
-add(
-    "group-norm",
-    lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 2, 1)),
-    images(2, 1, 5, 5),
-    {"0": 4},
+add("group-norm", images(2, 1, 5, 5), {"0": 4})(
+    lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
 )
-add(
-    "group-norm-single",
-    lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(8, 8), nn.SiLU(), nn.Conv2d(8, 2, 1)),
-    images(2, 1, 5, 5),
-    {"0": 8},
+add("group-norm-single", images(2, 1, 5, 5), {"0": 8})(
+    lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(8, 8), nn.SiLU(), nn.Conv2d(8, 2, 1))
 )
-add(
-    "embedding",
-    lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
-    tokens(11, 3, 4),
-    {"0": 6, "1": 5},
+add("embedding", tokens(11, 3, 4), {"0": 6, "1": 5})(
+    lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 )
-add(
-    "embedding-bag",
-    lambda: nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
-    tokens(11, 3, 4),
-    {"0": 6, "1": 5},
+add("embedding-bag", tokens(11, 3, 4), {"0": 6, "1": 5})(
+    lambda: nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 )
 
 
@@ -169,97 +118,45 @@ class TiedLanguageModel(nn.Module):
         return out
 
 
-add("tied-lstm", TiedLanguageModel, tokens(13, 3, 4), {"embedding": 5, "rnn1": 8})
-add(
-    "tied-autoencoder",
-    lambda: Lambda(lambda m, x: F.linear(F.relu(m.encoder(x)), m.encoder.weight.t()), encoder=nn.Linear(5, 7)),
-    images(4, 5),
-    {"encoder": 7},
+add("tied-lstm", tokens(13, 3, 4), {"embedding": 5, "rnn1": 8})(TiedLanguageModel)
+add("tied-autoencoder", images(4, 5), {"encoder": 7})(
+    lambda m, x: F.linear(F.relu(m.encoder(x)), m.encoder.weight.t()), encoder=(5, 7)
 )
-add(
-    "tied-linear",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.body(F.relu(m.body(F.relu(m.stem(x))))))),
-        stem=nn.Linear(3, 6),
-        body=nn.Linear(6, 6),
-        head=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {"stem": 6},
+add("tied-linear", images(4, 3), {"stem": 6})(
+    lambda m, x: m.head(F.relu(m.body(F.relu(m.body(F.relu(m.stem(x))))))), stem=(3, 6), body=(6, 6), head=(6, 2)
 )
-add(
-    "siamese",
-    lambda: Lambda(
-        lambda m, x: m.head((m.body(x) - m.body(2 * x)).abs()),
-        body=nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
-        head=nn.Linear(4, 2),
-    ),
-    images(4, 3),
-    {"body.0": 6, "body.2": 4},
+add("siamese", images(4, 3), {"body.0": 6, "body.2": 4})(
+    lambda m, x: m.head((m.body(x) - m.body(2 * x)).abs()),
+    body=lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4)),
+    head=(4, 2),
 )
-add(
-    "lstm",
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(3, 6), head=nn.Linear(6, 2)),
-    images(5, 2, 3),
-    {"rnn": 6},
-)
-add(
-    "lstm-stacked",
+add("lstm", images(5, 2, 3), {"rnn": 6})(lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6), head=(6, 2))
+add("lstm-stacked", images(2, 5, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
     lambda: Lambda(
         lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(3, 6, num_layers=2, batch_first=True), head=nn.Linear(6, 2)
-    ),
-    images(2, 5, 3),
-    {"rnn": 6, "rnn#2": 6},
-    ties=(("rnn", "rnn#2"),),
+    )
 )
-add(
-    "lstm-bidirectional",
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(3, 6, bidirectional=True, batch_first=True), head=nn.Linear(12, 2)
-    ),
-    images(2, 5, 3),
-    {"rnn": 6},
+add("lstm-bidirectional", images(2, 5, 3), {"rnn": 6})(
+    lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6, bidirectional=True, batch_first=True), head=(12, 2)
 )
-add(
-    "lstm-last-state",
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[1][0][-1]), rnn=nn.LSTM(3, 6, num_layers=2), head=nn.Linear(6, 2)),
-    images(5, 2, 3),
-    {"rnn": 6, "rnn#2": 6},
-    ties=(("rnn", "rnn#2"),),
+add("lstm-last-state", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
+    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[1][0][-1]), rnn=nn.LSTM(3, 6, num_layers=2), head=nn.Linear(6, 2))
 )
-add(
-    "gru",
-    lambda: Lambda(lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=nn.Embedding(9, 4), rnn=nn.GRU(4, 6), head=nn.Linear(6, 2)),
-    tokens(9, 5, 2),
-    {"embed": 4, "rnn": 6},
+add("gru", tokens(9, 5, 2), {"embed": 4, "rnn": 6})(
+    lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=lambda: nn.Embedding(9, 4), rnn=lambda: nn.GRU(4, 6), head=(6, 2)
 )
-add(
-    "gru-deep",
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(3, 4, num_layers=2, bidirectional=True), head=nn.Linear(8, 2)),
-    images(5, 2, 3),
-    {"rnn": 4, "rnn#2": 4},
-    ties=(("rnn", "rnn#2"),),
+add("gru-deep", images(5, 2, 3), {"rnn": 4, "rnn#2": 4}, ties=(("rnn", "rnn#2"),))(
+    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(3, 4, num_layers=2, bidirectional=True), head=nn.Linear(8, 2))
 )
-add(
-    "rnn-packed",
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 3, 1]), batch_first=True))[1][0]),
-        embed=nn.Linear(3, 4),
-        rnn=nn.RNN(4, 6, batch_first=True),
-        head=nn.Linear(6, 2),
-    ),
-    images(3, 4, 3),
-    {"embed": 4, "rnn": 6},
+add("rnn-packed", images(3, 4, 3), {"embed": 4, "rnn": 6})(
+    lambda m, x: m.head(m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 3, 1]), batch_first=True))[1][0]),
+    embed=(3, 4),
+    rnn=lambda: nn.RNN(4, 6, batch_first=True),
+    head=(6, 2),
 )
-add(
-    "lstm-cell",
-    lambda: Lambda(lambda m, x: m.head(m.cell(x[1], m.cell(x[0]))[0]), cell=nn.LSTMCell(3, 6), head=nn.Linear(6, 2)),
-    images(2, 4, 3),
-    {"cell": 6},
+add("lstm-cell", images(2, 4, 3), {"cell": 6})(
+    lambda m, x: m.head(m.cell(x[1], m.cell(x[0]))[0]), cell=lambda: nn.LSTMCell(3, 6), head=(6, 2)
 )
-add(
-    "seq2seq",
-    lambda: Lambda(lambda m, x: m.head(m.dec(x, m.enc(x)[1])[0]), enc=nn.LSTM(3, 6), dec=nn.LSTM(3, 6), head=nn.Linear(6, 2)),
-    images(5, 2, 3),
-    {"enc": 6},
+add("seq2seq", images(5, 2, 3), {"enc": 6})(
+    lambda m, x: m.head(m.dec(x, m.enc(x)[1])[0]), enc=lambda: nn.LSTM(3, 6), dec=lambda: nn.LSTM(3, 6), head=(6, 2)
 )

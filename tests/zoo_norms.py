@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
 import zoo
+import zoo_base
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_base import Architecture, Lambda, images, tokens
@@ -17,16 +18,12 @@ __all__ = ["KEPT"]
 KEPT: dict[str, Architecture] = {}
 
 
-def add(
-    name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], groups: dict[str, int], **more: Any
-) -> None:
-    KEPT[name] = Architecture(make, inputs, groups, **more)
+add = functools.partial(zoo_base.add, zoo=KEPT)
 
 
 def widened(name: str, groups: dict[str, int], fixed: tuple[str, ...] = ()) -> None:
     """An architecture of the zoo with the groups that it has when norms are taken over kept units."""
-    known = zoo.ZOO[name]
-    KEPT[name] = Architecture(known.make, known.inputs, groups, fixed=fixed, kwargs=known.kwargs)
+    KEPT[name] = dataclasses.replace(zoo.ZOO[name], groups=groups, fixed=fixed)
 
 
 widened("layer-norm", {"0": 6, "2": 5})
@@ -75,7 +72,7 @@ class TiedGPT(nn.Module):
         return out
 
 
-add("gpt-tied", TiedGPT, tokens(11, 2, 5), {"words": 8, "q": 3, "up": 10})
+add("gpt-tied", tokens(11, 2, 5), {"words": 8, "q": 3, "up": 10})(TiedGPT)
 
 
 class ChannelNorm(nn.Module):
@@ -109,9 +106,8 @@ class ConvNeXt(nn.Module):
         return out
 
 
-add("convnext", ConvNeXt, images(2, 1, 6, 6), {"stem": 6, "up": 12})
-add(
-    "group-norm-of-one-group",
+add("convnext", images(2, 1, 6, 6), {"stem": 6, "up": 12})(ConvNeXt)
+add("group-norm-of-one-group", images(2, 1, 5, 5), {"0": 8, "3": 6})(
     lambda: nn.Sequential(
         nn.Conv2d(1, 8, 3),
         nn.GroupNorm(1, 8),
@@ -119,9 +115,7 @@ add(
         nn.Conv2d(8, 6, 1),
         nn.GroupNorm(1, 6, affine=False),
         nn.Conv2d(6, 2, 1),
-    ),
-    images(2, 1, 5, 5),
-    {"0": 8, "3": 6},
+    )
 )
 
 
@@ -142,57 +136,34 @@ class Modulated(nn.Module):
         return out
 
 
-add("modulated", Modulated, lambda: (torch.randn(2, 4, 3), torch.randn(2, 2)), {"stem": 6})
-add(
-    "functional-norm",
-    lambda: Lambda(
-        lambda m, x: m.head(F.rms_norm(F.layer_norm(m.a(x), m.w.shape, m.w, m.b), m.w.shape, m.w)),
-        a=nn.Linear(3, 6),
-        w=nn.Parameter(torch.rand(6)),
-        b=nn.Parameter(torch.rand(6)),
-        head=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {"a": 6},
+add("modulated", lambda: (torch.randn(2, 4, 3), torch.randn(2, 2)), {"stem": 6})(Modulated)
+add("functional-norm", images(4, 3), {"a": 6})(
+    lambda m, x: m.head(F.rms_norm(F.layer_norm(m.a(x), m.w.shape, m.w, m.b), m.w.shape, m.w)),
+    a=(3, 6),
+    w=lambda: nn.Parameter(torch.rand(6)),
+    b=lambda: nn.Parameter(torch.rand(6)),
+    head=(6, 2),
 )
-add(
-    "standardised",
-    lambda: Lambda(
-        lambda m, x: m.head(((h := m.a(x)) - h.mean(-1, True)) / (h.var(-1, correction=0, keepdim=True) + 0.1).sqrt()),
-        a=nn.Linear(3, 6),
-        head=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {"a": 6},
+add("standardised", images(4, 3), {"a": 6})(
+    lambda m, x: m.head(((h := m.a(x)) - h.mean(-1, True)) / (h.var(-1, correction=0, keepdim=True) + 0.1).sqrt()),
+    a=(3, 6),
+    head=(6, 2),
 )
-add(
-    "norm-of-a-concatenation",
-    lambda: Lambda(
-        lambda m, x: m.head(m.norm(torch.cat([m.a(x), x, torch.tanh(m.b(x))], -1))),
-        a=nn.Linear(3, 4),
-        b=nn.Linear(3, 5),
-        norm=nn.LayerNorm(12),
-        head=nn.Linear(12, 2),
-    ),
-    images(4, 3),
-    {"a": 4, "b": 5},
+add("norm-of-a-concatenation", images(4, 3), {"a": 4, "b": 5})(
+    lambda m, x: m.head(m.norm(torch.cat([m.a(x), x, torch.tanh(m.b(x))], -1))),
+    a=(3, 4),
+    b=(3, 5),
+    norm=lambda: nn.LayerNorm(12),
+    head=(12, 2),
 )
-add(
-    "norm-over-time-too",
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm((4, 6)), nn.Linear(6, 2)),
-    images(2, 4, 3),
-    {"0": 6},
+add("norm-over-time-too", images(2, 4, 3), {"0": 6})(
+    lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm((4, 6)), nn.Linear(6, 2))
 )
-add(
-    "norm-behind-lstm",
-    lambda: Lambda(
-        lambda m, x: m.head(m.norm(m.rnn(x)[0])),
-        rnn=nn.LSTM(3, 5, bidirectional=True),
-        norm=nn.LayerNorm(10),
-        head=nn.Linear(10, 2),
-    ),
-    images(4, 2, 3),
-    {"rnn": 5},
+add("norm-behind-lstm", images(4, 2, 3), {"rnn": 5})(
+    lambda m, x: m.head(m.norm(m.rnn(x)[0])),
+    rnn=lambda: nn.LSTM(3, 5, bidirectional=True),
+    norm=lambda: nn.LayerNorm(10),
+    head=(10, 2),
 )
 
 
@@ -206,62 +177,36 @@ def _checkpointed(reentrant: bool) -> nn.Module:
     )
 
 
-add("checkpointed-norm", lambda: _checkpointed(False), images(4, 3), {"stem": 6, "block.1": 8})
-add("reentrant-norm", lambda: _checkpointed(True), images(4, 3), {"stem": 6, "block.1": 8})
-add(
-    "pool-former",
-    lambda: Lambda(
-        lambda m, x: m.head((h := m.stem(x)) + F.avg_pool2d(m.norm(h), 3, 1, 1) - m.norm(h)),
-        stem=nn.Conv2d(1, 6, 3),
-        norm=nn.GroupNorm(1, 6),
-        head=nn.Conv2d(6, 2, 1),
-    ),
-    images(2, 1, 6, 6),
-    {"stem": 6},
+add("checkpointed-norm", images(4, 3), {"stem": 6, "block.1": 8})(lambda: _checkpointed(False))
+add("reentrant-norm", images(4, 3), {"stem": 6, "block.1": 8})(lambda: _checkpointed(True))
+add("pool-former", images(2, 1, 6, 6), {"stem": 6})(
+    lambda m, x: m.head((h := m.stem(x)) + F.avg_pool2d(m.norm(h), 3, 1, 1) - m.norm(h)),
+    stem=(1, 6, 3),
+    norm=lambda: nn.GroupNorm(1, 6),
+    head=(6, 2, 1),
 )
 
 # What stays whole all the same.
-add(
-    "hard-coded-norm",
-    lambda: Lambda(lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
-    images(4, 3),
-    {},
-    fixed=("zoo_norms.py",),
+add("hard-coded-norm", images(4, 3), {}, fixed=("zoo_norms.py",))(
+    lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=(3, 6), head=(6, 2)
 )
-add(
-    "sums-over-a-fixed-width",
-    lambda: Lambda(
-        lambda m, x: m.head((h := m.a(x)) * torch.rsqrt(h.square().sum(-1, True) / 6 + h.mean(-1, True).square() + 1e-6)),
-        a=nn.Linear(3, 6),
-        head=nn.Linear(6, 5),
-    ),
-    images(4, 3),
-    {"a": 6},
+add("sums-over-a-fixed-width", images(4, 3), {"a": 6})(
+    lambda m, x: m.head((h := m.a(x)) * torch.rsqrt(h.square().sum(-1, True) / 6 + h.mean(-1, True).square() + 1e-6)),
+    a=(3, 6),
+    head=(6, 5),
 )
-add(
-    "one-norm-for-two-streams",
-    lambda: Lambda(
-        lambda m, x: m.p(m.norm(m.a(x))) + m.q(m.norm(m.b(x))),
-        a=nn.Linear(3, 6),
-        b=nn.Linear(3, 6),
-        norm=nn.LayerNorm(6, elementwise_affine=False),
-        p=nn.Linear(6, 2),
-        q=nn.Linear(6, 2),
-    ),
-    images(4, 3),
-    {},
-    fixed=("sees other units from time to time",),
+add("one-norm-for-two-streams", images(4, 3), {}, fixed=("sees other units from time to time",))(
+    lambda m, x: m.p(m.norm(m.a(x))) + m.q(m.norm(m.b(x))),
+    a=(3, 6),
+    b=(3, 6),
+    norm=lambda: nn.LayerNorm(6, elementwise_affine=False),
+    p=(6, 2),
+    q=(6, 2),
 )
-add(
-    "largest-of-the-normed",
-    lambda: Lambda(
-        lambda m, x: m.head(F.relu(m.b(x))) + m.norm(m.a(x)).amax(-1, keepdim=True),
-        a=nn.Linear(3, 6),
-        norm=nn.LayerNorm(6),
-        b=nn.Linear(3, 5),
-        head=nn.Linear(5, 2),
-    ),
-    images(4, 3),
-    {"b": 5},
-    fixed=("reduced over its units by 'amax'",),
+add("largest-of-the-normed", images(4, 3), {"b": 5}, fixed=("reduced over its units by 'amax'",))(
+    lambda m, x: m.head(F.relu(m.b(x))) + m.norm(m.a(x)).amax(-1, keepdim=True),
+    a=(3, 6),
+    norm=lambda: nn.LayerNorm(6),
+    b=(3, 5),
+    head=(5, 2),
 )
