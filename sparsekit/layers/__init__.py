@@ -34,8 +34,6 @@ rules = Registry(
     "layer rule",
     {
         "sized": "sparsekit.layers.sized:SizedRule",
-        "conv": "sparsekit.layers.sized:ConvRule",
-        "group-norm": "sparsekit.layers.sized:GroupNormRule",
         "instance-norm": "sparsekit.layers.instance_norm:InstanceNormRule",
         "attention": "sparsekit.layers.attention:MultiheadAttentionRule",
         "transformer-encoder": "sparsekit.layers.attention:TransformerEncoderRule",

@@ -49,8 +49,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
             continue
         blocks = rows.nodes.reshape(gates, -1)
         first = blocks[0] if first is None else first
-        for block in blocks:
-            tracer.unite(first, block)
+        tracer.unite_rows(np.concatenate([first[None], blocks]))
         tracer.make(labels, 0, "cell")
         if labels.entry is not None:
             gated.add((labels.entry.number, 0))

@@ -9,31 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import DispatchMode, tree_leaves, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.graph.layers import Layer
-from sparsekit.surgery.rebuild import copy_with, named_entries
-
-
-class _Reads(DispatchMode):
-    """Notes which entries each operator reads; of tied names the first."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names = names  # by the identity of the tensor: entries may share memory
-        self.events: list[list[str]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found = [self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names]
-        if found:
-            self.events.append(found)
-        return func(*args, **kwargs)
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes
+from sparsekit.tracing.values import Values
 
 
 def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> tuple[Layer, ...]:
@@ -50,24 +33,24 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
     Raises:
         TraceError: the model fails on the inputs.
     """
-    private = copy_with(model, {}).eval()
+    private, seen = lent_copy(model).eval(), Values()
     tensors = named_entries(private)
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # number of the value → name; of tied names the first
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
-    reads = _Reads(names)
+        names.setdefault(seen.number(tensor), name)
+    ties = {name: names[seen.number(tensor)] for name, tensor in tensors.items()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), without_fast_path(), reads:
-            private(*example_inputs, **example_kwargs)
+        with private_passes():
+            ModelInputs(example_inputs, example_kwargs, ReadOnly(model)).call(private, seen)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
-    return _layers(reads.events, tensors, {name: names[id(tensor)] for name, tensor in tensors.items()})
+    return _layers([[names[value] for value in op.reads if value in names] for op in seen.ops], tensors, ties)
 
 
 def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> tuple[Layer, ...]:
     found: list[tuple[str, list[str], list[str]]] = []
     seen: set[str] = set()
-    for event in events:
+    for event in filter(None, events):
         wide = [name for name in event if tensors[name].dim() > 1]
         owner = _owner(wide[0]) if wide else ""
         # What comes before the first matrix, such as a norm of the inputs, belongs to the layer of that matrix.

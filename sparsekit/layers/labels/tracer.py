@@ -226,6 +226,11 @@ class Tracer:
         if pairs.any():
             self.united.append((a[pairs], b[pairs]))
 
+    def unite_rows(self, rows: IntArray) -> None:
+        """Make each column of a matrix of nodes one unit, as of parts of an axis that must lose the same positions."""
+        for row in rows[1:]:
+            self.unite(rows[0], row)
+
     def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
         """Make the positions of joint labels along one axis one unit, so that units differ along the other axes alone."""
         joint = labels.joint

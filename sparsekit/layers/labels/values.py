@@ -7,7 +7,7 @@ connected in the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -67,6 +67,11 @@ class Labels:
 def uniform(size: int, source: int = NOT_ZERO) -> Labels:
     """Labels of an axis along which the value is constant."""
     return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64))
+
+
+def constant(shape: Sequence[int], source: int = NOT_ZERO) -> tuple[Labels | None, ...]:
+    """Labels of the axes of a tensor whose values are all equal."""
+    return tuple(uniform(size, source) if size > 1 else None for size in shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,17 @@ class Call:
         value = self.arguments.get(name, default)
         return default if value is None else value
 
+    @property
+    def out(self) -> Tensor:
+        """The first tensor that it returned, or the one that it wrote to."""
+        tensor: Tensor = self.outputs[0] if self.outputs else self.arguments["self"]
+        return tensor
+
+    def dim(self, default: int = 0) -> int:
+        """The argument `dim` as an axis of `self` counted from the front."""
+        rank: int = self.arguments["self"].dim()
+        return int(self.arg("dim", default)) % max(rank, 1)
+
     def labels(self, names: str, *whole: int) -> TensorLabels:
         """Labels of a tensor argument; an unlabelled tensor has an ordinary axis everywhere.
 
@@ -70,6 +81,15 @@ class Call:
 Handler: TypeAlias = Callable[[Call], Outputs]
 
 
-def table(*pairs: tuple[str, Handler]) -> dict[str, Handler]:
-    """Operator name → handler, from (names separated by spaces, handler)."""
-    return {name: handler for names, handler in pairs for name in names.split()}
+HANDLERS: dict[str, Handler] = {}
+"""Operator name → handler, filled by the files of this folder."""
+
+
+def handles(names: str) -> Callable[[Handler], Handler]:
+    """Enter a function as the handler of operators. `names`: separated by spaces."""
+
+    def enter(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names.split(), handler))
+        return handler
+
+    return enter

@@ -1,4 +1,4 @@
-"""Operators that fill, join and write tensors: constants, concatenation, padding, copies."""
+"""Operators that fill, join and write tensors: constants, concatenation, padding, copies, moves by index and by patches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from sparsekit.layers.labels.joint import inserted
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, constant
+from sparsekit.tracing.ops.call import Call, Outputs, handles
+from sparsekit.tracing.ops.pointwise import combine
 
 CREATORS = frozenset(
     # What is empty is filled before it is used, and until then fits any unit.
@@ -17,24 +18,18 @@ CREATORS = frozenset(
 )
 
 
+@handles("zeros_like ones_like empty_like full_like rand_like randn_like")
 def _like(call: Call) -> Outputs:
     labels = call.labels("self")
     zero = ALWAYS_ZERO if call.name == "zeros_like" else NOT_ZERO
-    axes = (a if a is None else Labels(a.nodes, np.full(a.size, zero, dtype=np.int64)) for a in labels.axes)
-    return TensorLabels(tuple(axes))
+    return TensorLabels(tuple(a if a is None else Labels(a.nodes, np.full_like(a.sources, zero)) for a in labels.axes))
 
 
+@handles(" ".join(sorted(CREATORS)) + " fill zero")
 def _create(call: Call) -> Outputs:
-    out = call.outputs[0]
-    is_zero = "zeros" in call.name or call.arg("fill_value", 1) == 0
-    return TensorLabels(tuple(uniform(size, ALWAYS_ZERO if is_zero else NOT_ZERO) if size > 1 else None for size in out.shape))
-
-
-def _fill(call: Call) -> Outputs:
-    out = call.outputs[0] if call.outputs else call.arguments["self"]
-    value = call.arg("value", 0)
-    zero = call.name == "zero" or (not isinstance(value, Tensor) and value == 0)
-    return TensorLabels(tuple(uniform(size, ALWAYS_ZERO if zero else NOT_ZERO) if size > 1 else None for size in out.shape))
+    value = call.arg("fill_value", call.arg("value", 1))
+    is_zero = "zero" in call.name or (not isinstance(value, Tensor) and value == 0)
+    return TensorLabels(constant(call.out.shape, ALWAYS_ZERO if is_zero else NOT_ZERO))
 
 
 def merge(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLabels]) -> Labels | None:
@@ -58,6 +53,7 @@ def merge(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLa
     return Labels(held[0].nodes, sources)
 
 
+@handles("cat stack concat")
 def _cat(call: Call) -> Outputs:
     tensors = [t for t in call.arguments["tensors"] if not (t.dim() == 1 and t.shape[0] == 0)]
     rank = call.outputs[0].dim()
@@ -90,6 +86,9 @@ def _cat(call: Call) -> Outputs:
     return TensorLabels(tuple(axes))
 
 
+@handles(
+    "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d"
+)
 def _pad(call: Call) -> Outputs:
     labels, tensor = call.labels("self"), call.arguments["self"]
     pad = list(call.arg("pad", call.arg("padding", [])))
@@ -113,10 +112,11 @@ def _pad(call: Call) -> Outputs:
     return TensorLabels(tuple(axes))
 
 
+@handles("copy")
 def _copy(call: Call) -> Outputs:
     target, source = call.arguments["self"], call.labels("src")
     missing = target.dim() - len(source.axes)
-    axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in target.shape[: max(missing, 0)]]
+    axes: list[Labels | None] = [*constant(target.shape[: max(missing, 0)])]
     for axis, size in zip(source.axes, target.shape[max(missing, 0) :], strict=False):
         if axis is not None and axis.size != size:
             call.tracer.fix(axis, "a single unit is expanded")
@@ -125,12 +125,89 @@ def _copy(call: Call) -> Outputs:
     return TensorLabels(tuple(axes))
 
 
-HANDLERS = table(
-    ("zeros_like ones_like empty_like full_like rand_like randn_like", _like),
-    (" ".join(sorted(CREATORS)), _create),
-    ("fill zero", _fill),
-    ("cat stack concat", _cat),
-    ("constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d", _pad),
-    ("replication_pad1d replication_pad2d replication_pad3d", _pad),
-    ("copy", _copy),
-)
+def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
+    """False if an index as wide as the units moves them apart; then they are fixed."""
+    if index.dim() != len(labels.axes):
+        return True
+    along = call.tracer.labels(index)
+    for d, axis in enumerate(labels.axes):
+        own = along.axes[d]
+        if d != dim and axis is not None and not axis.is_uniform and (own is None or not own.is_uniform):
+            call.fix_inputs(f"moved by {call.name!r} with an index of its own for each unit")
+            return False
+    return True
+
+
+@handles("index_add index_copy scatter_add")
+def _indexed(call: Call) -> Outputs:
+    """`self` with `source` added or written at positions along one axis."""
+    tracer, out = call.tracer, call.arguments["self"]
+    source, index = call.arguments.get("source", call.arguments.get("src")), call.arguments.get("index")
+    if not isinstance(source, Tensor) or not isinstance(index, Tensor) or source.dim() != out.dim() or not out.dim():
+        call.fix_inputs(f"moved by {call.name!r}")
+        return None
+    dim = call.arg("dim", 0) % out.dim()
+    pieces = [tracer.labels(out, dim), tracer.labels(source, dim)]
+    if not all(_same_for_all_units(call, index, labels, dim) for labels in pieces):
+        return None
+    tracer.fix(tracer.labels(index), f"used as an index by {call.name!r}")
+    for labels in pieces:
+        tracer.fix(labels.axes[dim], f"moved by {call.name!r} along its units")
+    flat = [labels.with_axis(dim, None) for labels in pieces]
+    shapes = [[size if d != dim else 1 for d, size in enumerate(t.shape)] for t in (out, source)]
+    if shapes[0] != shapes[1]:
+        call.fix_inputs(f"moved by {call.name!r}")
+        return None
+    return combine(call, flat, shapes, shapes[0], "add")
+
+
+@handles("gather")
+def _gather(call: Call) -> Outputs:
+    """Values picked along one axis."""
+    tracer, tensor, index = call.tracer, call.arguments["self"], call.arguments["index"]
+    dim = call.dim()
+    labels = tracer.labels(tensor, dim)
+    if not _same_for_all_units(call, index, labels, dim):
+        return None
+    tracer.fix(tracer.labels(index), "used as an index by 'gather'")
+    axes: list[Labels | None] = []
+    for d, axis in enumerate(labels.axes):
+        held = axis is not None and not axis.is_uniform
+        if held and (d == dim or index.shape[d] != tensor.shape[d]):
+            tracer.fix(axis, "picked by 'gather' along its units")
+        axes.append(axis if held and d != dim and index.shape[d] == tensor.shape[d] else None)
+    return TensorLabels(tuple(axes))
+
+
+@handles("im2col")
+def _patches(call: Call) -> Outputs:
+    """Patches side by side: each channel becomes one position per place in the kernel."""
+    x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
+    dim, places = out.dim() - 2, int(np.prod(kernel))
+    for other, axis in enumerate(x.axes):
+        if other > dim:
+            call.tracer.fix(axis, "cut into patches along an axis of units")
+    channel = x.units[dim]
+    axes: list[Labels | None] = [None] * out.dim()
+    if channel is not None:
+        axes[dim] = channel.take(np.repeat(np.arange(channel.size, dtype=np.int64), places))
+    return TensorLabels(tuple(axes))
+
+
+@handles("col2im")
+def _from_patches(call: Call) -> Outputs:
+    """The inverse: overlapping patches are summed, and the positions of one channel are one unit."""
+    x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
+    dim, places = out.dim() - 3, int(np.prod(kernel))
+    call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")
+    column = x.units[dim]
+    axes: list[Labels | None] = [None] * out.dim()
+    if column is not None:
+        rows = column.nodes.reshape(-1, places)
+        sources = column.sources.reshape(-1, places)
+        joint = sources[:, 0]
+        for k in range(1, places):
+            call.tracer.unite(rows[:, 0], rows[:, k])
+            joint = call.tracer.both(joint, sources[:, k])
+        axes[dim] = Labels(rows[:, 0], joint)
+    return TensorLabels(tuple(axes))

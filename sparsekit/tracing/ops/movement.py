@@ -10,42 +10,40 @@ from torch import Tensor
 
 from sparsekit.graph.index import along
 from sparsekit.layers.labels.joint import aligned, dropped, inserted, permuted
-from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, constant, uniform
+from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
 
 _POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
 
 
+@handles("clone detach alias contiguous lift_fresh _to_copy lift view_as positive")
 def _same(call: Call) -> Outputs:
     return call.joint_labels("self input")
 
 
-def _pick(call: Call, order: Sequence[int]) -> Outputs:
-    return permuted(call.joint_labels("self"), order)
-
-
+@handles("permute transpose t")
 def _permute(call: Call) -> Outputs:
-    rank = call.arguments["self"].dim()
-    return _pick(call, [d % rank for d in call.arg("dims")])
-
-
-def _transpose(call: Call) -> Outputs:
-    rank = call.arguments["self"].dim()
+    labels = call.joint_labels("self")
+    rank = len(labels.axes)
     order = list(range(rank))
-    if call.name == "t":
+    if call.name == "permute":
+        order = [d % rank for d in call.arg("dims")]
+    elif call.name == "t":
         order.reverse()
     else:
         a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
         order[a], order[b] = b, a
-    return _pick(call, order)
+    return permuted(labels, order)
 
 
+@handles("unsqueeze")
 def _unsqueeze(call: Call) -> Outputs:
     labels = call.joint_labels("self")
     return inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
 
 
+@handles("squeeze")
 def _squeeze(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
     given = call.arg("dim")
@@ -56,10 +54,11 @@ def _squeeze(call: Call) -> Outputs:
     return dropped(labels, gone)
 
 
+@handles("expand")
 def _expand(call: Call) -> Outputs:
     labels, tensor, out = call.joint_labels("self"), call.arguments["self"], call.outputs[0]
     new = out.dim() - tensor.dim()
-    axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in out.shape[:new]]
+    axes: list[Labels | None] = [*constant(out.shape[:new])]
     for d in range(tensor.dim()):
         axis, size = labels.axes[d], out.shape[new + d]
         if tensor.shape[d] == 1 and size > 1:
@@ -72,16 +71,10 @@ def _expand(call: Call) -> Outputs:
     return TensorLabels(tuple(axes), labels.entry, joint=joint)
 
 
-def _tie_parts(call: Call, labels: Labels, size: int) -> None:
-    """Equal parts of an axis must lose the same positions, or the parts would differ in size."""
-    parts = labels.nodes.reshape(-1, size)
-    for part in parts[1:]:
-        call.tracer.unite(parts[0], part)
-
-
+@handles("slice")
 def _slice(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    dim: int = call.arg("dim", 0) % tensor.dim()
+    dim = call.dim()
     start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
     length = len(range(start, stop, step))
     if length == tensor.shape[dim]:
@@ -94,7 +87,7 @@ def _slice(call: Call) -> Outputs:
         return labels
     if not axis.is_uniform:
         if step == 1 and length and axis.size % length == 0 and start % length == 0:
-            _tie_parts(call, axis, length)
+            call.tracer.unite_rows(axis.nodes.reshape(-1, length))  # parts of one size lose the same positions
         else:
             call.tracer.fix(axis, "sliced at fixed positions")
     return labels.with_axis(dim, axis.take(slice(start, stop, step)))
@@ -110,9 +103,9 @@ def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | 
     return TensorLabels((None,) * call.outputs[0].dim(), parts=tuple(parts))
 
 
+@handles("split split_with_sizes unsafe_split unsafe_split_with_sizes")
 def _split(call: Call) -> Outputs:
-    labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    dim = call.arg("dim", 0) % tensor.dim()
+    labels, dim = call.joint_labels("self"), call.dim()
     if len(call.outputs) > 1:
         labels = call.tracer.tie(labels, dim)
     axis = labels.axes[dim]
@@ -121,40 +114,29 @@ def _split(call: Call) -> Outputs:
     sizes = [part.shape[dim] for part in call.outputs]
     if not axis.is_uniform and len(sizes) > 1:
         if len(set(sizes)) == 1:
-            _tie_parts(call, axis, sizes[0])
+            call.tracer.unite_rows(axis.nodes.reshape(-1, sizes[0]))
         else:
             call.tracer.fix(axis, f"split into fixed sizes {sizes}")
     ends = np.cumsum(sizes).tolist()
     return [labels.with_axis(dim, axis.take(slice(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _select(call: Call) -> Outputs:
-    labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    dim = call.arg("dim", 0) % tensor.dim()
-    labels = call.tracer.tie(labels, dim)
+@handles("select unbind")
+def _take_apart(call: Call) -> Outputs:
+    dim, chosen = call.dim(), call.arg("index")
+    labels = call.tracer.tie(call.joint_labels("self"), dim)
     if labels.parts is not None:
         if dim == 0:
-            chosen: TensorLabels = labels.parts[call.arg("index") % tensor.shape[0]]
-            return chosen
+            return list(labels.parts) if chosen is None else labels.parts[chosen]
         call.fix_inputs("stacked states of several layers are cut across layers")
         return None
-    call.tracer.fix(labels.axes[dim], "a single unit is selected by its position")
-    return dropped(labels, {dim})
-
-
-def _unbind(call: Call) -> Outputs:
-    labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    dim = call.arg("dim", 0) % tensor.dim()
-    labels = call.tracer.tie(labels, dim)
-    if labels.parts is not None:
-        if dim == 0:
-            return list(labels.parts)
-        call.fix_inputs("stacked states of several layers are cut across layers")
-        return None
-    call.tracer.fix(labels.axes[dim], "single units are taken apart")
+    call.tracer.fix(
+        labels.axes[dim], "single units are taken apart" if chosen is None else "a single unit is selected by its position"
+    )
     return [dropped(labels, {dim})] * len(call.outputs)
 
 
+@handles("view_as_complex")
 def _as_complex(call: Call) -> Outputs:
     labels = call.labels("self", -1)
     last = len(labels.axes) - 1
@@ -162,11 +144,13 @@ def _as_complex(call: Call) -> Outputs:
     return dropped(labels, {last})
 
 
+@handles("view_as_real")
 def _as_real(call: Call) -> Outputs:
     labels = call.joint_labels("self")
     return inserted(labels, len(labels.axes))
 
 
+@handles("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90")
 def _moved(call: Call) -> Outputs:
     """Any other rearrangement of one tensor: run it on the labels themselves and see where they went."""
     labels, tensor = call.labels("self"), call.arguments["self"]
@@ -205,12 +189,13 @@ def _moved(call: Call) -> Outputs:
     return [TensorLabels(tuple(a), labels.entry) for a in axes]
 
 
+@handles("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(call: Call) -> Outputs:
     """Only equal parts can be shuffled again, so every part loses the same positions."""
     labels, groups = call.labels("self"), int(call.arguments["groups"])
     axis = labels.units[1]
     if axis is not None:
-        _tie_parts(call, axis, axis.size // groups)
+        call.tracer.unite_rows(axis.nodes.reshape(groups, -1))
     return _moved(call)
 
 
@@ -232,21 +217,3 @@ def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
                 call.tracer.fix(first, f"rearranged across units by {call.name!r}")
         return dim, np.array([s[0] for s in sets], dtype=np.int64)
     return None
-
-
-HANDLERS = table(
-    ("clone detach alias contiguous lift_fresh _to_copy lift view_as positive", _same),
-    ("permute", _permute),
-    ("transpose t", _transpose),
-    ("unsqueeze", _unsqueeze),
-    ("squeeze", _squeeze),
-    ("expand", _expand),
-    ("slice", _slice),
-    ("split split_with_sizes unsafe_split unsafe_split_with_sizes", _split),
-    ("select", _select),
-    ("unbind", _unbind),
-    ("view_as_complex", _as_complex),
-    ("view_as_real", _as_real),
-    ("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90", _moved),
-    ("channel_shuffle native_channel_shuffle", _channel_shuffle),
-)

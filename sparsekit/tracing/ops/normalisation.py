@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.parametrised import normed_weight
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 
 def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
@@ -36,6 +36,10 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
     return Labels(channel.nodes, sources)
 
 
+@handles(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm batch_norm "
+    "_batch_norm_no_update miopen_batch_norm _batch_norm_with_update"
+)
 def _batch_norm(call: Call) -> Outputs:
     x = call.labels("input")
     made = _affine(call, x, "running_mean", "running_var")
@@ -47,6 +51,7 @@ def _batch_norm(call: Call) -> Outputs:
     return [TensorLabels(tuple(made if d == 1 else axis for d, axis in enumerate(axes))), None, None, None][: len(call.outputs)]
 
 
+@handles("native_group_norm")
 def _group_norm(call: Call) -> Outputs:
     tracer, x = call.tracer, call.labels("input")
     groups = int(call.arg("group"))
@@ -60,8 +65,7 @@ def _group_norm(call: Call) -> Outputs:
         else:
             # Part of a norm group cannot go (its statistics would change), a whole one can.
             rows = channel.nodes.reshape(groups, -1)
-            for k in range(1, rows.shape[1]):
-                tracer.unite(rows[:, 0], rows[:, k])
+            tracer.unite_rows(rows.T)
             if not isinstance(call.arguments.get("weight"), Tensor):  # from whose scale the numbers could be read
                 if isinstance(tracer.running, nn.GroupNorm):
                     tracer.count(rows[:, 0], tracer.module, "num_groups")
@@ -72,6 +76,7 @@ def _group_norm(call: Call) -> Outputs:
     return [TensorLabels((x.without_zero().axes[0], made, *([None] * (len(x.axes) - 2)))), None, None]
 
 
+@handles("native_layer_norm _fused_rms_norm")
 def _layer_norm(call: Call) -> Outputs:
     tracer, count = call.tracer, len(call.arg("normalized_shape", []))
     whole = range(-count, 0)
@@ -84,29 +89,16 @@ def _layer_norm(call: Call) -> Outputs:
     return [x.without_zero()] + [None] * (len(call.outputs) - 1)
 
 
+@handles("_softmax _log_softmax _safe_softmax")
 def _softmax(call: Call) -> Outputs:
-    tensor = call.arguments["self"]
-    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
-    x = call.labels("self", dim) if tensor.dim() else call.labels("self")
-    axis = x.axes[dim]
-    call.tracer.fix(axis, "passes through softmax over its units")
+    dim = call.dim(-1)
+    x = call.labels("self", dim)
+    call.tracer.fix(x.axes[dim], "passes through softmax over its units")
     # The fixed axis keeps its labels: if it is the model's output, that is all there is to say.
     return x.without_zero()
 
 
+@handles("_weight_norm_interface")
 def _weight_norm(call: Call) -> Outputs:
     direction, length = call.arguments["v"], call.arguments["g"]
     return [normed_weight(call.tracer, direction, length, call.arg("dim", 0)), None]
-
-
-HANDLERS = table(
-    (
-        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm batch_norm",
-        _batch_norm,
-    ),
-    ("_batch_norm_no_update miopen_batch_norm _batch_norm_with_update", _batch_norm),
-    ("native_group_norm", _group_norm),
-    ("_weight_norm_interface", _weight_norm),
-    ("native_layer_norm _fused_rms_norm", _layer_norm),
-    ("_softmax _log_softmax _safe_softmax", _softmax),
-)

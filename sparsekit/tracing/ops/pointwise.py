@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekit.layers.labels.joint import aligned
 from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
 _SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
@@ -176,19 +176,20 @@ def _one(
     return Labels(first.nodes, _sources(call, name, sources, size))
 
 
+@handles("where rrelu dropout hardswish hardsigmoid mish log_sigmoid_forward softplus")
 def spread(call: Call) -> Outputs:
     """Any element-wise operator: units at one position are one."""
     tensors = call.tensors
-    if call.name in ("where",):
+    if call.name == "where":
         tensors = [
             call.arguments[name] for name in ("self", "other", "condition") if isinstance(call.arguments.get(name), Tensor)
         ]
-    out = call.outputs[0] if call.outputs else call.arguments["self"]
     owners = [call.tracer.joint_labels(t) for t in tensors]
-    labels = combine(call, owners, [tuple(t.shape) for t in tensors], tuple(out.shape))
+    labels = combine(call, owners, [tuple(t.shape) for t in tensors], tuple(call.out.shape))
     return [labels] * max(1, len(call.outputs))
 
 
+@handles("masked_fill")
 def _masked_fill(call: Call) -> Outputs:
     tensor, mask = call.arguments["self"], call.arguments["mask"]
     owners = [call.tracer.labels(t) for t in (tensor, mask)]
@@ -204,6 +205,7 @@ def _masked_fill(call: Call) -> Outputs:
     return TensorLabels(tuple(axes)) if len(owners[0].axes) == len(labels.axes) else labels
 
 
+@handles("_prelu_kernel prelu")
 def _prelu(call: Call) -> Outputs:
     tensor, weight = call.arguments["self"], call.arguments["weight"]
     own, slope = call.tracer.labels(tensor), call.tracer.labels(weight)
@@ -212,31 +214,22 @@ def _prelu(call: Call) -> Outputs:
     return TensorLabels(tuple(axes))
 
 
+@handles("glu")
 def _glu(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
-    dim = call.arg("dim", -1) % tensor.dim()
+    labels, dim = call.labels("self").computed(), call.dim(-1)
     axis = labels.axes[dim]
     if axis is None:
-        return labels.computed()
-    half = axis.size // 2
-    call.tracer.unite(axis.nodes[:half], axis.nodes[half:])
-    return labels.computed().with_axis(dim, axis.take(slice(0, half)))
+        return labels
+    call.tracer.unite_rows(axis.nodes.reshape(2, -1))
+    return labels.with_axis(dim, axis.take(slice(0, axis.size // 2)))
 
 
+@handles("native_dropout")
 def _dropout(call: Call) -> Outputs:
     return [call.joint_labels("input").computed()] * len(call.outputs)
 
 
+@handles("bernoulli uniform normal exponential random log_normal cauchy geometric")
 def _draw(call: Call) -> Outputs:
     """Random numbers, written over a tensor or drawn in its shape."""
     return call.labels("self mean std").without_zero()
-
-
-HANDLERS = table(
-    ("native_dropout", _dropout),
-    ("bernoulli uniform normal exponential random log_normal cauchy geometric", _draw),
-    ("masked_fill", _masked_fill),
-    ("_prelu_kernel prelu", _prelu),
-    ("glu", _glu),
-    ("where rrelu dropout hardswish hardsigmoid mish log_sigmoid_forward softplus", spread),
-)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from sparsekit.layers.labels.values import Labels, TensorLabels
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
 _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
 
 
+@handles(
+    "sum mean amax amin max min var std prod any all argmax argmin norm linalg_vector_norm var_mean std_mean "
+    "logsumexp median mode nansum aminmax"
+)
 def _reduce(call: Call) -> Outputs:
     tensor = call.arguments["self"]
     if not call.outputs:
@@ -33,14 +37,15 @@ def _reduce(call: Call) -> Outputs:
     return [TensorLabels(tuple(axes)) if out.dim() == len(axes) else None for out in call.outputs]
 
 
+@handles("cumsum cumprod cummax cummin sort topk logcumsumexp")
 def _scan(call: Call) -> Outputs:
-    tensor = call.arguments["self"]
-    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
-    labels = call.labels("self", dim) if tensor.dim() else call.labels("self")
+    dim = call.dim(-1)
+    labels = call.labels("self", dim)
     call.tracer.fix(labels.axes[dim], f"ordered or accumulated over its units by {call.name!r}")
     return [labels.without_zero().with_axis(dim, None)] * len(call.outputs)
 
 
+@handles("_fft_r2c _fft_c2r _fft_c2c")
 def _fourier(call: Call) -> Outputs:
     """A transform over some axes: linear, and the same for every unit on the others."""
     rank = call.arguments["self"].dim()
@@ -52,6 +57,7 @@ def _fourier(call: Call) -> Outputs:
     return labels.computed()
 
 
+@handles("_cdist_forward _euclidean_dist")
 def _distance(call: Call) -> Outputs:
     """A norm of differences: a unit adds nothing where it is zero on both sides."""
     tracer, pair = call.tracer, [call.labels("x1", -1), call.labels("x2", -1)]
@@ -68,6 +74,13 @@ def _distance(call: Call) -> Outputs:
     return TensorLabels((*pair[0].axes[:-2], pair[0].axes[-2], pair[1].axes[-2])).without_zero()
 
 
+@handles(
+    "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d "
+    "avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d"
+)
 def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
@@ -78,6 +91,7 @@ def _resample(call: Call) -> Outputs:
     return [made] * len(call.outputs)
 
 
+@handles("_pack_padded_sequence _pad_packed_sequence")
 def _packed(call: Call) -> Outputs:
     labels = call.labels("input data")
     for axis in labels.axes[:-1]:
@@ -86,21 +100,3 @@ def _packed(call: Call) -> Outputs:
     if last is not None and call.name == "_pad_packed_sequence" and call.arg("padding_value", 0) != 0:
         last = last.without_zero()
     return [TensorLabels((*([None] * (out.dim() - 1)), last)), None]
-
-
-HANDLERS = table(
-    ("sum mean amax amin max min var std prod any all argmax argmin norm linalg_vector_norm var_mean std_mean", _reduce),
-    ("logsumexp median mode nansum aminmax", _reduce),
-    ("_fft_r2c _fft_c2r _fft_c2c", _fourier),
-    ("_cdist_forward _euclidean_dist", _distance),
-    ("cumsum cumprod cummax cummin sort topk logcumsumexp", _scan),
-    (
-        "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d",
-        _resample,
-    ),
-    ("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", _resample),
-    ("adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", _resample),
-    ("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d", _resample),
-    ("upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d", _resample),
-    ("_pack_padded_sequence _pad_packed_sequence", _packed),
-)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsekit.layers.labels.joint import collapsed, reshaped, without_repeats
 from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 MOST_POSITIONS = 1 << 24  # bound on the work for one rearrangement
 _SHIFT = 1 << 24  # packs a node and a source into one number
@@ -53,6 +53,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return runs
 
 
+@handles("view _unsafe_view reshape _reshape_alias _reshape_copy")
 def _reshape(call: Call) -> Outputs:
     labels = call.joint_labels("self")
     before, out = tuple(call.arguments["self"].shape), call.outputs[0]
@@ -114,6 +115,3 @@ def _can_follow(labels: TensorLabels, joint: Joint, before: Sequence[int], runs:
             if any((axis := labels.axes[d]) is not None and not axis.is_uniform for d in mine):
                 return False
     return size <= MOST_POSITIONS
-
-
-HANDLERS = table(("view _unsafe_view reshape _reshape_alias _reshape_copy", _reshape))

@@ -24,18 +24,29 @@ def _sequence(module: nn.Module) -> nn.Module:
     return Lambda(lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=nn.Linear(3, 6), rnn=module, head=nn.Linear(8, 2))
 
 
+# "name of the rule" or "name of the rule: what it is tested on" → network, shape of its input
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sized": (
         lambda: nn.Sequential(nn.Linear(3, 8), nn.PReLU(8), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)),
         (4, 3),
     ),
-    "conv": (
+    "sized: convolutions": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 12, 1, groups=2), nn.Conv2d(12, 2, 1)
         ),
         (2, 1, 6, 6),
     ),
-    "group-norm": (lambda: nn.Sequential(nn.Conv1d(1, 12, 3), nn.GroupNorm(6, 12), nn.ReLU(), nn.Conv1d(12, 2, 1)), (3, 1, 6)),
+    "sized: group norms": (
+        lambda: nn.Sequential(nn.Conv1d(1, 12, 3), nn.GroupNorm(6, 12), nn.ReLU(), nn.Conv1d(12, 2, 1)),
+        (3, 1, 6),
+    ),
+    "sized: embeddings": (
+        lambda: Lambda(
+            lambda m, x: m.net((x * 9).long() % 7),
+            net=nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
+        ),
+        (2, 3),
+    ),
     "attention": (
         lambda: Lambda(
             lambda m, x: m.head(m.attn(y := m.embed(x), y, y)[0]),
@@ -64,7 +75,7 @@ class TestBuiltInRules(RuleContract):
 
     @pytest.fixture
     def rule(self, name: str) -> LayerRule:
-        found: LayerRule = rules[name]()
+        found: LayerRule = rules[name.partition(":")[0]]()
         return found
 
     @pytest.fixture
@@ -75,21 +86,6 @@ class TestBuiltInRules(RuleContract):
     @pytest.fixture
     def inputs(self, name: str) -> tuple[Any, ...]:
         return (torch.randn(*NETWORKS[name][1]),)
-
-
-class TestEmbeddingRule(RuleContract):
-    @pytest.fixture
-    def rule(self) -> LayerRule:
-        found: LayerRule = rules["sized"]()
-        return found
-
-    @pytest.fixture
-    def network(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-
-    @pytest.fixture
-    def inputs(self) -> tuple[Any, ...]:
-        return (torch.randint(7, (2, 3)),)
 
 
 class Centred(nn.Module):

@@ -1,14 +1,76 @@
-"""Operators that multiply and sum over an axis: matrix products, convolutions, and the look-up of embeddings."""
+"""Operators that multiply and sum over an axis: matrix products, convolutions, the look-up of embeddings, fused attention."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from sparsekit.layers.labels.values import Labels, TensorLabels
-from sparsekit.tracing.ops.attention import merge_heads
-from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
+from sparsekit.tracing.ops.call import Call, Outputs, handles
+from sparsekit.tracing.ops.joining import merge
 from sparsekit.tracing.ops.pointwise import combine
+
+
+def merge_heads(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLabels]) -> Labels | None:
+    """Labels of a batch axis of a product: units on it multiply only with themselves.
+
+    Between activations these are attention heads. The product is zero where one factor is.
+    """
+    merged = merge(call, pieces, owners)
+    if merged is None or merged.is_uniform:
+        return merged
+    if all(owner.entry is None for owner in owners):
+        call.tracer.heads.append(merged.nodes[merged.nodes >= 0])
+    sources = np.full(merged.size, NOT_ZERO, dtype=np.int64)
+    for axis in pieces:
+        assert axis is not None
+        sources = np.where(sources == NOT_ZERO, axis.sources, sources)
+    return Labels(merged.nodes, sources)
+
+
+def _repeated(labels: Labels | None, size: int) -> Labels | None:
+    """Labels of key or value heads, each of which serves several query heads in a row."""
+    if labels is None or labels.size == size or size % labels.size:
+        return labels
+    return labels.take(np.repeat(np.arange(labels.size, dtype=np.int64), size // labels.size))
+
+
+@handles(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention"
+)
+def _attention(call: Call) -> Outputs:
+    """softmax(q k^T · scale + mask) v over the last two axes; all axes before are batch or heads."""
+    tracer, out = call.tracer, call.outputs[0]
+    rank = out.dim()
+    query, key = call.labels("query", -1, -2), call.labels("key", -1, -2)
+    value = call.labels("value", -2)
+    for labels in (query, key):
+        tracer.fix(labels.axes[-1], "scaled by the size of its head")
+    for labels in (query, key, value):
+        tracer.fix(labels.axes[-2], "attended over an axis of units")
+    lead: list[Labels | None] = []
+    for dim in range(rank - 2):
+        pieces = [_repeated(labels.axes[dim], out.shape[dim]) for labels in (query, key, value)]
+        lead.append(merge_heads(call, pieces, [query, key, value]))
+    labels = TensorLabels((*lead, None, value.units[-1]))
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    if isinstance(mask, Tensor):
+        # The mask is added to the maps, which have the leading axes of the result.
+        maps = (*out.shape[:-1], call.arguments["key"].shape[-2])
+        own = TensorLabels((*lead, None, None))
+        combine(call, [own, tracer.labels(mask, -1, -2)], [maps, tuple(mask.shape)], maps, "add")
+    return [labels] + [None] * (len(call.outputs) - 1)
+
+
+@handles("_fused_sdp_choice")
+def _nothing(call: Call) -> Outputs:
+    """Asks which implementation to take; computes nothing."""
+    del call
+    return []
 
 
 def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
@@ -31,31 +93,34 @@ def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
     return TensorLabels(tuple(axes))
 
 
+def _with_bias(call: Call, product: TensorLabels, name: str, space: int = 0) -> TensorLabels:
+    """A product with its bias, if there is one, added along all but the last axes of space."""
+    bias = call.arguments.get(name)
+    if not isinstance(bias, Tensor):
+        return product
+    labels, shape = call.tracer.labels(bias), tuple(call.out.shape)
+    column = TensorLabels((*labels.axes, *([None] * space)), labels.entry)
+    return combine(call, [product, column], [shape, (*bias.shape, *([1] * space))], shape, "add")
+
+
+@handles("mm bmm mv dot addmm addmv baddbmm matmul")
 def _multiply(call: Call) -> Outputs:
     names = [n for n in call.arguments if n in ("mat1", "mat2", "batch1", "batch2", "vec", "vec2", "tensor", "other")]
     first = "self" if len(names) == 1 else names[0]
     a = call.labels(first, -1)
     b = call.labels(names[-1], max(call.arguments[names[-1]].dim() - 2, 0))
     product = _product(call, a, b)
-    if first == "self":
-        return product
-    bias = call.arguments["self"]
-    if not isinstance(bias, Tensor):
-        return product
-    shape = tuple(call.outputs[0].shape)
-    return combine(call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape, "add")
+    return product if first == "self" else _with_bias(call, product, "self")
 
 
+@handles("linear")
 def _linear(call: Call) -> Outputs:
-    a, w, bias = call.labels("input", -1), call.labels("weight"), call.arguments.get("bias")
+    a, w = call.labels("input", -1), call.labels("weight")
     call.tracer.contract(a, len(a.axes) - 1, w, 1)
-    product = TensorLabels((*a.units[:-1], _outer(call, w, 0)))
-    if bias is None:
-        return product
-    shape = tuple(call.outputs[0].shape)
-    return combine(call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape, "add")
+    return _with_bias(call, TensorLabels((*a.units[:-1], _outer(call, w, 0))), "bias")
 
 
+@handles("convolution _convolution convolution_overrideable mkldnn_convolution")
 def _convolution(call: Call) -> Outputs:
     tracer = call.tracer
     x, w = call.labels("input"), call.labels("weight")
@@ -63,15 +128,8 @@ def _convolution(call: Call) -> Outputs:
     for axis in x.axes[2:]:
         tracer.fix(axis, "convolved along an axis of units")
     in_dim, out_dim = (0, 1) if transposed else (1, 0)
-    made = _channels(call, x, w, groups, in_dim, out_dim)
-    bias = call.arguments.get("bias")
-    out = call.outputs[0]
-    product = TensorLabels((x.units[0], made, *([None] * (out.dim() - 2))))
-    if bias is None:
-        return product
-    shape = tuple(out.shape)
-    column = TensorLabels((tracer.labels(bias).axes[0], *([None] * (out.dim() - 2))), tracer.entry(bias))
-    return combine(call, [product, column], [shape, (bias.shape[0], *([1] * (out.dim() - 2)))], shape, "add")
+    made, space = _channels(call, x, w, groups, in_dim, out_dim), call.out.dim() - 2
+    return _with_bias(call, TensorLabels((x.units[0], made, *([None] * space))), "bias", space)
 
 
 def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim: int, out_dim: int) -> Labels | None:
@@ -95,13 +153,13 @@ def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim:
         _read(call, inputs, w, np.tile(weight_in.nodes, groups))
     else:
         tracer.unite(inputs.nodes, weight_in.nodes)
-        _tie(call, weight_in, groups)
+        tracer.unite_rows(weight_in.nodes.reshape(groups, -1))
         _read(call, inputs, w, weight_in.nodes)
     if outputs is None:
         return None
     tracer.make(w, out_dim)
     if in_dim == 1:
-        _tie(call, outputs, groups)
+        tracer.unite_rows(outputs.nodes.reshape(groups, -1))
         return outputs
     return Labels(np.tile(outputs.nodes, groups), np.tile(outputs.sources, groups))
 
@@ -125,17 +183,12 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
     return rows
 
 
-def _tie(call: Call, axis: Labels, groups: int) -> None:
-    blocks = axis.nodes.reshape(groups, -1)
-    for block in blocks[1:]:
-        call.tracer.unite(blocks[0], block)
-
-
 def _read(call: Call, values: Labels, w: TensorLabels, columns: np.typing.NDArray[np.int64]) -> None:
     own = w.entry is not None and w.entry.is_parameter
     call.tracer.read(values, columns if own else None)
 
 
+@handles("embedding _embedding_bag _embedding_bag_forward_only")
 def _embedding(call: Call) -> Outputs:
     tracer, w = call.tracer, call.labels("weight")
     indices = call.arguments["indices"]
@@ -146,11 +199,3 @@ def _embedding(call: Call) -> Outputs:
     column = _outer(call, w, 1)
     lead = indices.dim() if call.name == "embedding" else 1
     return [TensorLabels((*([None] * lead), column)), None, None, None][: max(1, len(call.outputs))]
-
-
-HANDLERS = table(
-    ("mm bmm mv dot addmm addmv baddbmm matmul", _multiply),
-    ("linear", _linear),
-    ("convolution _convolution convolution_overrideable mkldnn_convolution", _convolution),
-    ("embedding _embedding_bag _embedding_bag_forward_only", _embedding),
-)
