@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from zoo_base import Lambda
 __all__ = ["Network", "build"]
 
 Rng = np.random.Generator
-Op = tuple[nn.Module, tuple[int, ...]]
-"""A module and the numbers of the values that it reads."""
+Op = tuple[nn.Module, tuple[int, ...]] | nn.Module
+"""A module and the numbers of the values that it reads; a module alone reads the value that it was drawn for."""
+
+Draws = Callable[["_Draw"], Op]
 
 _ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.SiLU, nn.ELU, nn.Softplus, nn.Identity, nn.Hardswish)
 
@@ -90,6 +93,16 @@ class _Draw:
     def conv(self, out: int, kernel: int = 1, groups: int = 1) -> nn.Module:
         return nn.Conv2d(self.width, out, kernel, padding=kernel // 2, groups=groups, bias=self.flip())
 
+    def parameter(self, values: npt.NDArray[np.float64]) -> nn.Parameter:
+        return nn.Parameter(torch.from_numpy(values))
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        return (self.width, 1, 1) if self.x.dim() == 4 else (self.width,)
+
+    def relayer(self, wide: int, out: int) -> nn.Module:
+        return nn.Conv2d(wide, out, 1) if self.x.dim() == 4 else nn.Linear(wide, out)
+
     def layer(self, out: int) -> nn.Module:
         """A layer of `out` units that reads this value."""
         return self.conv(out, self.one(1, 3)) if self.x.dim() == 4 else nn.Linear(self.width, out, bias=self.flip())
@@ -99,28 +112,9 @@ def _dim(x: Tensor) -> int:
     return 1 if x.dim() == 4 else -1
 
 
-# What follows reads any layout.
-
-
-def _layer(d: _Draw) -> Op:
-    return nn.Sequential(d.layer(d.size()), d.act()), (d.at,)
-
-
-def _residual(d: _Draw) -> Op:
+def _residual(d: _Draw) -> nn.Module:
     inner = d.size()
-    return Lambda(lambda m, x: x + m.b(m.act(m.a(x))), a=d.layer(inner), b=_relayer(d, inner, d.width), act=d.act()), (d.at,)
-
-
-def _relayer(d: _Draw, wide: int, out: int) -> nn.Module:
-    return nn.Conv2d(wide, out, 1) if d.x.dim() == 4 else nn.Linear(wide, out)
-
-
-def _sum(d: _Draw) -> Op:
-    return Lambda(lambda _, a, b: a + 0.5 * b), (d.at, d.partner())
-
-
-def _product(d: _Draw) -> Op:
-    return Lambda(lambda _, a, b: a * torch.sigmoid(b)), (d.at, d.partner())
+    return Lambda(lambda m, x: x + m.b(m.act(m.a(x))), a=d.layer(inner), b=d.relayer(inner, d.width), act=d.act())
 
 
 def _concat(d: _Draw) -> Op:
@@ -134,27 +128,23 @@ def _joins(a: Tensor, b: Tensor) -> bool:
     return all(i == dim or m == n for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)))
 
 
-def _split(d: _Draw) -> Op:
+def _split(d: _Draw) -> nn.Module:
     half = d.size(2, 5)
     layer = d.layer(2 * half)
     if d.flip():
-        return Lambda(lambda m, x: tuple(m.a(x).chunk(2, _dim(x))), a=layer), (d.at,)
+        return Lambda(lambda m, x: tuple(m.a(x).chunk(2, _dim(x))), a=layer)
     cut = d.size(1, 2 * half)
-    return Lambda(lambda m, x: tuple(m.a(x).split([cut, 2 * half - cut], _dim(x))), a=layer), (d.at,)
+    return Lambda(lambda m, x: tuple(m.a(x).split([cut, 2 * half - cut], _dim(x))), a=layer)
 
 
-def _twice(d: _Draw) -> Op:
+def _twice(d: _Draw) -> nn.Module:
     half = d.size(2, 5)
 
     def run(m: nn.Module, x: Tensor) -> Tensor:
         p, q = m.a(x).chunk(2, _dim(x))
         return torch.cat([p, q, m.b(torch.relu(q))], _dim(x))
 
-    return Lambda(run, a=d.layer(2 * half), b=_relayer(d, half, half)), (d.at,)
-
-
-def _glu(d: _Draw) -> Op:
-    return Lambda(lambda m, x: F.glu(m.a(x), _dim(x)), a=d.layer(2 * d.size(2, 6))), (d.at,)
+    return Lambda(run, a=d.layer(2 * half), b=d.relayer(half, half))
 
 
 def _reuse(d: _Draw) -> Op:
@@ -162,93 +152,92 @@ def _reuse(d: _Draw) -> Op:
     return Lambda(lambda m, a, b: m.a(a).relu() - m.a(b).tanh(), a=d.layer(d.size())), (d.at, other)
 
 
-def _again(d: _Draw) -> Op:
-    inner = _relayer(d, d.width, d.width)
-    return Lambda(lambda m, x: torch.tanh(m.a(torch.relu(m.a(x)))), a=inner), (d.at,)
+def _again(d: _Draw) -> nn.Module:
+    return Lambda(lambda m, x: torch.tanh(m.a(torch.relu(m.a(x)))), a=d.relayer(d.width, d.width))
 
 
-def _scale(d: _Draw) -> Op:
-    shape = (d.width, 1, 1) if d.x.dim() == 4 else (d.width,)
-    gain = nn.Parameter(torch.from_numpy(d.rng.uniform(0.5, 1.5, shape)))
-    return Lambda(lambda m, x: x * m.gain, gain=gain), (d.at,)
+def _scale(d: _Draw) -> nn.Module:
+    return Lambda(lambda m, x: x * m.gain, gain=d.parameter(d.rng.uniform(0.5, 1.5, d.unit_shape)))
 
 
-def _shift(d: _Draw) -> Op:
-    shape = (d.width, 1, 1) if d.x.dim() == 4 else (d.width,)
-    return Lambda(lambda m, x: torch.relu(x + m.bias), bias=nn.Parameter(torch.from_numpy(d.rng.normal(size=shape)))), (d.at,)
-
-
-def _slice(d: _Draw) -> Op:
+def _slice(d: _Draw) -> nn.Module:
     stop = max(2, d.width - 1)
-    return Lambda(lambda _, x: x.narrow(_dim(x), 0, stop)), (d.at,)
+    return Lambda(lambda _, x: x.narrow(_dim(x), 0, stop))
 
 
-def _squeeze_excite(d: _Draw) -> Op:
+def _squeeze_excite(d: _Draw) -> nn.Module:
     inner = d.size(2, 5)
 
     def run(m: nn.Module, x: Tensor) -> Tensor:
         pooled = x.mean((2, 3), keepdim=True) if x.dim() == 4 else x
         return x * torch.sigmoid(m.up(torch.relu(m.down(pooled))))
 
-    return Lambda(run, down=_relayer(d, d.width, inner), up=_relayer(d, inner, d.width)), (d.at,)
+    return Lambda(run, down=d.relayer(d.width, inner), up=d.relayer(inner, d.width))
 
 
-def _mean(d: _Draw) -> Op:
-    return Lambda(lambda m, x: x - m.a(x).mean(_dim(x), keepdim=True), a=d.layer(d.size())), (d.at,)
-
-
-def _softmax(d: _Draw) -> Op:
-    return Lambda(lambda m, x: torch.softmax(m.a(x), _dim(x)), a=d.layer(d.size())), (d.at,)
-
-
-def _tied(d: _Draw) -> Op:
+def _tied(d: _Draw) -> nn.Module:
     if d.x.dim() == 4:
         return _again(d)
-    return Lambda(lambda m, x: F.linear(torch.relu(m.a(x)), m.a.weight.t()), a=nn.Linear(d.width, d.size())), (d.at,)
+    return Lambda(lambda m, x: F.linear(torch.relu(m.a(x)), m.a.weight.t()), a=nn.Linear(d.width, d.size()))
 
 
-def _raw(d: _Draw) -> Op:
+def _raw(d: _Draw) -> nn.Module:
     if d.x.dim() == 4:
         return _scale(d)
-    weight = nn.Parameter(torch.from_numpy(d.rng.normal(size=(d.width, d.size()))))
-    return Lambda(lambda m, x: torch.tanh(x @ m.w), w=weight), (d.at,)
+    return Lambda(lambda m, x: torch.tanh(x @ m.w), w=d.parameter(d.rng.normal(size=(d.width, d.size()))))
 
 
-# What follows reads (batch, features).
+_ANY: tuple[Draws, ...] = (
+    lambda d: nn.Sequential(d.layer(d.size()), d.act()),
+    lambda d: nn.Sequential(d.layer(d.size()), d.act()),
+    _residual,
+    lambda d: (Lambda(lambda _, a, b: a + 0.5 * b), (d.at, d.partner())),
+    lambda d: (Lambda(lambda _, a, b: a * torch.sigmoid(b)), (d.at, d.partner())),
+    _concat,
+    _split,
+    _twice,
+    lambda d: Lambda(lambda m, x: F.glu(m.a(x), _dim(x)), a=d.layer(2 * d.size(2, 6))),
+    _reuse,
+    _again,
+    _scale,
+    lambda d: Lambda(lambda m, x: torch.relu(x + m.bias), bias=d.parameter(d.rng.normal(size=d.unit_shape))),
+    _slice,
+    _squeeze_excite,
+    lambda d: Lambda(lambda m, x: x - m.a(x).mean(_dim(x), keepdim=True), a=d.layer(d.size())),
+    lambda d: Lambda(lambda m, x: torch.softmax(m.a(x), _dim(x)), a=d.layer(d.size())),
+    _tied,
+    _raw,
+)
 
 
-def _batch_norm(d: _Draw) -> Op:
-    return nn.Sequential(nn.BatchNorm1d(d.width), d.act()), (d.at,)
-
-
-def _fold(d: _Draw) -> Op:
+def _fold(d: _Draw) -> nn.Module:
     rows = d.one(2, 3)
-    return Lambda(lambda m, x: m.a(x).unflatten(-1, (rows, -1)), a=nn.Linear(d.width, rows * d.size())), (d.at,)
+    return Lambda(lambda m, x: m.a(x).unflatten(-1, (rows, -1)), a=nn.Linear(d.width, rows * d.size()))
 
 
-def _dot(d: _Draw) -> Op:
-    return Lambda(lambda _, x, y: x * (x * y).sum(-1, keepdim=True)), (d.at, d.partner())
+def _einsum(d: _Draw) -> nn.Module:
+    weight = d.parameter(d.rng.normal(size=(d.width, d.size())))
+    return Lambda(lambda m, x: torch.einsum("...i,ij->...j", x, m.w), w=weight)
 
 
-# What follows reads (batch, time, features).
+_FLAT: tuple[Draws, ...] = (  # (batch, features)
+    *_ANY,
+    lambda d: nn.Sequential(nn.BatchNorm1d(d.width), d.act()),
+    lambda d: nn.Sequential(nn.BatchNorm1d(d.width), d.act()),
+    _fold,
+    lambda d: (Lambda(lambda _, x, y: x * (x * y).sum(-1, keepdim=True)), (d.at, d.partner())),
+    lambda d: (Lambda(lambda _, a, b: torch.stack([a, torch.relu(b)], 1).sum(1)), (d.at, d.partner())),
+    _einsum,
+)
 
 
-def _layer_norm(d: _Draw) -> Op:
-    return (nn.LayerNorm(d.width) if d.flip() else nn.RMSNorm(d.width)), (d.at,)
-
-
-def _recurrent(d: _Draw) -> Op:
+def _recurrent(d: _Draw) -> nn.Module:
     kind = (nn.LSTM, nn.GRU, nn.RNN)[d.one(0, 1, 2)]
     rnn = kind(d.width, d.size(3, 6), num_layers=d.one(1, 1, 2), bidirectional=d.flip(), batch_first=True)
-    return Lambda(lambda m, x: m.rnn(x)[0], rnn=rnn), (d.at,)
+    return Lambda(lambda m, x: m.rnn(x)[0], rnn=rnn)
 
 
-def _last_state(d: _Draw) -> Op:
-    rnn = nn.GRU(d.width, d.size(3, 6), batch_first=True, bidirectional=d.flip())
-    return Lambda(lambda m, x: m.rnn(x)[1][-1], rnn=rnn), (d.at,)
-
-
-def _attention(d: _Draw) -> Op:
+def _attention(d: _Draw) -> nn.Module:
     heads, size = d.one(2, 3), d.one(2, 4)
     inner = heads * size
 
@@ -257,10 +246,10 @@ def _attention(d: _Draw) -> Op:
         return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     q, k, v = (nn.Linear(d.width, inner, bias=d.flip()) for _ in range(3))
-    return Lambda(run, q=q, k=k, v=v, out=nn.Linear(inner, d.size())), (d.at,)
+    return Lambda(run, q=q, k=k, v=v, out=nn.Linear(inner, d.size()))
 
 
-def _multihead(d: _Draw) -> Op:
+def _multihead(d: _Draw) -> nn.Module:
     heads = d.one(2, 3)
     inner = heads * d.one(2, 3)
 
@@ -268,103 +257,70 @@ def _multihead(d: _Draw) -> Op:
         h = m.into(x)
         return m.mha(h, h, h, need_weights=False)[0]  # type: ignore[no-any-return]
 
-    return Lambda(run, into=nn.Linear(d.width, inner), mha=nn.MultiheadAttention(inner, heads, batch_first=True)), (d.at,)
+    return Lambda(run, into=nn.Linear(d.width, inner), mha=nn.MultiheadAttention(inner, heads, batch_first=True))
 
 
-def _time_conv(d: _Draw) -> Op:
+def _time_conv(d: _Draw) -> nn.Module:
     conv = nn.Conv1d(d.width, d.size(), 3, padding=2)
-    return Lambda(lambda m, x: torch.relu(m.conv(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2), conv=conv), (d.at,)
+    return Lambda(lambda m, x: torch.relu(m.conv(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2), conv=conv)
 
 
-def _pool_time(d: _Draw) -> Op:
+def _pool_time(d: _Draw) -> nn.Module:
     mean = d.flip()
-    return Lambda(lambda _, x: x.mean(1) if mean else x[:, -1]), (d.at,)
+    return Lambda(lambda _, x: x.mean(1) if mean else x[:, -1])
 
 
-def _stack(d: _Draw) -> Op:
-    return Lambda(lambda _, a, b: torch.stack([a, torch.relu(b)], 1).sum(1)), (d.at, d.partner())
+_SEQUENCE: tuple[Draws, ...] = (  # (batch, time, features)
+    *_ANY,
+    lambda d: nn.LayerNorm(d.width) if d.flip() else nn.RMSNorm(d.width),
+    _recurrent,
+    _recurrent,
+    lambda d: Lambda(lambda m, x: m.rnn(x)[1][-1], rnn=nn.GRU(d.width, d.size(3, 6), batch_first=True, bidirectional=d.flip())),
+    _attention,
+    _multihead,
+    _time_conv,
+    _pool_time,
+    lambda _: nn.Flatten(),
+    _einsum,
+)
 
 
-def _einsum(d: _Draw) -> Op:
-    weight = nn.Parameter(torch.from_numpy(d.rng.normal(size=(d.width, d.size()))))
-    return Lambda(lambda m, x: torch.einsum("...i,ij->...j", x, m.w), w=weight), (d.at,)
-
-
-def _flatten(d: _Draw) -> Op:
-    return nn.Flatten(), (d.at,)
-
-
-# What follows reads (batch, channels, height, width).
-
-
-def _conv_block(d: _Draw) -> Op:
+def _conv_block(d: _Draw) -> nn.Module:
     out = d.size()
-    return nn.Sequential(d.conv(out, 3), nn.BatchNorm2d(out, affine=d.flip()), d.act()), (d.at,)
+    return nn.Sequential(d.conv(out, 3), nn.BatchNorm2d(out, affine=d.flip()), d.act())
 
 
-def _grouped(d: _Draw) -> Op:
+def _grouped(d: _Draw) -> nn.Module:
     groups = d.one(2, 3)
     inner = groups * d.one(1, 2)
     body = nn.Conv2d(inner, groups * d.one(1, 2, 3), 3, padding=1, groups=groups)
-    return nn.Sequential(d.conv(inner), nn.ReLU(), body), (d.at,)
+    return nn.Sequential(d.conv(inner), nn.ReLU(), body)
 
 
-def _depthwise(d: _Draw) -> Op:
-    return nn.Sequential(nn.Conv2d(d.width, d.width * d.one(1, 2), 3, padding=1, groups=d.width), d.act()), (d.at,)
-
-
-def _group_norm(d: _Draw) -> Op:
+def _group_norm(d: _Draw) -> nn.Module:
     groups = d.one(2, 3)
     inner = groups * d.one(1, 2)
-    return nn.Sequential(d.conv(inner), nn.GroupNorm(groups, inner), d.act()), (d.at,)
+    return nn.Sequential(d.conv(inner), nn.GroupNorm(groups, inner), d.act())
 
 
-def _instance_norm(d: _Draw) -> Op:
-    return nn.InstanceNorm2d(d.width, affine=d.flip(), track_running_stats=d.flip()), (d.at,)
-
-
-def _transposed(d: _Draw) -> Op:
-    return nn.Sequential(nn.ConvTranspose2d(d.width, d.size(), 2, stride=2), nn.AvgPool2d(2)), (d.at,)
-
-
-def _shuffle(d: _Draw) -> Op:
-    return nn.Sequential(d.conv(4 * d.size(2, 4)), nn.PixelShuffle(2), nn.MaxPool2d(2)), (d.at,)
-
-
-def _resample(d: _Draw) -> Op:
-    return nn.Sequential(nn.Upsample(scale_factor=2), nn.AvgPool2d(2)), (d.at,)
-
-
-def _channel_shuffle(d: _Draw) -> Op:
-    return nn.Sequential(d.conv(2 * d.size(2, 4)), nn.ChannelShuffle(2)), (d.at,)
-
-
-def _prelu(d: _Draw) -> Op:
-    return nn.PReLU(d.width), (d.at,)
-
-
-def _tokens(d: _Draw) -> Op:
-    return Lambda(lambda _, x: x.flatten(2).transpose(1, 2)), (d.at,)
-
-
-def _pool(d: _Draw) -> Op:
-    return Lambda(lambda _, x: F.adaptive_avg_pool2d(x, 1).flatten(1)), (d.at,)
-
-
-_ANY = (
-    _layer, _layer, _residual, _sum, _product, _concat, _split, _twice, _glu, _reuse, _again, _scale, _shift, _slice,
-    _squeeze_excite, _mean, _softmax, _tied, _raw,
-)  # fmt: skip
-_FLAT = (*_ANY, _batch_norm, _batch_norm, _fold, _dot, _stack, _einsum)
-_SEQUENCE = (
-    *_ANY, _layer_norm, _recurrent, _recurrent, _last_state, _attention, _multihead, _time_conv, _pool_time, _flatten,
-    _einsum,
-)  # fmt: skip
-_MAPS = (
-    *_ANY, _conv_block, _conv_block, _grouped, _depthwise, _group_norm, _instance_norm, _transposed, _shuffle, _resample,
-    _channel_shuffle, _prelu, _pool, _tokens, _flatten,
-)  # fmt: skip
-_TABLES: dict[int, tuple[Callable[[_Draw], Op], ...]] = {2: _FLAT, 3: _SEQUENCE, 4: _MAPS}
+_MAPS: tuple[Draws, ...] = (  # (batch, channels, height, width)
+    *_ANY,
+    _conv_block,
+    _conv_block,
+    _grouped,
+    lambda d: nn.Sequential(nn.Conv2d(d.width, d.width * d.one(1, 2), 3, padding=1, groups=d.width), d.act()),
+    _group_norm,
+    lambda d: nn.InstanceNorm2d(d.width, affine=d.flip(), track_running_stats=d.flip()),
+    lambda d: nn.Sequential(nn.ConvTranspose2d(d.width, d.size(), 2, stride=2), nn.AvgPool2d(2)),
+    lambda d: nn.Sequential(d.conv(4 * d.size(2, 4)), nn.PixelShuffle(2), nn.MaxPool2d(2)),
+    lambda _: nn.Sequential(nn.Upsample(scale_factor=2), nn.AvgPool2d(2)),
+    lambda d: nn.Sequential(d.conv(2 * d.size(2, 4)), nn.ChannelShuffle(2)),
+    lambda d: nn.PReLU(d.width),
+    lambda _: Lambda(lambda _, x: F.adaptive_avg_pool2d(x, 1).flatten(1)),
+    lambda _: Lambda(lambda _, x: x.flatten(2).transpose(1, 2)),
+    lambda _: nn.Flatten(),
+)
+_TABLES = {2: _FLAT, 3: _SEQUENCE, 4: _MAPS}
 
 
 def build(seed: int) -> tuple[Network, Tensor]:
@@ -403,7 +359,8 @@ def _build(rng: Rng) -> tuple[Network, Tensor]:
             if draw.width < 2:
                 continue
             table = _TABLES[draw.x.dim()]
-            op, reads = table[int(rng.integers(len(table)))](draw)
+            drawn = table[int(rng.integers(len(table)))](draw)
+            op, reads = drawn if isinstance(drawn, tuple) else (drawn, (at,))
             network.append(op.eval(), reads, values)
         for name, entry in network.state_dict().items():
             if entry.dim() == 1 and entry.is_floating_point():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,41 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 from sparsekit.training.dense_model import DenseModel
 
-__all__ = ["check_masked_equals_compact", "check_nothing_is_lost", "random_mask", "run_gated", "snapshot"]
+__all__ = [
+    "check_masked_equals_compact",
+    "check_nothing_is_lost",
+    "random_mask",
+    "run_gated",
+    "slices",
+    "snapshot",
+    "spoiled",
+    "trace",
+]
+
+
+def trace(
+    model: nn.Module, *args: Any, category: type[Warning] = FixedUnitsWarning, **options: Any
+) -> tuple[UnitGraph, list[str]]:
+    """Trace a model: its units, and the warnings of a category."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = trace_units(model, *args, **options)
+    return graph, [str(w.message) for w in caught if w.category is category]
+
+
+def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
+    """(entry, axis) → side, whether it is gated, span."""
+    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
+
+
+def spoiled(graph: UnitGraph, name: str) -> UnitGraph:
+    """The graph with the readers of one group in the wrong order."""
+    group = graph.groups[name]
+    pieces = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
+    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=pieces)})
 
 
 def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from laws import check_masked_equals_compact, random_mask
+from laws import check_masked_equals_compact, random_mask, slices, trace
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
@@ -26,13 +26,7 @@ from sparsekit.training.learnable import LearnableMask
 @functools.cache
 def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
     model, args, kwargs = zoo.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, args, kwargs, trace_units(model, *args, **kwargs)
-
-
-def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
-    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
+    return model, args, kwargs, trace(model, *args, **kwargs)[0]
 
 
 def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_output() -> None:
@@ -108,9 +102,7 @@ def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -
 def test_a_narrow_transformer_can_be_traced_and_narrowed_again() -> None:
     model, args, _, graph = traced("transformer-encoder")
     small = compact(model, graph, random_mask(graph, 0.75, 0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = trace_units(small, *args)
+    again, _ = trace(small, *args)
     assert {name: group.size for name, group in again.groups.items()} == random_mask(graph, 0.75, 0).counts()
     check_masked_equals_compact(small, args, {}, again, random_mask(again, 0.4, 1))
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from laws import spoiled, trace
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
@@ -62,12 +58,6 @@ class Text(nn.Module):
         return self.head(self.middle(x).relu())
 
 
-def _trace(model: nn.Module, *inputs: Any, **options: Any) -> UnitGraph:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return sk.trace_units(model, *inputs, **options)
-
-
 def _text() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return Text().eval(), torch.randint(0, 30, (2, 6))
@@ -82,10 +72,10 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_have_the_groups_of_the_whole_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = _text()
     model = model.to(dtype)
-    whole = _trace(model, tokens)
+    whole = trace(model, tokens)[0]
     monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert _trace(model, tokens).to_json() == whole.to_json()
+    assert trace(model, tokens)[0].to_json() == whole.to_json()
     assert len(whole.groups) == 7
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -101,7 +91,7 @@ def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pyte
 
     def sizes() -> dict[str, int]:
         try:
-            return {name: group.size for name, group in _trace(model, *entry.inputs()).groups.items()}
+            return {name: group.size for name, group in trace(model, *entry.inputs())[0].groups.items()}
         except NoUnitsError:
             return {}
 
@@ -110,33 +100,27 @@ def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pyte
     assert found == sizes()
 
 
-def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
-    group = graph.groups[name]
-    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
-    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
-
-
 def test_a_wrong_group_is_found_in_its_block() -> None:
     model, tokens = _text()
-    graph = _trace(model, tokens)
+    graph = trace(model, tokens)[0]
     with private_passes():
         assert BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(graph) == {}
         for name in ("blocks.1.up", "blocks.2.attention.query", "middle"):
-            failures = BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(_spoiled(graph, name))
+            failures = BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(spoiled(graph, name))
             assert list(failures) == [name]
             assert "removing units changes the output" in failures[name]
 
 
 def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
     model, tokens = _text()
-    whole = _trace(model, tokens)
+    whole = trace(model, tokens)[0]
     with torch.device("meta"):
         bare = Text()
-    graph = _trace(bare, tokens.to("meta"))
+    graph = trace(bare, tokens.to("meta"))[0]
     assert graph.to_json() == whole.to_json()
     with private_passes():
         verifier = BlockVerifier(bare.eval(), [ModelInputs((tokens.to("meta"),), {})])
-        assert list(verifier.failures(_spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
+        assert list(verifier.failures(spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
 
 
 def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +141,7 @@ def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> 
         original(self)
 
     monkeypatch.setattr(Verifier, "__post_init__", noted)
-    _trace(model, tokens)
+    trace(model, tokens)[0]
     assert sizes
     assert max(sizes) < 0.5 * sum(p.numel() for p in model.parameters())
 
@@ -169,7 +153,7 @@ def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
     if tied:
         model.blocks[2].up.weight = model.blocks[0].up.weight
         model.blocks[2].down.weight = model.blocks[0].down.weight
-    graph = _trace(model, tokens)
+    graph = trace(model, tokens)[0]
     mask = sk.UnitMask({name: torch.arange(g.size) % 2 == 0 for name, g in graph.groups.items()})
     copied = sk.compact(model, graph, mask)
     old = model.blocks[0].up.weight

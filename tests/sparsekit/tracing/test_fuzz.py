@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import fuzz
+import laws
 import pytest
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
 from torch import Tensor, nn
@@ -17,19 +17,16 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import Labels, TensorLabels
-from sparsekit.tracing.trace import trace_units
 
 FAST, ALL = 32, 200
 
 
 def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | None]:
     model, x = fuzz.build(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return model, x, trace_units(model, x, **options)
-        except NoUnitsError:
-            return model, x, None
+    try:
+        return model, x, laws.trace(model, x, **options)[0]
+    except NoUnitsError:
+        return model, x, None
 
 
 def check(model: nn.Module, x: Tensor, graph: UnitGraph, mask: UnitMask, *, train: bool = False) -> str | None:

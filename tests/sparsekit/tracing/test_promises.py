@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import laws
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import random_mask, snapshot
+from laws import random_mask, snapshot, spoiled
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import FixedUnitsWarning, UnreadParametersWarning
 from sparsekit.tracing.verify import Verifier
 
-
-def trace(model: nn.Module, *args: Any, **options: Any) -> tuple[UnitGraph, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph = sk.trace_units(model, *args, **options)
-    return graph, [str(w.message) for w in caught if w.category is UnreadParametersWarning]
+trace = functools.partial(laws.trace, category=UnreadParametersWarning)
 
 
 # ---- the model stays as it is
@@ -178,13 +172,6 @@ class Stream(nn.Module):
         return x.to(self.dtype) if self.fixed else x
 
 
-def spoiled(graph: UnitGraph, name: str) -> UnitGraph:
-    """The readers of a group in the wrong order."""
-    group = graph.groups[name]
-    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
-    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
-
-
 @pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
 @pytest.mark.parametrize(
     ("outlier", "dtype", "fixed"),
@@ -228,9 +215,7 @@ def test_groups_that_share_a_size_are_exact_together_block_by_block(monkeypatch:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), *(TwoAttentions() for _ in range(3)), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     model, x = model.double().eval(), torch.randn(2, 5, 3, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph, _ = trace(model, x)
+    graph, _ = trace(model, x)
     for seed, ratio in enumerate((0.3, 0.5, 0.8)):
         mask = random_mask(graph, ratio, seed)
         gates = {name: keep.double() for name, keep in mask.items()}
@@ -247,9 +232,7 @@ def test_a_dropped_unit_is_one_whose_value_is_zero(reader: nn.Module, wrap: Call
     last = nn.Linear(5, 2) if isinstance(reader, nn.Linear) else nn.Conv1d(5, 2, 1)
     model = nn.Sequential(first, nn.ReLU(), wrap(reader), nn.ReLU(), last).double().eval()
     x = torch.randn(4, 3, *([] if isinstance(reader, nn.Linear) else [7]), dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph, _ = trace(model, x)
+    graph, _ = trace(model, x)
     mask = random_mask(graph, 0.5, 0)
     gates = {f"{int(name) + 1}": keep for name, keep in mask.items()}
 
@@ -341,7 +324,5 @@ def test_a_shape_that_changes_in_place_costs_at_most_its_own_units(change: Calla
     model = Lambda(
         lambda m, x: m.head(F.relu(m.b(change(m.a(x) * 1)))), a=nn.Linear(3, 6), b=nn.Linear(6, 5), head=nn.Linear(5, 2)
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = sk.trace_units(model, torch.randn(4, 3))
+    graph, _ = trace(model, torch.randn(4, 3))
     assert dict(graph.fingerprint())["b"] == 5

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from laws import slices, trace
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.ops import find_handler
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-
-
-def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[UnitGraph, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph = trace_units(model, *args, **kwargs)
-    return graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
-
-
-def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
-    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
 
 
 def test_a_channel_takes_filter_bias_norm_and_the_columns_behind_a_flatten() -> None:
@@ -95,51 +83,9 @@ def test_one_warning_for_one_cause() -> None:
     assert len(caught) == 1
 
 
-def dropped_by_size(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    return m.head(h) / h.shape[1]  # type: ignore[no-any-return]
-
-
 def branch_on_data(m: nn.Module, x: Tensor) -> Tensor:
     h = m.a(x)
     return m.head(h) if h.sum().item() > 0 else m.head(-h)  # type: ignore[no-any-return]
-
-
-def hidden_in_list(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    return m.head(torch.tensor(h.tolist()))  # type: ignore[no-any-return]
-
-
-def rolled(m: nn.Module, x: Tensor) -> Tensor:
-    return m.head(m.a(x).relu().roll(1, -1))  # type: ignore[no-any-return]
-
-
-def permuted(m: nn.Module, x: Tensor) -> Tensor:
-    return m.head(m.a(x).relu()[:, torch.tensor([3, 1, 0, 2, 5, 4])])  # type: ignore[no-any-return]
-
-
-def cumulated(m: nn.Module, x: Tensor) -> Tensor:
-    return m.head(m.a(x).relu().cumsum(-1))  # type: ignore[no-any-return]
-
-
-def first_unit(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    return m.head(h) + h[:, :1] + h[:, 0, None]  # type: ignore[no-any-return]
-
-
-def sorted_units(m: nn.Module, x: Tensor) -> Tensor:
-    return m.head(m.a(x).sort(-1)[0])  # type: ignore[no-any-return]
-
-
-def best_unit(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.a(x)
-    return m.head(h) + h.amax(-1, keepdim=True)  # type: ignore[no-any-return]
-
-
-def wrote_state(m: nn.Module, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    m.memory.copy_(h.mean(0))
-    return m.head(h * m.memory)  # type: ignore[no-any-return]
 
 
 def filled_slice(m: nn.Module, x: Tensor) -> Tensor:
@@ -154,27 +100,27 @@ def buffer_written_later(m: nn.Module, x: Tensor) -> Tensor:
     return m.head(m.a(x).relu() + buffer)  # type: ignore[no-any-return]
 
 
+INEXACT: dict[str, Callable[..., Tensor]] = {
+    "divided by the size": lambda m, x: m.head(h := m.a(x).relu()) / h.shape[1],
+    "hidden in a list": lambda m, x: m.head(torch.tensor(m.a(x).relu().tolist())),
+    "rolled": lambda m, x: m.head(m.a(x).relu().roll(1, -1)),
+    "permuted": lambda m, x: m.head(m.a(x).relu()[:, torch.tensor([3, 1, 0, 2, 5, 4])]),
+    "cumulated": lambda m, x: m.head(m.a(x).relu().cumsum(-1)),
+    "first unit": lambda m, x: m.head(h := m.a(x).relu()) + h[:, :1] + h[:, 0, None],
+    "sorted": lambda m, x: m.head(m.a(x).sort(-1)[0]),
+    "best unit": lambda m, x: m.head(h := m.a(x)) + h.amax(-1, keepdim=True),
+    "state written": lambda m, x: m.head((h := m.a(x).relu()) * m.memory.copy_(h.mean(0))),
+    "slice filled": filled_slice,
+    "buffer written later": buffer_written_later,
+}
+
+
 @pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
-@pytest.mark.parametrize(
-    "forward",
-    [
-        dropped_by_size,
-        hidden_in_list,
-        rolled,
-        permuted,
-        cumulated,
-        first_unit,
-        sorted_units,
-        best_unit,
-        wrote_state,
-        filled_slice,
-        buffer_written_later,
-    ],
-)
+@pytest.mark.parametrize("name", INEXACT)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_what_cannot_be_cut_exactly_is_never_cut(forward: Callable[..., Tensor], verify: bool) -> None:
-    model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2), memory=torch.ones(6))
-    if not verify and forward is dropped_by_size:
+def test_what_cannot_be_cut_exactly_is_never_cut(name: str, verify: bool) -> None:
+    model = zoo.Lambda(INEXACT[name], a=nn.Linear(3, 6), head=nn.Linear(6, 2), memory=torch.ones(6))
+    if not verify and name == "divided by the size":
         pytest.skip("only the verification can see sizes that live in Python")
     with pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3), verify=verify)

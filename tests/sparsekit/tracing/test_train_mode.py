@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from laws import check_masked_equals_compact, random_mask
+from laws import check_masked_equals_compact, random_mask, trace
 from torch import Tensor, nn
-
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-
-
-def trace(model: nn.Module, *args: Any) -> tuple[UnitGraph, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph = trace_units(model, *args)
-    return graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
 
 
 def net(run: Callable[..., Any]) -> nn.Module:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, trace
 from torch import nn
-
-from sparsekit.tracing.trace import trace_units
 
 pytestmark = [
     pytest.mark.slow,  # the import alone takes seconds
@@ -75,9 +72,7 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_and_feed_forward_units_are_found_and_exact(name: str) -> None:
     model, kwargs = _built(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = trace_units(model, example_kwargs=kwargs)
+    graph, _ = trace(model, example_kwargs=kwargs)
     heads = [group.size for group in graph.groups.values() if group.kind == "head"]
     assert heads == [MODELS[name][5]] * MODELS[name][4]
     assert sum(group.kind == "feature" for group in graph.groups.values()) >= 2
@@ -93,9 +88,7 @@ def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
     model = hf().T5ForConditionalGeneration(config).eval()
     ids = torch.randint(17, (2, 5))
     kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :3], "use_cache": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = trace_units(model, example_kwargs=kwargs)
+    graph, _ = trace(model, example_kwargs=kwargs)
     own = {piece.name for piece in graph.groups["encoder.block.0.layer.0.SelfAttention.q"].slices}
     assert "encoder.block.1.layer.0.SelfAttention.q.weight" in own
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in own

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 import zoo
+from laws import spoiled
 from torch import nn
 
 from sparsekit.graph.graph import UnitGraph
@@ -21,13 +22,6 @@ def _net() -> tuple[nn.Module, UnitGraph, ModelInputs]:
     return model, trace_units(model, x), ModelInputs((x,), {})
 
 
-def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
-    """The readers of one group in the wrong order."""
-    group = graph.groups[name]
-    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
-    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
-
-
 def test_exact_groups_pass() -> None:
     model, graph, inputs = _net()
     assert Verifier(model, [inputs]).failures(graph) == {}
@@ -35,7 +29,7 @@ def test_exact_groups_pass() -> None:
 
 def test_the_one_wrong_group_is_found_among_six() -> None:
     model, graph, inputs = _net()
-    failures = Verifier(model, [inputs]).failures(_spoiled(graph, "4"))
+    failures = Verifier(model, [inputs]).failures(spoiled(graph, "4"))
     assert list(failures) == ["4"]
     assert "removing units changes the output" in failures["4"]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import trace
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import trace_units
 
 
 class Attention(nn.Module):
@@ -34,9 +32,7 @@ class Attention(nn.Module):
 
 def traced(attention: nn.Module) -> tuple[nn.Module, UnitGraph]:
     model = nn.Sequential(nn.Linear(4, 6), attention, nn.Linear(6, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, trace_units(model, torch.randn(2, 5, 4))
+    return model, trace(model, torch.randn(2, 5, 4))[0]
 
 
 def sizes(graph: UnitGraph) -> dict[str, int]:
