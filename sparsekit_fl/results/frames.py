@@ -1,4 +1,4 @@
-"""Results as pandas DataFrames: a row per round, and a row per client."""
+"""Results as pandas DataFrames, a row per round and a row per client; and as curves over the rounds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.part import Cost
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, parts_of, value_of
+from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, headline, parts_of, value_of
 
+_LINES = (
+    ("personal", "mean", "personal models, mean", "#0072B2", "-"),
+    ("personal", "weighted", "personal models, by examples", "#56B4E9", "-"),
+    ("personal", "worst", "personal models, worst tenth", "#0072B2", ":"),
+    ("global", "mean", "global model, mean", "#D55E00", "--"),
+    ("global", "worst", "global model, worst tenth", "#D55E00", ":"),
+)
 _GROUPS = {**dict.fromkeys(Cost.model_fields, "cost"), **dict.fromkeys(("cohort", "dropped", "round_seconds"), "round")}
 
 
@@ -88,3 +96,26 @@ def numbers_of(record: RoundRecord) -> dict[str, float]:
             group = _GROUPS.get(name, name.partition("_")[0])
             found[f"{group}/{name.removeprefix(f'{group}_')}"] = float(value)
     return found
+
+
+def plot_rounds(records: Sequence[RoundRecord], metric: str | None = None, *, axes: Any = None, title: str = "") -> Any:
+    """Draw a metric over the rounds: personal models and, where it was scored, the global one. See `RunResult.plot`."""
+    scored = [(record.round, record.evaluation) for record in records if record.evaluation is not None]
+    names = list(dict.fromkeys(name for _, scores in scored for name in scores.personal))
+    if not names:
+        raise InvalidValueError("no round of this run was scored, so there is no curve; run it with a smaller eval_every")
+    metric = headline(names) if metric is None else metric
+    if metric not in names:
+        raise InvalidValueError(f"no round was scored by {metric!r}; {nearest(metric, names)}")
+    if axes is None:
+        axes = need("matplotlib.figure").Figure(figsize=(6.4, 4.0), layout="constrained").subplots()
+    for part, kind, legend, colour, dash in _LINES:
+        points = {round: means[metric] for round, scores in scored if metric in (means := scores.over(part, kind))}
+        if points:
+            axes.plot(list(points), list(points.values()), dash, color=colour, marker="o", markersize=3, label=legend)
+    axes.set_xlabel("round")
+    axes.set_ylabel(metric)
+    axes.set_title(title, loc="left")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    return axes.figure

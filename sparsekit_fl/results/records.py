@@ -14,9 +14,8 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.frames import clients_frame, rounds_frame
+from sparsekit_fl.results.frames import clients_frame, plot_rounds, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
-from sparsekit_fl.results.plot import plot_rounds
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -61,28 +61,40 @@ def _spread(deviation: float | None, decimals: int) -> str:
     return "" if deviation is None else f" ± {deviation:,.{decimals}f}"
 
 
+def _sheet(
+    comparison: Comparison, mark: Callable[[Sequence[str]], str], text: Callable[[str], str] = str
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return title → cells of each column, and what stands below: notes and failures.
+
+    Args:
+        comparison: Rows of the table.
+        mark: Writes the numbers of notes behind a method.
+        text: Writes a text of others, such as a name.
+    """
+    rows = comparison.rows
+    labels = [text(row.label) + (mark([str(number) for number in row.notes]) if row.notes else "") for row in rows]
+    cells = {text(column.title): [text(row.text[column.name]) for row in rows] for column in comparison.columns}
+    below = [f"{mark([str(number)]).strip()} {text(note)}" for number, note in enumerate(comparison.notes, 1)]
+    return {"method": labels, "n": [row.runs for row in rows], **cells}, [*below, *map(text, comparison.failures())]
+
+
 def show(comparison: Comparison, console: Console) -> None:
     """Print the table, cut into several where the console is too narrow, then footnotes and failures."""
-    rows = comparison.rows
-    labels = [f"{row.label} {' '.join(map(str, row.notes)).translate(_SIGNS)}".strip() for row in rows]
-    columns = [("n", [row.runs for row in rows])]
-    columns += [(column.title, [row.text[column.name] for row in rows]) for column in comparison.columns]
-    parts: list[list[tuple[str, list[str]]]] = []
-    left = 0
-    for title, texts in columns:
+    columns, below = _sheet(comparison, lambda numbers: f" {' '.join(numbers).translate(_SIGNS)}")
+    parts: list[dict[str, list[str]]] = [{}]
+    left = console.width
+    for title, texts in columns.items():
         needed = max([len(title), *map(len, texts)]) + 3
-        if needed > left:
-            parts.append([("method", labels)])
-            left = console.width - max([len("method"), *map(len, labels)]) - 3
-        parts[-1].append((title, texts))
+        if needed > left and len(parts[-1]) > 1:
+            parts.append({"method": columns["method"]})
+            left = console.width - max([len("method"), *map(len, columns["method"])]) - 3
+        parts[-1][title] = texts
         left -= needed
     for part in parts:
-        _print(console, dict(part))
+        _print(console, part)
     console.print(f"{comparison.seeds_text()}; {WALL_TIME}")
-    for number, note in enumerate(comparison.notes, 1):
-        console.print(f"{str(number).translate(_SIGNS)} {escape(note)}", soft_wrap=True)
-    for failure in comparison.failures():
-        console.print(escape(failure), soft_wrap=True)
+    for line in below:
+        console.print(escape(line), soft_wrap=True)
 
 
 def _print(console: Console, columns: Mapping[str, Sequence[str]], title: str | None = None) -> None:
@@ -112,20 +124,18 @@ def show_published(published: Any, console: Console) -> None:
 
 def markdown_table(comparison: Comparison, published: Any = None) -> str:
     """Write a title, a table, whose last columns are the published numbers, and below it notes and failures."""
+    columns, below = _sheet(comparison, lambda numbers: f" ({', '.join(numbers)})")
     # A method of both tables has the numbers of the first.
-    beside = {row.run: [row.accuracy, f"{row.flops}T"] for row in reversed(published_rows(published))}
-    lines = [["method", "n", *(column.title for column in comparison.columns)]]
-    lines[0] += ["published accuracy, %", "published FLOPs"] if beside else []
-    for row in comparison.rows:
-        notes = f" ({', '.join(map(str, row.notes))})" if row.notes else ""
-        numbers = [row.text[column.name] for column in comparison.columns]
-        lines.append([row.label + notes, row.runs, *numbers, *(beside.get(row.label, ["–", "–"]) if beside else [])])
+    beside = {row.run: row for row in reversed(published_rows(published))}
+    if beside:
+        rows = [beside.get(row.label) for row in comparison.rows]
+        columns["published accuracy, %"] = [row.accuracy if row else "–" for row in rows]
+        columns["published FLOPs"] = [f"{row.flops}T" if row else "–" for row in rows]
+    lines = [tuple(columns), *zip(*columns.values(), strict=True)]
     table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-    table.insert(1, f"| --- |{' ---: |' * (len(lines[0]) - 1)}")
-    below = [f"- ({number}) {note}" for number, note in enumerate(comparison.notes, 1)]
-    below += [f"- {failure}" for failure in comparison.failures()]
-    parts = [f"**{comparison.title}; {comparison.seeds_text()}.**", "\n".join(table), "\n".join(below)]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    table.insert(1, f"| --- |{' ---: |' * (len(columns) - 1)}")
+    title = f"**{comparison.title}; {comparison.seeds_text()}.**"
+    return "\n\n".join(filter(None, [title, "\n".join(table), "\n".join(f"- {line}" for line in below)])) + "\n"
 
 
 def latex_escape(text: str) -> str:
@@ -138,17 +148,13 @@ def latex_table(comparison: Comparison) -> str:
 
     It needs `\usepackage{booktabs}`, and `graphicx` to shrink it to the width of the text.
     """
-    lines = []
-    for row in comparison.rows:
-        notes = rf"\textsuperscript{{{','.join(map(str, row.notes))}}}" if row.notes else ""
-        numbers = [re.sub(r"(?<=\d),(?=\d{3})", r"\\,", latex_escape(row.text[column.name])) for column in comparison.columns]
-        lines.append([latex_escape(row.label) + notes, row.runs, *numbers])
-    titles = ["method", "n", *(latex_escape(column.title) for column in comparison.columns)]
-    frame = need("pandas").DataFrame(lines, columns=titles, dtype=object)
+    columns, below = _sheet(
+        comparison, lambda numbers: rf"\textsuperscript{{{','.join(numbers)}}}",
+        lambda text: re.sub(r"(?<=\d),(?=\d{3})", r"\\,", latex_escape(text)),
+    )  # fmt: skip
     need("jinja2")  # by which pandas writes LaTeX
-    table = frame.to_latex(index=False, escape=False, column_format="l" + "r" * (len(titles) - 1)).strip()
-    below = [rf"\textsuperscript{{{number}}}~{latex_escape(note)}" for number, note in enumerate(comparison.notes, 1)]
-    below += [latex_escape(failure) for failure in comparison.failures()]
+    frame = need("pandas").DataFrame(columns, dtype=object)
+    table = frame.to_latex(index=False, escape=False, column_format="l" + "r" * (len(columns) - 1)).strip()
     caption = latex_escape(f"{comparison.title}; {comparison.seeds_text()}")
     return "\n".join(
         [
@@ -156,7 +162,7 @@ def latex_table(comparison: Comparison) -> str:
             rf"\begin{{table}}\centering\caption{{{caption}.}}\label{{tab:{comparison.slug}}}",
             r"\resizebox{\linewidth}{!}{%",
             f"{table}}}",
-            *(rf"\par\smallskip\footnotesize {note}" for note in below),
+            *(rf"\par\smallskip\footnotesize {line}" for line in below),
             r"\end{table}",
             "",
         ]
