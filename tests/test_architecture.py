@@ -322,7 +322,7 @@ def test_no_pickled_object_is_loaded_or_saved() -> None:
     found = _calls({"torch.save", "torch.load", "pickle.load", "pickle.dump"})
     # Weights of other programs, and state dicts of any optimiser, are in torch's format; they are read as tensors alone.
     assert {call.split(":")[0] + call[call.index(" ") :] for call in found} == {
-        "sparsekit_fl.results.state.initial torch.load",
+        "sparsekit_fl.results.state.models torch.load",
         "sparsekit.pruning.checkpoint torch.load",
         "sparsekit.pruning.checkpoint torch.save",
     }

@@ -22,7 +22,7 @@ from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.state.initial import read_initial
+from sparsekit_fl.results.state.models import read_initial
 from sparsekit_fl.streams import Streams
 
 

@@ -1,4 +1,4 @@
-"""Model files of a run's folder: one format for the global model and those of clients, that of `save_compact`."""
+"""Models on disk: the files of a run's folder, all in the format of `save_compact`, and the weights that a run starts from."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.client.packing import pack
 from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.results.state.store import unseal
 
 _log = logging.getLogger(__name__)
+# What wrappers put before the keys, and what a model with exits does.
+_PREFIXES = ("module.", "_orig_mod.")
+_INNER = "model."
+_CHECKPOINT = "checkpoint.safetensors"
+_MOST_NAMED = 5
 
 
 def global_file(out: Path) -> Path:
@@ -63,3 +72,74 @@ def read_recipe(out: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path} is damaged: it must hold an object; restore it, or pass model= (--model)")
     return found
+
+
+def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
+    """Return a state like `fresh` with the values of another where name and shape agree.
+
+    Entries that do not agree, such as the head of a model that was trained for other classes, stay fresh; a warning names them.
+
+    Args:
+        source: A state dict; a `.safetensors` file, or one of `torch.save` (of a state dict, or of a dict that has one under
+            "state_dict" or "model"); or the folder of an earlier run, whose global model is taken.
+        fresh: The state of a new model.
+
+    Raises:
+        DataError: it cannot be read, holds no tensors, or none that fits.
+    """
+    found = source if isinstance(source, Mapping) else _read(Path(source))
+    where = "the state" if isinstance(source, Mapping) else str(source)
+    found = {_known(name, fresh): tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    taken = {name: tensor for name, tensor in found.items() if name in fresh and tensor.shape == fresh[name].shape}
+    if not taken:
+        raise DataError(
+            f"no entry of {where} fits the model: it has {_named(list(found))}, the model has {_named(list(fresh))};"
+            " names and shapes must agree"
+        )
+    left, more = [name for name in fresh if name not in taken], [name for name in found if name not in taken]
+    if left or more:
+        _log.warning(
+            "%d of %d entries are from %s; these start anew: %s; these of it are not used: %s",
+            len(taken),
+            len(fresh),
+            where,
+            _named(left),
+            _named(more),
+        )
+    used = {name: taken[name].detach().to(fresh[name].dtype).cpu().clone() for name in taken}
+    return {name: used.get(name, tensor) for name, tensor in fresh.items()}
+
+
+def _known(name: str, fresh: StateDict) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return _INNER + name if name not in fresh and _INNER + name in fresh else name
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        candidates = (global_file(path), path / _CHECKPOINT)
+        file = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if file is None:
+            raise DataError(f"{path} holds no run to start from; expected {candidates[0]} or {candidates[1].name}")
+        path = file
+    try:
+        if path.name == _CHECKPOINT:
+            return dict(unseal(path.read_bytes())[0]["state"])
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # The readers raise many kinds, from OSError to those of the pickle machine.
+        raise DataError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+    for name in ("state_dict", "model"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
+            loaded = loaded[name]
+    if not isinstance(loaded, dict):
+        raise DataError(f"{path} holds a {type(loaded).__name__}, not a state dict; save model.state_dict()")
+    return loaded
+
+
+def _named(names: list[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > _MOST_NAMED else ""
+    return (", ".join(names[:_MOST_NAMED]) or "none") + more

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 import sparsekit_fl as fl
-from sparsekit_fl.callbacks import BestCheckpoint, Callback, EarlyStopping, NotebookDisplay, RunView, TensorBoard
+from sparsekit.cli.main import execute
+from sparsekit_fl.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CentralTest,
+    EarlyStopping,
+    NotebookDisplay,
+    RunView,
+    TensorBoard,
+)  # fmt: skip
 from sparsekit_fl.callbacks.monitor import Monitoring
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import fedavg
@@ -233,3 +242,22 @@ def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -
     # Scoring changes no bit of what is learned.
     assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=6)).final.state_sha256
     assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]
+
+
+@pytest.mark.same_bits
+def test_a_central_test_set_scores_the_global_model_and_changes_nothing_of_the_run(tmp_path: Path) -> None:
+    test = tiny_clients()[0].data.test
+    every, rare = CentralTest(tiny_problem(), test, every=1), CentralTest(tiny_problem(), test)
+    result = tiny_run(every, rare, config=tiny_config(rounds=3), out=tmp_path)
+    assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=3)).final.state_sha256
+    assert [[one["round"] for one in central.curve] for central in (every, rare)] == [[1, 2, 3], [2, 3]]
+    (mine,) = [one for one in result.final.per_client if one.client_id == 0]
+    assert every.curve[-1]["accuracy"] == mine.shared["accuracy"][0] / mine.shared["accuracy"][1]
+    assert json.loads((tmp_path / "central.json").read_text())[-1] == every.curve[-1]
+
+
+def test_the_command_line_scores_all_test_examples_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--rounds", "1", "--clients", "3", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
+    assert execute(["run", "fedavg", *tiny, "--set", "central_test=true", "--out", str(tmp_path)]) == 0
+    assert "global model on the central test set: " in capsys.readouterr().out
+    assert "accuracy" in json.loads((tmp_path / "central.json").read_text())[-1]

@@ -50,12 +50,8 @@ def test_a_clients_model_is_narrow_and_scores_what_the_result_says(tmp_path: Pat
         total, weight = scored[client.id].personal["accuracy"]
         assert score_on_test(model, client) == pytest.approx(total / weight)
     assert min(widths) < 8
-
-
-def test_global_and_client_models_have_one_format_that_load_compact_reads(tmp_path: Path) -> None:
-    tiny_run(tmp_path, fedlps())
     for path in (tmp_path / "models").glob("*.safetensors"):
-        assert isinstance(load_compact(path, TinyNet), TinyNet)
+        assert isinstance(load_compact(path, TinyNet), TinyNet), "one format for the global model and those of clients"
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
@@ -82,7 +78,7 @@ def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Pat
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("digits") / "run"
     tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--epochs", "1", "--workers", "1", "--quiet"]
-    assert execute(["fedlps", *tiny, "--out", str(out)]) == 0
+    assert execute(["fedlps", *tiny, "--log", "best", "--out", str(out)]) == 0
     return out
 
 
@@ -100,11 +96,9 @@ def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Pat
     assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
 
 
-def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
-    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--epochs", "1", "--workers", "1", "--quiet"]
-    assert execute(["fedlps", *tiny, "--log", "best", "--out", str(tmp_path / "run")]) == 0
+def test_a_command_makes_the_model_that_predict_takes_as_the_best(digits: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((1, 1, 8, 8), dtype=np.uint8))
-    assert execute(["predict", str(tmp_path / "run"), "--best", "--input", str(tmp_path / "images.npy")]) == 0
+    assert execute(["predict", str(digits), "--best", "--input", str(tmp_path / "images.npy")]) == 0
 
 
 @pytest.mark.slow

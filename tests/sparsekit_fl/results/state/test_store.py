@@ -39,23 +39,16 @@ def test_only_named_versions_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["2-1.safetensors"]
 
 
-def test_a_missing_or_damaged_file_is_named(tmp_path):
-    store = ClientStore(tmp_path, durable=False)
-    with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
-        store.read(1, 2)
-    (tmp_path / "1-2.safetensors").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
-        store.read(1, 2)
+MADE = {
+    ClientStore: lambda folder: ClientStore(folder, durable=False),
+    DeviceStore: DeviceStore,
+    CarriedMemory: lambda _: CarriedMemory(),
+}
 
 
-@pytest.mark.parametrize("kind", [ClientStore, DeviceStore, CarriedMemory])
+@pytest.mark.parametrize("kind", MADE)
 def test_any_bit_that_flips_in_a_memory_is_found(kind, tmp_path):
-    def store():
-        return (
-            CarriedMemory() if kind is CarriedMemory else kind(tmp_path, **({"durable": False} if kind is ClientStore else {}))
-        )
-
-    written = store()
+    written = MADE[kind](tmp_path)
     written.write(1, 2, MEMORY)
     path = None if kind is CarriedMemory else written.where(1, 2)
     whole = written.written if path is None else path.read_bytes()
@@ -78,12 +71,15 @@ def test_any_bit_that_flips_in_a_memory_is_found(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [ClientStore, DeviceStore])
-def test_the_file_of_another_client_or_round_is_no_memory_of_this_one(kind, tmp_path):
-    store = kind(tmp_path, **({"durable": False} if kind is ClientStore else {}))
+def test_no_file_a_damaged_one_and_that_of_another_client_or_round_are_no_memory_of_this_one(kind, tmp_path):
+    store = MADE[kind](tmp_path)
+    found = [None, b"damaged"]
     for client_id, round in ((3, 2), (1, 4)):
         store.write(client_id, round, MEMORY)
-        store.where(1, 2).parent.mkdir(exist_ok=True)
-        store.where(1, 2).write_bytes(store.where(client_id, round).read_bytes())
+        found.append(store.where(client_id, round).read_bytes())
+    for payload in found:
+        if payload is not None:
+            store.where(1, 2).write_bytes(payload)
         with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
             store.read(1, 2)
 

@@ -13,7 +13,7 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.state.initial import read_initial
+from sparsekit_fl.results.state.models import read_initial
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
