@@ -19,54 +19,26 @@ from sparsekit_fl.results.report.trials import Trial
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores
 
+CONFIG = RunConfig(rounds=2, cohort=2)
+SCORES = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
 
-def _watch(console: Console, *, quiet: bool = False) -> None:
-    config = RunConfig(rounds=2, cohort=2)
-    cost = WorkCost(flops_compact=53 * 10**10)
-    scores = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
-    with LiveProgress(quiet=quiet, console=console) as progress:
-        run = RunView(method="fedavg", config=config, clients=2)
-        progress.on_run_start(run)
-        for round, evaluation in ((1, None), (2, scores)):
-            progress.on_client_end(run, 0, None)
-            progress.on_client_end(run, 1, None)
-            record = RoundRecord(
-                round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=cost, seconds=1.0,
-                evaluation=evaluation,
-            )  # fmt: skip
-            progress.on_round_end(run, record)
+
+def record(round: int, evaluation: RoundScores | None) -> RoundRecord:
+    return RoundRecord(
+        round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(flops_compact=53 * 10**10),
+        seconds=1.0, evaluation=evaluation,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(False, False), (True, True)])
 def test_it_is_silent_where_nobody_looks_or_when_told(terminal: bool, quiet: bool) -> None:
     text = io.StringIO()
-    _watch(Console(file=text, force_terminal=terminal, width=160), quiet=quiet)
+    with LiveProgress(quiet=quiet, console=Console(file=text, force_terminal=terminal, width=160)) as progress:
+        run = RunView(method="fedavg", config=CONFIG, clients=2)
+        progress.on_run_start(run)
+        progress.on_client_end(run, 0, None)
+        progress.on_round_end(run, record(1, SCORES))
     assert text.getvalue() == ""
-
-
-def _trials(console: Console, *, quiet: bool = False) -> None:
-    config = RunConfig(rounds=2, cohort=2)
-    scores = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
-    with TrialsProgress(3, quiet=quiet, console=console) as board:
-        board.end("fedavg, seed 0", Trial.of(result("fedavg", accuracies={100: 0.75})), ran=False)
-        board.begin("fedlps, seed 0")
-        # As it comes through a pipe.
-        events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
-        view = RunView(method="fedlps", config=config, clients=2)
-        events.on_run_start(view)
-        events.on_client_end(view, 0, None)
-        events.on_client_end(view, 1, None)
-        for round, evaluation in ((1, scores), (2, None)):
-            events.on_round_end(
-                view, RoundRecord(
-                    round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(), seconds=1.0,
-                    evaluation=evaluation,
-                )
-            )  # fmt: skip
-        board.event("fedlps, seed 0", {"said": "[a warning]"})
-        board.tick()
-        board.end("fedlps, seed 0", Trial.of(result("fedlps")), ran=True)
-        board.end("local, seed 0", Trial(method="local", seed=0, config={}, error="it [broke]"), ran=True)
 
 
 def test_a_comparison_shows_all_trials_those_that_run_and_a_line_for_each_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +46,21 @@ def test_a_comparison_shows_all_trials_those_that_run_and_a_line_for_each_that_e
     ticking = itertools.count()
     monkeypatch.setattr("sparsekit_fl.cli.progress.time.monotonic", lambda: float(next(ticking)))
     text = io.StringIO()
-    _trials(Console(file=text, force_terminal=True, width=160))
+    with TrialsProgress(3, console=Console(file=text, force_terminal=True, width=160)) as board:
+        board.end("fedavg, seed 0", Trial.of(result("fedavg", accuracies={100: 0.75})), ran=False)
+        board.begin("fedlps, seed 0")
+        # As it comes through a pipe.
+        events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
+        view = RunView(method="fedlps", config=CONFIG, clients=2)
+        events.on_run_start(view)
+        events.on_client_end(view, 0, None)
+        events.on_client_end(view, 1, None)
+        events.on_round_end(view, record(1, SCORES))
+        events.on_round_end(view, record(2, None))
+        board.event("fedlps, seed 0", {"said": "[a warning]"})
+        board.tick()
+        board.end("fedlps, seed 0", Trial.of(result("fedlps")), ran=True)
+        board.end("local, seed 0", Trial(method="local", seed=0, config={}, error="it [broke]"), ran=True)
     for part in (
         "1/3 fedavg, seed 0: finished before, accuracy 75.0%", "fedlps, seed 0, preparing", "fedlps, seed 0, round 2/2",
         "accuracy 98.4%", "2/3 fedlps, seed 0: finished, accuracy 75.0%, ", "fedlps, seed 0: [a warning]",

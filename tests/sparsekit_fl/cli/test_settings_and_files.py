@@ -31,20 +31,8 @@ def result(arguments, capsys):
 
 @pytest.mark.same_bits
 def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, capsys):
-    first = [
-        "run",
-        "fedprox",
-        *TINY,
-        "--set",
-        "local.proximal=0.1",
-        "--lr",
-        "0.05",
-        "--seed",
-        "3",
-        "--out",
-        str(tmp_path / "a"),
-    ]
-    one = result(first, capsys)
+    given = ["--set", "local.proximal=0.1", "--lr", "0.05", "--seed", "3"]
+    one = result(["run", "fedprox", *TINY, *given, "--out", str(tmp_path / "a")], capsys)
     two = result(["run", "--config", str(tmp_path / "a" / "run.toml")], capsys)
     assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
     assert one["config"] == two["config"]

@@ -25,21 +25,17 @@ def data(seed):
     clients = []
     for id in range(4):
         x = torch.randn(30, 5 if id == 2 else 3, generator=torch.Generator().manual_seed(id))
-        split = TensorData((x,), (x[:, 0] > SHIFT).long())
+        split = TensorData((x,), (x[:, 0] > 0).long())
         clients.append(Client(id=id, data=ClientData(split, split, split)))
     return Problem(model=net, example_inputs=(torch.zeros(1, 3),)), clients
 """
-
-
-def write(folder: Path, shift: float, name: str) -> None:
-    (folder / f"{name}.py").write_text(FACTORIES.replace("SHIFT", str(shift)))
 
 
 def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"unfit_{abs(hash(str(tmp_path)))}"
-    write(tmp_path, 0.0, name)
+    (tmp_path / f"{name}.py").write_text(FACTORIES)
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["run", "fedavg", "--dataset", f"{name}:data", "--rounds", "2", "--cohort", "4", "--workers", "1", "--quiet"]
     assert execute(arguments) == 3
@@ -51,29 +47,25 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
     assert [one["client"] for one in json.loads(capsys.readouterr().out)["failed_clients"]] == [2]
 
 
-def compare(out: Path, *more: str) -> int:
-    return execute(["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(out), *more])
-
-
-def changed(out: Path, **fingerprint: str) -> None:
-    path = out / "fedavg-seed0" / "result.json"
-    raw = json.loads(path.read_text())
-    raw["fingerprint"].update(fingerprint)
-    path.write_text(json.dumps(raw))
-
-
 def test_a_comparison_refuses_a_finished_run_of_other_data_and_of_other_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare(tmp_path) == 0
-    assert compare(tmp_path) == 0
+    compare = ["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]
+
+    def changed(**fingerprint: str) -> None:
+        path = tmp_path / "fedavg-seed0" / "result.json"
+        raw = json.loads(path.read_text())
+        path.write_text(json.dumps({**raw, "fingerprint": {**raw["fingerprint"], **fingerprint}}))
+
+    assert execute(compare) == 0
+    assert execute(compare) == 0
     capsys.readouterr()
-    changed(tmp_path, code="0123456789ab")
-    assert compare(tmp_path) == 2
+    changed(code="0123456789ab")
+    assert execute(compare) == 2
     assert "--accept-code" in capsys.readouterr().err
-    assert compare(tmp_path, "--accept-code") == 0
-    changed(tmp_path, data="0" * 16)
-    assert compare(tmp_path, "--accept-code") == 2
+    assert execute([*compare, "--accept-code"]) == 0
+    changed(data="0" * 16)
+    assert execute([*compare, "--accept-code"]) == 2
     assert "was run on other data" in capsys.readouterr().err
 
 

@@ -34,31 +34,23 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "who", "error", "message"),
     [
-        ({"model": linear()}, "ready Linear"),
-        ({"loss": "mse"}, "loss must be callable"),
-        ({"example_inputs": ()}, "example_inputs"),
-        ({"metrics": {}}, "metrics must map"),
+        ({"model": linear()}, client(), InvalidValueError, "ready Linear"),
+        ({"loss": "mse"}, client(), InvalidValueError, "loss must be callable"),
+        ({"example_inputs": ()}, client(), InvalidValueError, "example_inputs"),
+        ({"metrics": {}}, client(), InvalidValueError, "metrics must map"),
+        ({}, client(width=4), DataError, r"does not take the data of client 5 .*\(2, 4\)"),
+        ({}, client(label=2), DataError, "label 2, but the model has 2 outputs"),
+        ({"loss": lambda outputs, targets: outputs}, client(), DataError, "scalar"),
+        ({"loss": F.binary_cross_entropy}, client(), DataError, "loss or metrics fail"),
+        ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, r"\(sum, weight\)"),
     ],
 )
-def test_a_problem_of_wrong_parts_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        problem(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "who", "message"),
-    [
-        ({}, client(width=4), r"does not take the data of client 5 .*\(2, 4\)"),
-        ({}, client(label=2), "label 2, but the model has 2 outputs"),
-        ({"loss": lambda outputs, targets: outputs}, client(), "scalar"),
-        ({"loss": F.binary_cross_entropy}, client(), "loss or metrics fail"),
-        ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), r"\(sum, weight\)"),
-    ],
-)
-def test_data_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, Any], who: Client, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_what_does_not_fit_is_refused_with_the_reason(
+    changes: dict[str, Any], who: Client, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         check_fit(problem(**changes), who)
 
 
