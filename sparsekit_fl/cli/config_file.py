@@ -53,7 +53,7 @@ def by_path(values: Mapping[str, Any], known: Known, *, where: str = "--set") ->
         if path not in known:
             if path.startswith("training."):
                 raise UnknownNameError(f"no option {path!r}; {nearest(path, [one for one in known if '.' in one])}")
-            rest[path] = _text(value)
+            rest[path] = text_of(value)
             continue
         name, hint = known[path]
         if name in given:
@@ -106,10 +106,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(_text, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def text_of(value: Any) -> str:
+    """A value as --set takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(text_of, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def written(method: str, given: Mapping[str, Any]) -> str:
@@ -119,23 +120,24 @@ def written(method: str, given: Mapping[str, Any]) -> str:
         method: As the user wrote it.
         given: Option → value; None was given as none.
     """
-    lines = [f"method = {_toml(method)}"]
+    lines = [f"method = {toml_of(method)}"]
     for name, value in given.items():
         if name not in (*MOMENTARY, "set", "out"):
-            lines.append(f"{name} = {_toml('none' if value is None else value)}")
+            lines.append(f"{name} = {toml_of('none' if value is None else value)}")
     if given.get("set"):
         lines += ["", "[set]"]
         for text in given["set"]:
             path, _, value = text.partition("=")
-            lines.append(f'"{path.strip()}" = {_toml(value.strip())}')
+            lines.append(f'"{path.strip()}" = {toml_of(value.strip())}')
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def toml_of(value: Any) -> str:
+    """A value as TOML has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_of, value))}]"
     return json.dumps(str(value), ensure_ascii=False)

@@ -33,10 +33,6 @@ class Experiment:
     """All that `sparsekit_fl.run` wants, beside the method.
 
     Args:
-        problem: The task.
-        clients: All of them.
-        config: The options of the run.
-        engine: Who runs clients.
         described: Names of what was run, for the result.
         test: The central test set, where one was asked for.
     """
@@ -122,13 +118,10 @@ class Experiment:
             "clients": len(clients),
             "partition": None if own else options.partition or preset.partition,
             "partition_options": {} if own else {**kept, **deal},
+            **{name: str(value) for name, value in options.given.items() if name in ("augment", "init") and value is not None},
         }
         if options.central_test and test is None:
             raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
-        if options.augment is not None:
-            described["augment"] = options.augment
-        if options.init is not None:
-            described["init"] = str(options.init)
         return Experiment(
             problem=problem,
             clients=clients,

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from sparsekit.errors import DISTRIBUTION, InvalidValueError
+from sparsekit_fl.cli.config_file import toml_of
 from sparsekit_fl.cli.options import command_app
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
@@ -19,13 +20,7 @@ _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
 def write_app(folder: Path) -> list[Path]:
-    """Write the app; Flower itself is needed only where it runs.
-
-    Args:
-        folder: Where; made if absent.
-
-    Returns:
-        The files.
+    """Write the app into a folder, which is made if absent, and return its files; Flower is needed only where it runs.
 
     Raises:
         InvalidValueError: a file is there already; nothing was written.
@@ -41,7 +36,7 @@ def write_app(folder: Path) -> list[Path]:
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
         "@DISTRIBUTION@": DISTRIBUTION,
-        "@CONFIG@": "\n".join(f"{name} = {_toml(value)}" for name, value in Plan().to_run_config().items()),
+        "@CONFIG@": "\n".join(f"{name} = {toml_of(value)}" for name, value in Plan().to_run_config().items()),
     }
     template = files("sparsekit_fl").joinpath("deployment/template")
     written = []
@@ -56,12 +51,6 @@ def write_app(folder: Path) -> list[Path]:
             path.chmod(0o755)
         written.append(path)
     return written
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _command(*, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder to write it to.")]) -> None:

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.cli.options import RunOptions, command_app, known_options, path_of
+from sparsekit_fl.cli.config_file import text_of
+from sparsekit_fl.cli.options import AsJson, RunOptions, command_app, known_options, path_of
 from sparsekit_fl.options.checked import described
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import options as options_of
@@ -38,9 +39,6 @@ KINDS = {
     "bandits": "sparsekit.bandit:registry",
     "loggers": "sparsekit_fl.callbacks:loggers",
 }
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 
 
 def _list(
@@ -73,7 +71,7 @@ def _list(
 
 
 def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1, default=_shown))
+    typer.echo(json.dumps(value, indent=1, default=text_of))
 
 
 def _run_settings() -> list[Setting]:
@@ -109,7 +107,7 @@ def _table(title: str, found: Sequence[Setting]) -> Table:
     for setting in found:
         origin = "; ".join(filter(None, (setting.owner, setting.source)))
         meaning = f"{escape(setting.about)} [dim]{escape(origin)}[/dim]"
-        table.add_row(escape(setting.path), escape(_shown(setting.value)), escape(setting.allowed), meaning)
+        table.add_row(escape(setting.path), escape(text_of(setting.value)), escape(setting.allowed), meaning)
     return table
 
 
@@ -163,14 +161,6 @@ def _describe_method(name: str, *, as_json: bool) -> None:
         console.print(escape(method.note))
     console.print("Policies: " + escape(", ".join(f"{kind} {policy}" for kind, policy in policies.items())))
     console.print(_table(f"--set PATH=VALUE for {escape(method.name)}", found))
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
-    return "none" if value is None else str(value)
 
 
 def _describe(registry: Registry) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
@@ -20,7 +21,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import MOMENTARY, Known, by_path, read_file
 from sparsekit_fl.options.checked import Choice, Count
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.given import HOW, WHAT, Given, Option, options, plain_type, shown_help
+from sparsekit_fl.options.given import HOW, WHAT, Given, Option, options, plain_type
 from sparsekit_fl.options.values import parse_value, read_settings
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ FRONT = (
 """The options that have a flag; all others are given by --set and in files."""
 
 _OF_PARTITION = "partition."
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+"""The flag of a command that runs no method."""
 
 Level = Literal["low", "median", "high", "own"]
 
@@ -305,8 +309,11 @@ def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     # A flag that a file may set can be taken back.
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and default is not False else flag]
     short = [option.short] if option.short else []
-    about = typer.Option(*flags, *short, help=shown_help(option, choice.default), rich_help_panel=option.panel)
-    annotation: Any = Annotated[kind if default is False else kind | None, about]
+    nothing = option.preset or choice.default in (None, MISSING) or choice.default is False
+    unset = option.unset or ("" if nothing else str(choice.default))
+    about = f"{option.help} Default: {unset}." if unset else option.help
+    asked = typer.Option(*flags, *short, help=about, rich_help_panel=option.panel)
+    annotation: Any = Annotated[kind if default is False else kind | None, asked]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import command_app
+from sparsekit_fl.cli.options import AsJson, command_app
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def _predict(
     best: Best = False,
     model: Model = None,
     output: Annotated[Path | None, typer.Option(help="Write the raw outputs to this .npy file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict with the global model of a run, or with that of a client.
 
@@ -77,9 +77,8 @@ def _predict(
         typer.echo(json.dumps(rows, indent=1))
         return
     console = Console()
-    table = Table(
-        "example", *rows[0], title=f"{'global model' if which == 'global' else which if best else f'client {client}'}"
-    )
+    title = {"global": "global model", "best": "best"}.get(str(which), f"client {client}")
+    table = Table("example", *rows[0], title=title)
     for place, row in enumerate(rows[:_MOST_ROWS]):
         table.add_row(str(place), *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
@@ -109,7 +108,7 @@ def _export(
     pt2: Annotated[bool, typer.Option("--pt2", help="Write a program of torch.export.")] = False,
     to: Annotated[Path | None, typer.Option(help="The file. Default: beside the model, in OUT/models.")] = None,
     model: Model = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Export the global model of a run, or that of a client, for devices without Python."""
     from sparsekit_fl.results.saved import example_inputs_of, export_model, load_model, model_file

@@ -25,21 +25,11 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
 """
 
-Aggregation = Literal["mean", "trimmed-mean", "median", "norm-clipped"]
-"""Names of the rules by which the server combines changes."""
-
 Upload = Literal["float32", "bfloat16"]
 """What changes are sent as."""
 
 Amp = Literal["off", "bfloat16", "float16"]
 """In which data type forward passes are computed."""
-
-ServerOptimizerName = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
-"""What the server can do with the combined change."""
-
-AsyncClock = Literal["simulated", "wall"]
-"""What decides who comes in first in asynchronous rounds."""
-
 
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
@@ -181,7 +171,7 @@ class RunConfig(Checked):
     lr_gamma: Annotated[float, Field(gt=0, le=1), Option("For step: factor on the learning rate.", TRAIN)] = 0.1
     lr_end: Annotated[Share, Option("For linear and cosine: the last learning rate, over the first.", TRAIN)] = 0.0
     server_optimizer: Annotated[
-        ServerOptimizerName,
+        Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"],
         Option(
             "What the server does with the combined change: adds it (none), or takes it for a gradient: fedavgm, fedadam,"
             " fedyogi or fedadagrad.",
@@ -218,7 +208,7 @@ class RunConfig(Checked):
         NonNegative, Option("An update that is s rounds old counts (1 + s)^-a, and this is a.", SERVER)
     ] = 0.5
     async_clock: Annotated[
-        AsyncClock | None,
+        Literal["simulated", "wall"] | None,
         Option(
             "What decides who comes in first: the clients' simulated speeds, with the same bits on any engine, or the wall"
             " clock, on Flower's nodes alone.",
@@ -236,7 +226,7 @@ class RunConfig(Checked):
         ),
     ] = None
     aggregation: Annotated[
-        Aggregation,
+        Literal["mean", "trimmed-mean", "median", "norm-clipped"],
         Option(
             "How changes are combined: by the method's own mean, or by a Byzantine-robust rule: trimmed-mean, median or"
             " norm-clipped.",
@@ -286,21 +276,13 @@ class RunConfig(Checked):
         if self.min_replies is not None and self.min_replies > self.cohort:
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
         self._check_features()
-        self._check_privacy()
-        self._check_server()
-
-    def _check_features(self) -> None:
-        """Refuse an option that has no effect; its default passes, since a saved run has them all."""
-        for choice in choices(RunConfig):
-            feature, values = _BELONGS.get(choice.name, ("", ()))
-            if not feature or choice.is_default(getattr(self, choice.name)):
-                continue
-            found = getattr(self, feature)
-            if found is None or (values and found not in values):
-                allowed = " " + " or ".join(map(repr, values)) if values else ""
-                raise InvalidValueError(f"{choice.name} belongs to {feature}{allowed}, got {found!r}; leave it out")
-
-    def _check_server(self) -> None:
+        if self.dp_clip is not None and self.dp_noise is None:
+            raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
+        if self.dp_clip is not None and self.aggregation != "mean":
+            raise InvalidValueError(
+                f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
+                " more than the noise hides, and dp_clip clips norms itself"
+            )
         if self.async_buffer is not None and self.async_buffer > self.cohort:
             raise InvalidValueError(
                 f"async_buffer must be at most cohort ({self.cohort}), the number of clients that train at a time, got"
@@ -312,16 +294,16 @@ class RunConfig(Checked):
                 " the accountant does not count on"
             )
 
-    def _check_privacy(self) -> None:
-        if self.dp_clip is None:
-            return
-        if self.dp_noise is None:
-            raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
-        if self.aggregation != "mean":
-            raise InvalidValueError(
-                f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
-                " more than the noise hides, and dp_clip clips norms itself"
-            )
+    def _check_features(self) -> None:
+        """Refuse an option that has no effect; its default passes, since a saved run has them all."""
+        for choice in choices(RunConfig):
+            feature, values = _BELONGS.get(choice.name, ("", ()))
+            if not feature or choice.is_default(getattr(self, choice.name)):
+                continue
+            found = getattr(self, feature)
+            if found is None or (values and found not in values):
+                allowed = " " + " or ".join(map(repr, values)) if values else ""
+                raise InvalidValueError(f"{choice.name} belongs to {feature}{allowed}, got {found!r}; leave it out")
 
     def round_factor(self, round: int) -> float:
         """Return the factor on the learning rate in a round, counted from 1: `lr_decay` times the schedule."""

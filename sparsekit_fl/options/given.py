@@ -7,12 +7,13 @@ text. The command line and Flower's run configuration offer them all, beside the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin
 
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.options.checked import Choice, choices
+from sparsekit_fl.options.values import members
 
 WHAT, TRAIN, HOW = "What is run", "How clients train", "How it is run"
 SERVER = "Who trains, and what the server does"
@@ -42,17 +43,15 @@ class Option:
 
 def options(*kinds: type) -> dict[str, tuple[Choice, Option]]:
     """The options of classes that have a panel, by name."""
-    tables = [kind.table.values() if hasattr(kind, "table") else choices(kind) for kind in kinds]
-    known: list[Choice] = [choice for table in tables for choice in table]
+    known = [choice for kind in kinds for choice in (kind.table.values() if hasattr(kind, "table") else choices(kind))]
     found = {choice.name: (choice, choice.note(Option)) for choice in known}
     return {name: (choice, option) for name, (choice, option) in found.items() if option is not None and option.panel}
 
 
 def plain_type(hint: Any) -> type:
     """The type that a value has on a command line: `Annotated[int, …] | None` is int, and a choice of words is str."""
-    while get_origin(hint) in (Annotated, Union, UnionType):
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    return str if get_origin(hint) is Literal else hint
+    kind = next(kind for kind in members(hint) if kind is not NoneType)
+    return str if get_origin(kind) is Literal else kind
 
 
 class Given:
@@ -126,10 +125,3 @@ class Given:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-
-def shown_help(option: Option, default: object) -> str:
-    """The help text with what is taken where no value is given."""
-    nothing = option.preset or default is None or default is MISSING or default is False
-    unset = option.unset or ("" if nothing else str(default))
-    return f"{option.help} Default: {unset}." if unset else option.help

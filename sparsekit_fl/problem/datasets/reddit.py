@@ -48,18 +48,12 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
 
 
 def _texts(sample: Any, answer: Any, what: str) -> list[list[str]]:
-    if isinstance(sample, str):
-        chunks = [sample.split()]
-    elif isinstance(sample, list) and all(isinstance(word, str) for word in sample):
-        chunks = [list(sample)]
-    elif isinstance(sample, list) and all(isinstance(chunk, list) for chunk in sample):
-        chunks = [[word for word in chunk if isinstance(word, str)] for chunk in sample]
-        if [len(chunk) for chunk in chunks] != [len(chunk) for chunk in sample]:
-            raise DataError(f"{what}: a chunk of x holds something else than words; x must hold words, not token ids")
-    else:
-        raise DataError(f"{what}: a sample of x must be a text, a list of words or a list of lists of words")
+    words = sample.split() if isinstance(sample, str) else sample
+    chunks = words if isinstance(words, list) and all(isinstance(chunk, list) for chunk in words) else [words]
+    if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
+        raise DataError(f"{what}: a sample of x must be a text, a list of words or a list of lists of words, not token ids")
     if isinstance(answer, str) and chunks:
-        chunks[-1].append(answer)
+        chunks = [*chunks[:-1], [*chunks[-1], answer]]
     return [[word for word in chunk if word not in _MARKS] for chunk in chunks]
 
 
