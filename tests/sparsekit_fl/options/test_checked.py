@@ -9,16 +9,7 @@ import pytest
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.options.checked import (
-    Checked,
-    Count,
-    Fraction,
-    Hint,
-    NonNegative,
-    Positive,
-    Ratio,
-    Share,
-)
+from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, Positive, Ratio, Share
 
 if TYPE_CHECKING:
     from nowhere import Unknown

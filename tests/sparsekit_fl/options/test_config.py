@@ -10,16 +10,6 @@ from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.options.config import _BELONGS, HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
-FULL = RunConfig(
-    rounds=7,
-    cohort=3,
-    training=TrainingConfig(lr=8, momentum=0.5, clip=1.0),
-    seed=4,
-    capability="dynamic",
-    capability_levels=(1.0, 0.5),
-    lr_decay=0.998,
-)
-
 
 def test_levels_of_heterogeneity_are_those_of_the_paper():
     assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
@@ -28,11 +18,18 @@ def test_levels_of_heterogeneity_are_those_of_the_paper():
 
 def test_plain_values_are_read():
     text = (
-        'rounds = 7\ncohort = 3\nseed = 4\ncapability = "dynamic"\ncapability_levels = [1.0, 0.5]\n'
-        "lr_decay = 0.998\n"
+        'rounds = 7\ncohort = 3\nseed = 4\ncapability = "dynamic"\ncapability_levels = [1.0, 0.5]\nlr_decay = 0.998\n'
         "[training]\nlr = 8\nmomentum = 0.5\nclip = 1.0\n"
     )
-    assert RunConfig.from_dict(tomllib.loads(text)) == FULL
+    assert RunConfig.from_dict(tomllib.loads(text)) == RunConfig(
+        rounds=7,
+        cohort=3,
+        training=TrainingConfig(lr=8, momentum=0.5, clip=1.0),
+        seed=4,
+        capability="dynamic",
+        capability_levels=(1.0, 0.5),
+        lr_decay=0.998,
+    )
 
 
 def test_unknown_keys_name_the_nearest():
@@ -55,32 +52,22 @@ def test_unknown_keys_name_the_nearest():
             {"rounds": 1, "capability_levels": ()},
             r"capability_levels must be one or more values, each in \(0, 1\], or None, got \(\); None keeps each client's own",
         ),
-        (
-            {"rounds": 1, "capability_levels": (0.0,)},
-            r"capability_levels must be one or more values, each in \(0, 1\], or None, got \(0.0,\)",
-        ),
+        ({"rounds": 1, "capability_levels": (0.0,)}, r"capability_levels must be .* got \(0.0,\)"),
         ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number >= 0, got nan"),
         ({"rounds": 1, "training": {"lr": -1}}, "lr must be a finite number >= 0, got -1"),
         ({"rounds": 1, "training": {"batch_size": 0}}, "batch_size"),
         ({"rounds": 1, "training": {"momentum": 1.0}}, "momentum"),
         ({"rounds": 1, "training": {"clip": 0.0}}, "clip must be a finite number > 0, or None, got 0.0"),
+        ({"rounds": 1, "training": 1.0}, "training must be a TrainingConfig, got float"),
+        ({"rounds": 1, "min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
+        ({"rounds": 1, "dp_clip": 1.0}, "dp_clip needs dp_noise"),
+        ({"rounds": 1, "dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean'"),
         ({}, "lacks 'rounds'"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):
     with pytest.raises(InvalidValueError, match=message):
         RunConfig.from_dict(options)
-
-
-def test_combinations_that_contradict_each_other_are_refused():
-    for given, message in (
-        ({"min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
-        ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
-        ({"dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean'"),
-        ({"training": {"lr": 1.0}}, "training must be a TrainingConfig, got dict"),
-    ):
-        with pytest.raises(InvalidValueError, match=message):
-            RunConfig(rounds=1, **given)
 
 
 GIVEN = {

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from sparsekit.cli.main import execute
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
@@ -17,27 +18,18 @@ from sparsekit_fl.problem.partition.flower import flower_partition
 datasets = pytest.importorskip("datasets", reason="datasets is not installed; pip install 'sparsekit-torch[data]'")
 
 
-def pictures(count, *, sizes=((8, 8), (12, 9)), seed=0):
+def pictures(count, *, seed=0):
     rng = np.random.default_rng(seed)
-    rows = {"image": [], "label": [], "writer": []}
+    images = []
     for row in range(count):
-        label = row % 3
-        pixels = rng.integers(0, 60, (*sizes[row % len(sizes)], 3), dtype=np.uint8)
-        pixels[..., label] += 150
-        rows["image"].append(pixels)
-        rows["label"].append(label)
-        rows["writer"].append(f"w{row % 4}")
-    from PIL import Image
-
-    rows["image"] = [Image.fromarray(pixels) for pixels in rows["image"]]
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "label": datasets.ClassLabel(names=["red", "green", "blue"]),
-            "writer": datasets.Value("string"),
-        }
+        pixels = rng.integers(0, 60, (*((8, 8), (12, 9))[row % 2], 3), dtype=np.uint8)
+        pixels[..., row % 3] += 150
+        images.append(Image.fromarray(pixels))
+    label, writer = datasets.ClassLabel(names=["red", "green", "blue"]), datasets.Value("string")
+    return datasets.Dataset.from_dict(
+        {"image": images, "label": [row % 3 for row in range(count)], "writer": [f"w{row % 4}" for row in range(count)]},
+        features=datasets.Features({"image": datasets.Image(), "label": label, "writer": writer}),
     )
-    return datasets.Dataset.from_dict(rows, features=features)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +101,12 @@ def test_the_command_line_runs_both_with_augmentation(folder, capsys):
         f"hf:{folder}?size=8",
         "--partition",
         "flwr:Dirichlet",
-        "--set",
-        "partition.alpha=5.0",
+        "--clients",
+        "3",
+        "--cohort",
+        "2",
     ]
-    more = ["--set", "augment=crop:1,flip", "--rounds", "1", "--clients", "3", "--cohort", "2", "--workers", "1", "--json"]
+    more = ["--set", "partition.alpha=5.0", "--set", "augment=crop:1,flip", "--rounds", "1", "--workers", "1", "--json"]
     assert execute([*line, *more]) == 0, capsys.readouterr().err
     raw = json.loads(capsys.readouterr().out)
     assert raw["config"]["experiment"]["augment"] == "crop:1,flip"

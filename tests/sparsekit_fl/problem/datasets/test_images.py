@@ -39,16 +39,6 @@ def write_mnist(root: Path, folder: str = "mnist") -> None:
     write(root / folder / "test.parquet", [encoded("L", 28, 40)], [3])
 
 
-def test_pictures_and_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    source: DataSource = datasets["mnist"](str(tmp_path))
-    assert source.train.inputs[0].shape == (3, 1, 28, 28)
-    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
-    assert source.train.labels().tolist() == [1, 0, 9]
-    assert source.test is not None
-    assert source.test.labels().tolist() == [3]
-
-
 class TestMnistContract(DatasetContract):
     @pytest.fixture(autouse=True)
     def _files(self, tmp_path: Path) -> None:
@@ -56,7 +46,15 @@ class TestMnistContract(DatasetContract):
         write_mnist(tmp_path)
 
     def make_source(self) -> DataSource:
-        return datasets["mnist"](self.root)
+        return datasets["mnist"](str(self.root))
+
+    def test_pictures_and_labels_come_in_the_order_of_the_file(self) -> None:
+        source = self.make_source()
+        assert source.train.inputs[0].shape == (3, 1, 28, 28)
+        assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
+        assert source.train.labels().tolist() == [1, 0, 9]
+        assert source.test is not None
+        assert source.test.labels().tolist() == [3]
 
 
 @pytest.mark.parametrize("folder", ["tiny-imagenet", "tiny_imagenet"])
