@@ -11,19 +11,18 @@ from sparsekit_fl.problem.metrics import IGNORED, TokenAccuracy, accuracy, cross
 SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
 
 
-def test_accuracy_is_right_predictions_and_their_number() -> None:
-    right, counted = accuracy(SCORES, torch.tensor([0, 0, 0]))
-    assert (int(right), int(counted)) == (2, 3)
-
-
-def test_accuracy_of_sequences_counts_tokens_and_skips_padding() -> None:
-    right, counted = accuracy(SCORES[None], torch.tensor([[0, 1, IGNORED]]))
-    assert (int(right), int(counted)) == (2, 2)
-
-
-def test_unknown_words_count_as_asked_for_but_never_as_right() -> None:
-    right, counted = TokenAccuracy(never_right=(1,))(SCORES[None], torch.tensor([[0, 1, IGNORED]]))
-    assert (int(right), int(counted)) == (1, 2)
+@pytest.mark.parametrize(
+    ("metric", "outputs", "targets", "expected"),
+    [
+        (accuracy, SCORES, [0, 0, 0], (2, 3)),
+        (accuracy, SCORES[None], [[0, 1, IGNORED]], (2, 2)),
+        (TokenAccuracy(never_right=(1,)), SCORES[None], [[0, 1, IGNORED]], (1, 2)),
+    ],
+    ids=["labels", "tokens without padding", "unknown words are never right"],
+)
+def test_accuracy_is_right_predictions_and_their_number(metric, outputs, targets, expected) -> None:
+    right, counted = metric(outputs, torch.tensor(targets))
+    assert (int(right), int(counted)) == expected
 
 
 def test_sums_of_batches_equal_the_whole() -> None:

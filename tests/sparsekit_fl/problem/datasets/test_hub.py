@@ -94,19 +94,8 @@ def test_partitioners_of_flower_deal_every_example_once(name, options, folder):
 
 def test_the_command_line_runs_both_with_augmentation(folder, capsys):
     pytest.importorskip("flwr_datasets")
-    line = [
-        "run",
-        "fedavg",
-        "--dataset",
-        f"hf:{folder}?size=8",
-        "--partition",
-        "flwr:Dirichlet",
-        "--clients",
-        "3",
-        "--cohort",
-        "2",
-    ]
-    more = ["--set", "partition.alpha=5.0", "--set", "augment=crop:1,flip", "--rounds", "1", "--workers", "1", "--json"]
+    line = ["run", "fedavg", "--dataset", f"hf:{folder}?size=8", "--partition", "flwr:Dirichlet", "--clients", "3"]
+    more = ["--set", "partition.alpha=5.0", "--set", "augment=crop:1,flip", "--rounds", "1", "--cohort", "2", "--json"]
     assert execute([*line, *more]) == 0, capsys.readouterr().err
     raw = json.loads(capsys.readouterr().out)
     assert raw["config"]["experiment"]["augment"] == "crop:1,flip"

@@ -46,7 +46,7 @@ class TestShakespeareContract(DatasetContract):
     def _files(self, tmp_path: Path) -> None:
         (tmp_path / "tinyshakespeare").mkdir()
         (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
-        self.root = tmp_path
+        self.root = str(tmp_path)
 
     def make_source(self) -> DataSource:
         return datasets["shakespeare"](self.root)
@@ -76,15 +76,12 @@ class TestRedditContract(DatasetContract):
     def make_source(self) -> DataSource:
         return datasets["reddit"](self.root)
 
-
-def test_leaf_chunks_texts_and_next_words_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(leaf(USERS))
-    assert read_leaf([path]) == {
-        "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
-        "bob": [["good", "morning", "all", "folks"], ["see", "you"]],
-        "cat": [["just", "words"]],
-    }
+    def test_leaf_chunks_texts_and_next_words_are_read(self) -> None:
+        assert read_leaf([self.root / "reddit" / "train" / "part.json"]) == {
+            "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
+            "bob": [["good", "morning", "all", "folks"], ["see", "you"]],
+            "cat": [["just", "words"]],
+        }
 
 
 @pytest.mark.parametrize(

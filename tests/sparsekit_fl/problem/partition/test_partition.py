@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -37,35 +40,32 @@ def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> DataSource:
     )  # fmt: skip
 
 
-class TestPathologicalContract(PartitionContract):
-    def make_source(self) -> DataSource:
-        return pictures()
+class Dealt(PartitionContract):
+    make_source = staticmethod(pictures)
+
+    def deal(self, source: DataSource, **options: Any) -> list[ClientData]:
+        return dirichlet(source, **options)
 
     def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        return pathological(source, clients=clients, rng=rng, images_per_class=10)
+        return self.deal(source, clients=clients, rng=rng)
 
 
-class TestDirichletContract(PartitionContract):
-    def make_source(self) -> DataSource:
-        return pictures()
-
-    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        return dirichlet(source, clients=clients, rng=rng)
+class TestDirichletContract(Dealt):
+    pass
 
 
-class TestNaturalContract(PartitionContract):
-    def make_source(self) -> DataSource:
-        return texts()
+class TestPathologicalContract(Dealt):
+    deal = staticmethod(partial(pathological, images_per_class=10))
 
-    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        return natural(source, clients=clients, rng=rng)
+
+class TestNaturalContract(Dealt):
+    make_source = staticmethod(texts)
+    deal = staticmethod(natural)
 
 
 class TestRandomNaturalContract(TestNaturalContract):
     clients = 2
-
-    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        return natural(source, clients=clients, rng=rng, choose="random")
+    deal = staticmethod(partial(natural, choose="random"))
 
 
 def test_the_last_tenth_is_held_out() -> None:
