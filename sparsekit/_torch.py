@@ -13,54 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.modules import batchnorm, conv, dropout, instancenorm
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = [
-    "ConvNd",
-    "DispatchMode",
-    "DropoutNd",
-    "InstanceNorm",
-    "NormBase",
-    "ParametrizedOrthogonal",
-    "ParametrizedSpectralNorm",
-    "ParametrizedWeightNorm",
-    "buffers_of",
-    "channel_axis",
-    "eager",
-    "flat_weights",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_sub",
-    "foreach_zero_",
-    "identity",
-    "in_transform",
-    "is_exporting",
-    "is_transformed",
-    "operator_packet",
-    "operator_schema",
-    "parameters_of",
-    "pre_hooks",
-    "refresh_flat_weights",
-    "reset_flat_weights",
-    "set_packed_projections",
-    "storage_id",
-    "tree_leaves",
-    "tree_map_only",
-    "without_compiler",
-    "without_fast_path",
-]
-
+NormBase = batchnorm._NormBase
+ConvNd = conv._ConvNd
+DropoutNd = dropout._DropoutNd
+InstanceNorm = instancenorm._InstanceNorm
 ParametrizedWeightNorm = parametrizations._WeightNorm
 ParametrizedSpectralNorm = parametrizations._SpectralNorm
 ParametrizedOrthogonal = parametrizations._Orthogonal

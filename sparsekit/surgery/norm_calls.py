@@ -74,10 +74,26 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None:
-        y = y * weight
-    return y if bias is None else y + bias
+def _norm(
+    name: str, x: Tensor, first: int, weight: Tensor | None, bias: Tensor | None, eps: float | None, *, centre: bool = True
+) -> NormCall:
+    """A norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis 1."""
+    dims = tuple(range(first, x.dim()))
+
+    def over(mask: Tensor) -> Tensor:
+        values = _working(x)
+        if centre:
+            values = values - _mean(values, dims, mask)
+        small = torch.finfo(values.dtype).eps if eps is None else eps
+        y = values * torch.rsqrt(_mean(values.square(), dims, mask) + small)
+        scale, shift = weight, bias
+        if name == "group_norm":
+            column = (1, -1, *([1] * (x.dim() - 2)))
+            scale, shift = (None if t is None else t.reshape(column) for t in (weight, bias))
+        y = y if scale is None else y * scale
+        return (y if shift is None else y + shift).to(_result_dtype(x))
+
+    return NormCall(name, x, dims, weight, bias, over)
 
 
 def _layer_norm(
@@ -88,32 +104,13 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,  # noqa: ARG001
 ) -> NormCall:
-    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
-
-    def over(mask: Tensor) -> Tensor:
-        x = _working(input)
-        centred = x - _mean(x, dims, mask)
-        y = centred * torch.rsqrt(_mean(centred.square(), dims, mask) + eps)
-        return _scaled(y, weight, bias).to(_result_dtype(input))
-
-    return NormCall("layer_norm", input, dims, weight, bias, over)
+    return _norm("layer_norm", input, input.dim() - len(normalized_shape), weight, bias, eps)
 
 
 def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> NormCall:
-    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
-
-    def over(mask: Tensor) -> Tensor:
-        x = _working(input)
-        small = torch.finfo(x.dtype).eps if eps is None else eps
-        y = x * torch.rsqrt(_mean(x.square(), dims, mask) + small)
-        return _scaled(y, weight, None).to(_result_dtype(input))
-
-    return NormCall("rms_norm", input, dims, weight, None, over)
+    return _norm("rms_norm", input, input.dim() - len(normalized_shape), weight, None, eps, centre=False)
 
 
 def _group_norm(
@@ -124,19 +121,8 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,  # noqa: ARG001
 ) -> NormCall | None:
-    if num_groups != 1:
-        return None  # whole norm groups are units, see the handler of the operator
-    dims = tuple(range(1, input.dim()))
-
-    def over(mask: Tensor) -> Tensor:
-        x = _working(input)
-        centred = x - _mean(x, dims, mask)
-        y = centred * torch.rsqrt(_mean(centred.square(), dims, mask) + eps)
-        column = (1, -1, *([1] * (x.dim() - 2)))
-        scale, shift = (None if t is None else t.reshape(column) for t in (weight, bias))
-        return _scaled(y, scale, shift).to(_result_dtype(input))
-
-    return NormCall("group_norm", input, dims, weight, bias, over)
+    # With more groups, whole norm groups are units, see the handler of the operator.
+    return _norm("group_norm", input, 1, weight, bias, eps) if num_groups == 1 else None
 
 
 def _dims(x: Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:

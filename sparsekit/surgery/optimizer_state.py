@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
@@ -262,47 +263,42 @@ def remap_optimizer(
             "LBFGS keeps a history of whole steps, which cannot follow a cut; make a new LBFGS over the new model's"
             " parameters, or use an optimiser with state per entry, such as SGD or Adam"
         )
-    pairs = _Pairs(graph, old, new, old_mask, new_mask)
+    before, after = _axes(graph, old, old_mask, "old"), _axes(graph, new, new_mask, "new")
+    entries = named_entries(new)
+    successors: dict[int, tuple[str, Tensor]] = {}
+    for name, entry in named_entries(old).items():
+        successors.setdefault(id(entry), (name, entries[name]))
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(parameter) in pairs.names for parameter in held):
+    ours = [parameter for parameter in held if id(parameter) in successors]
+    if not ours:
         raise InvalidValueError(
             f"the optimiser steps no parameter of the old {type(old).__name__}; pass the model that it was made for"
         )
-    saved = SavedState(graph.shapes, [parameter for parameter in held if id(parameter) in pairs.names], entering)
+    saved = SavedState(graph.shapes, ours, entering)
     found: dict[nn.Parameter, dict[str, Any]] = {}
     remembered: OptimizerState = {}
-    for parameter in held:  # all is computed before anything is changed
-        if id(parameter) in pairs.names and optimizer.state.get(parameter):
-            name = pairs.names[id(parameter)]
-            found[parameter], remembered[name] = _remapped(optimizer, pairs, parameter, name, saved)
+    for parameter in ours:  # all is computed before anything is changed
+        if not optimizer.state.get(parameter):
+            continue
+        name, successor = successors[id(parameter)]
+        if lost := other_state(optimizer, parameter, parameter.shape):
+            raise InvalidValueError(
+                f"{type(optimizer).__name__} keeps {lost[0]!r} of {name!r} in another shape than the parameter, so it cannot"
+                " follow a change of mask; make a new optimiser over the new model's parameters"
+            )
+        state = found[parameter] = dict(optimizer.state[parameter])
+        weights = functools.partial(_expanded, successor.detach(), graph.shapes[name], after[name])
+        for kind, value in state_of_shape(optimizer, parameter):
+            dense = scatter_(value.detach(), saved.dense(optimizer, name, kind, value, weights), before[name])
+            narrow = gather(dense, after[name])
+            state[kind] = (narrow.clone() if narrow is dense else narrow).to(successor.device)
+            remembered.setdefault(name, {})[kind] = dense
     for group in optimizer.param_groups:
-        group["params"] = [pairs.successor(parameter) for parameter in group["params"]]
+        group["params"] = [successors[id(p)][1] if id(p) in successors else p for p in group["params"]]
     for parameter, state in found.items():
         del optimizer.state[parameter]
-        optimizer.state[pairs.successor(parameter)] = state
-    return {name: state for name, state in remembered.items() if state}
-
-
-class _Pairs:
-    """Which parameter of the new model follows which of the old one, and where both lie in the dense model."""
-
-    def __init__(
-        self, graph: UnitGraph, old: nn.Module, new: nn.Module, old_mask: UnitMask | None, new_mask: UnitMask | None
-    ) -> None:
-        self.shapes = graph.shapes
-        self.before = _axes(graph, old, old_mask, "old")
-        self.after = _axes(graph, new, new_mask, "new")
-        entries = named_entries(new)
-        self.names: dict[int, str] = {}
-        self._successors: dict[int, Tensor] = {}
-        for name, entry in named_entries(old).items():
-            if id(entry) not in self.names:
-                self.names[id(entry)] = name
-                self._successors[id(entry)] = entries[name]
-
-    def successor(self, parameter: nn.Parameter) -> Tensor:
-        """What to step instead; parameters of other modules stay."""
-        return self._successors.get(id(parameter), parameter)
+        optimizer.state[successors[id(parameter)][1]] = state
+    return remembered
 
 
 def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str) -> dict[str, Axes]:
@@ -314,25 +310,6 @@ def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str)
     return {name: cut_axes(dense, indices.get(name, {})) for name, dense in graph.shapes.items()}
 
 
-def _remapped(
-    optimizer: Optimizer, pairs: _Pairs, parameter: nn.Parameter, name: str, saved: SavedState
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of one parameter for its successor, and the dense state of that entry."""
-    if lost := other_state(optimizer, parameter, parameter.shape):
-        raise InvalidValueError(
-            f"{type(optimizer).__name__} keeps {lost[0]!r} of {name!r} in another shape than the parameter, so it cannot"
-            " follow a change of mask; make a new optimiser over the new model's parameters"
-        )
-    state = dict(optimizer.state[parameter])
-    remembered: dict[str, Tensor] = {}
-    successor = pairs.successor(parameter).detach()
-    device = successor.device
-
-    def weights() -> Tensor:
-        return scatter_(successor, successor.new_zeros(pairs.shapes[name]), pairs.after[name])
-
-    for kind, value in state_of_shape(optimizer, parameter):
-        remembered[kind] = scatter_(value.detach(), saved.dense(optimizer, name, kind, value, weights), pairs.before[name])
-        narrow = gather(remembered[kind], pairs.after[name])
-        state[kind] = (narrow.clone() if narrow is remembered[kind] else narrow).to(device)
-    return state, remembered
+def _expanded(narrow: Tensor, shape: torch.Size, axes: Axes) -> Tensor:
+    """The dense tensor with zeros where `narrow` has no entries."""
+    return scatter_(narrow, narrow.new_zeros(shape), axes)

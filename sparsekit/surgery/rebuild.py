@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,49 +53,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         if name in tensors and id(own) not in memo:
             new = tensors[name].detach()
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
-    _copy_plain_modules(model, memo)
     return copy.deepcopy(model, memo)
-
-
-_PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
-
-
-def _copy_plain_modules(model: nn.Module, memo: dict[int, object]) -> None:
-    """Copy modules that use the copy protocol of `nn.Module` as deepcopy would, and enter the copies into `memo`.
-
-    A module is mostly a dozen empty tables of hooks, each of which deepcopy would rebuild the long way.
-    """
-    for module in reversed(list(model.modules())):  # children first, so that their parents find them in `memo`
-        kind = type(module)
-        plain = all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _PROTOCOL)
-        if id(module) in memo or not plain or kind in copyreg.dispatch_table:
-            continue
-        state: object = module.__getstate__()
-        if type(state) is dict:
-            twin = memo[id(module)] = kind.__new__(kind)
-            twin.__setstate__({name: _copied(value, memo) for name, value in state.items()})
-
-
-def _copied(value: Any, memo: dict[int, object]) -> Any:
-    kind = type(value)
-    if kind in _ATOMS or (kind is tuple and all(type(item) in _ATOMS for item in value)):
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind is OrderedDict and not value and not vars(value):
-        memo[id(value)] = OrderedDict()
-    elif kind is set and not value:
-        memo[id(value)] = set()
-    elif kind is dict and all(type(key) is str for key in value):
-        twin: dict[str, Any] = {}
-        memo[id(value)] = twin
-        twin.update((key, _copied(item, memo)) for key, item in value.items())
-    else:
-        return copy.deepcopy(value, memo)
-    return memo[id(value)]
-
-
-_ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format | None:
