@@ -135,7 +135,7 @@ the state of an optimiser does not follow the mask, it is .06 to .46 (a test bre
 {beside}
 
 **A fault of torch** was found on the way: `torch.optim.SGD(fused=True)` of torch 2.13 on a CPU leaves most entries of bfloat16
-and float16 parameters unchanged, without a word. `sparsekit/training/fused_kernels.py` tries the kernel once for each dtype
+and float16 parameters unchanged, without a word. `sparsekit/training/optimizer_hooks.py` tries the kernel once for each dtype
 and device, and refuses it where it fails.
 
 ```

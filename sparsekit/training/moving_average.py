@@ -93,8 +93,5 @@ class MovingAverage:
 
 def _wide(tensor: Tensor) -> Tensor:
     """A copy in which small changes count: steps of 1/1000 vanish in bfloat16."""
-    return (
-        tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        if tensor.is_floating_point()
-        else tensor.clone()
-    )
+    dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(dtype, copy=True)

@@ -30,17 +30,19 @@ from sparsekit.surgery.optimizer_state import (
     other_state,
     state_of_shape,
 )
-from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
+from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
-from sparsekit.training.slots import EntrySlots, GroupSlots, build_slots
+from sparsekit.training.slots import EntrySlots, build_slots, moves_to
 
 
 class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
 
-    def __init__(self, names: list[str], owner: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+    def __init__(self, key: str, names: list[str], owner: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+        self.key = key
+        """The name under which units touch it, if they do under one."""
         self.names = names
         self.owner = owner
         self.attribute = attribute
@@ -72,20 +74,18 @@ class _Entry:
             self.parameter.grad = None
 
 
-def _find_entries(module: nn.Module) -> list[_Entry]:
-    state = module.state_dict(keep_vars=True)
-    entries: dict[int, _Entry] = {}
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if id(tensor) in entries:
-            entries[id(tensor)].names.append(name)
-            continue
-        owner_name, _, attribute = name.rpartition(".")
+def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
+    names: dict[int, list[str]] = {}
+    tensors = named_entries(module)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    entries = []
+    for own in names.values():
+        tensor, (owner, _, attribute) = tensors[own[0]], own[0].rpartition(".")
+        key = next((name for name in own if name in graph.slices_of), own[0])
         parameter = tensor if isinstance(tensor, nn.Parameter) else None
-        entries[id(tensor)] = _Entry([name], modules[owner_name], attribute, parameter)
-    return list(entries.values())
+        entries.append(_Entry(key, own, module.get_submodule(owner), attribute, parameter))
+    return entries
 
 
 class _Moving(NamedTuple):
@@ -113,12 +113,12 @@ class NarrowModel:
         self.graph = graph
         self.module = copy_with(model, {})
         guard_convolutions(self.module, wide=True)
-        self._entries = _find_entries(self.module)
-        self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
+        self._entries = _find_entries(self.module, graph)
+        self._touched = [entry for entry in self._entries if entry.key in graph.slices_of]
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()
         self._saved = SavedState(graph.shapes, self.parameters())
-        self._groups: dict[str, GroupSlots] = {}
+        self._units: dict[str, Tensor] = {}
         self._slots: dict[str, EntrySlots] = {}
         self.version = 0
         """Counts loads and remasks: compare it to see whether something cached about the slots is still true."""
@@ -143,7 +143,7 @@ class NarrowModel:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """State-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
-        return {self._key(entry): entry.parameter for entry in self._entries if entry.parameter is not None}
+        return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def slots(self, name: str) -> EntrySlots:
         """Return the dense positions of a narrow entry; `name` is the state-dict key of an entry that units touch."""
@@ -151,19 +151,16 @@ class NarrowModel:
 
     def group_units(self, group: str) -> Tensor:
         """int64 (kept,): the unit in each slot of `group`, in slot order."""
-        return self._groups[group].units
+        return self._units[group]
 
     def tensors(self) -> Iterator[tuple[str, list[str], Tensor]]:
         """(key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
         for entry in self._entries:
-            yield self._key(entry), entry.names, entry.tensor if entry.parameter is None else entry.parameter
-
-    def _key(self, entry: _Entry) -> str:
-        return next((name for name in entry.names if name in self.graph.slices_of), entry.names[0])
+            yield entry.key, entry.names, entry.tensor if entry.parameter is None else entry.parameter
 
     def slot_order(self) -> dict[str, Tensor]:
         """Group name → int64 (kept,): the unit in each slot, the order in which optimiser state lies."""
-        return {name: group.units.clone() for name, group in self._groups.items()}
+        return {name: units.clone() for name, units in self._units.items()}
 
     def saved_state(self) -> OptimizerState:
         """Return what dropped units left behind of their optimiser state: state-dict key → name → dense tensor."""
@@ -200,7 +197,7 @@ class NarrowModel:
         self.graph.check_state(state)
         mask = UnitMask.full(self.graph) if mask is None else mask
         mask.check(self.graph)
-        self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
+        self._dense = {entry.key: state[entry.key].detach() for entry in self._entries}
         self._owned = set()
         self._saved = SavedState(self.graph.shapes, self.parameters(), unclaimed=saved)
         self._place(mask, order)
@@ -208,8 +205,8 @@ class NarrowModel:
 
     def _place(self, mask: UnitMask, order: Mapping[str, Tensor] | None = None) -> None:
         """Give every kept unit a slot, in ascending order unless another is given."""
-        groups, slots = build_slots(self.graph, mask, order)
-        self.mask, self._groups, self._slots = mask, groups, slots
+        self._units, self._slots = build_slots(self.graph, mask, order)
+        self.mask = mask
         self.version += 1
         self.layout += 1
 
@@ -217,7 +214,7 @@ class NarrowModel:
         """Replace every narrow entry by what the dense copy holds for its slots."""
         changed = set()
         for entry in self._entries:
-            key = self._key(entry)
+            key = entry.key
             device = entry.tensor.device
             dense = self._dense[key] = self._dense[key].to(device=device, dtype=entry.tensor.dtype)
             narrow = self._slots[key].gather(dense) if key in self._slots else dense.clone()
@@ -267,8 +264,8 @@ class NarrowModel:
         shapes = {id(entry): entry.tensor.shape for entry in self._touched}
         for entry in self._touched:
             for item in moving[id(entry)]:
-                self._slots[self._key(entry)].without(item.reduced).scatter(item.narrow, item.dense)
-        self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
+                self._slots[entry.key].without(item.reduced).scatter(item.narrow, item.dense)
+        self._dense.update({e.key: e.tensor.clone() for e in self._entries if e not in self._touched})
         self._place(mask, order)
         self._fill()
         for entry in self._touched:
@@ -278,14 +275,14 @@ class NarrowModel:
                         owner.state[entry.parameter].clear()
             for item in moving[id(entry)]:
                 if item.state:  # not where it was cleared: a step would take what is left for complete
-                    item.state[item.name] = self._slots[self._key(entry)].without(item.reduced).gather(item.dense)
+                    item.state[item.name] = self._slots[entry.key].without(item.reduced).gather(item.dense)
 
     def _remask_slots(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:
         """Exchange the units of the slots that change; all others stay where they are."""
-        moves = {name: group.moves(mask[name]) for name, group in self._groups.items()}
+        moves = {name: moves_to(units, mask[name]) for name, units in self._units.items()}
         moves = {name: move for name, move in moves.items() if move[0].numel()}
         for entry in self._touched:
-            slots = self._slots[self._key(entry)]
+            slots = self._slots[entry.key]
             changed = slots.changed_positions(moves)
             if not changed:
                 continue
@@ -298,13 +295,13 @@ class NarrowModel:
             if entry.parameter is not None:
                 entry.parameter.grad = None
         for name, move in moves.items():
-            self._groups[name].apply(move)
+            self._units[name] = self._units[name].index_copy(0, *move)
         self.mask = mask
         self.version += 1
 
     def _moving(self, entry: _Entry, optimizers: Iterable[HasState]) -> list[_Moving]:
         """List what follows the units: the entry itself, and the state of its shape in each optimiser."""
-        key = self._key(entry)
+        key = entry.key
         moving = [_Moving(entry.tensor, self.writable(key))]
         if entry.parameter is not None:
             for owner in optimizers:
@@ -318,8 +315,7 @@ class NarrowModel:
         """Copies of the narrow entries under the model's keys, units in ascending order."""
         result: dict[str, Tensor] = {}
         for entry in self._entries:
-            key = self._key(entry)
-            tensor = entry.tensor
+            key, tensor = entry.key, entry.tensor
             value = self._slots[key].sorted(tensor) if key in self._slots else tensor.clone()
             result.update(dict.fromkeys(entry.names, value))
         return {name: result[name] for name in self.graph.shapes if name in result}
@@ -336,7 +332,7 @@ class NarrowModel:
         """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
         result: dict[str, Tensor] = {}
         for entry in self._entries:
-            key, value = self._key(entry), entry.tensor
+            key, value = entry.key, entry.tensor
             dense = self._slots[key].scatter(value, self._dense[key].clone()) if key in self._slots else value.clone()
             result.update(dict.fromkeys(entry.names, dense))
         return {name: result[name] for name in self.graph.shapes if name in result}
@@ -366,9 +362,9 @@ class NarrowModel:
 
     def _positions_of(self, entry: _Entry, units: Mapping[str, Tensor]) -> Iterator[tuple[str, UnitSlice, Tensor]]:
         """(group, slice, int64 narrow positions) of kept `units` in an entry."""
-        for group, piece, table in self._slots[self._key(entry)].tables:
+        for group, piece, table in self._slots[entry.key].tables:
             if group in units and units[group].numel():
-                slots = torch.isin(self._groups[group].units, units[group])
+                slots = torch.isin(self._units[group], units[group])
                 yield group, piece, table[slots].reshape(-1).to(entry.tensor.device)
 
     def dense_view(self) -> StateDict:

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.training.fused_kernels import refuse_broken_kernels
 from sparsekit.training.wrappers import warn_of_eval_mode
 
 
@@ -165,7 +164,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     owners = _owners(optimizer)
     _restored.discard(optimizer)
     if owners:
-        refuse_broken_kernels(optimizer)
+        _refuse_broken_kernels(optimizer)
     for item in owners:
         warn_of_eval_mode(item)
         item.before_step(optimizer)
@@ -182,6 +181,37 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     for item in _owners(optimizer):
         item.after_step(optimizer)
+
+
+_TRIED = 64
+"""Several vectors of every instruction set: torch 2.13 on a CPU steps the rest of a tensor and leaves whole vectors out."""
+
+
+def _refuse_broken_kernels(optimizer: Optimizer) -> None:
+    """Check that the fused kernel of an SGD steps tensors of the dtype of its parameters.
+
+    Raises:
+        UnsupportedModelError: it leaves entries as they are, as SGD with `fused=True` does in torch 2.13 on a CPU with bfloat16
+            or float16 parameters.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for dtype, device in {(p.dtype, p.device) for p in group["params"] if p.dtype.itemsize < 4}:
+                if not _steps(dtype, device):
+                    raise UnsupportedModelError(
+                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {dtype} on {device};"
+                        " use foreach=True, or parameters in float32 under torch.autocast"
+                    )
+
+
+@functools.cache
+def _steps(dtype: torch.dtype, device: torch.device) -> bool:
+    parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+    return bool((parameter.detach() == -1).all())
 
 
 def watch(item: Any) -> None:

@@ -58,10 +58,11 @@ class ImportanceRegularizer:
 
     def weights(self, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
         """λ, or λ divided by the size of the unit's group: float (J,), of the dtype and on the device of `like`."""
-        dtype = torch.get_default_dtype()
-        return _weights(
-            self.strength, self.reduction, tuple(sizes), dtype, *((dtype, None) if like is None else (like.dtype, like.device))
-        )
+        with torch.inference_mode(False):
+            counts = torch.tensor(sizes)
+            per_group = torch.full(counts.shape, self.strength) if self.reduction == "sum" else self.strength / counts
+            weights = per_group.to(torch.get_default_dtype()).repeat_interleave(counts)
+            return weights if like is None else weights.to(like)
 
 
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.
@@ -71,17 +72,6 @@ def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     with torch.inference_mode(False):
         counts = torch.tensor(sizes)
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
-
-
-@lru_cache(maxsize=256)
-def _weights(
-    strength: float, reduction: str, sizes: tuple[int, ...], dtype: torch.dtype, final: torch.dtype, device: torch.device | None
-) -> Tensor:
-    with torch.inference_mode(False):
-        if reduction == "sum":
-            return torch.full((sum(sizes),), strength, dtype=dtype).to(device, final)
-        counts = torch.tensor(sizes)
-        return (strength / counts.to(dtype).repeat_interleave(counts)).to(device, final)
 
 
 def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:

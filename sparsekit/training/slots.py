@@ -21,23 +21,11 @@ Move = tuple[Tensor, Tensor]
 """(slots, units): int64 (changed,) each; the slot and the unit that takes it."""
 
 
-class GroupSlots:
-    """The unit in each slot of one group."""
-
-    def __init__(self, keep: Tensor) -> None:
-        self.units = keep.nonzero().reshape(-1)
-
-    def moves(self, keep: Tensor) -> Move:
-        """Return the slots that change under `keep`, bool (units,), and their new units in ascending order."""
-        stays = keep[self.units]
-        slots = (~stays).nonzero().reshape(-1)
-        entering = keep.clone()
-        entering[self.units] = False
-        return slots, entering.nonzero().reshape(-1)
-
-    def apply(self, move: Move) -> None:
-        """Put the entering units into their slots."""
-        self.units = self.units.index_copy(0, *move)
+def moves_to(units: Tensor, keep: Tensor) -> Move:
+    """Return the slots of `units` that change under `keep`, bool (units,), and their new units in ascending order."""
+    entering = keep.clone()
+    entering[units] = False
+    return (~keep[units]).nonzero().reshape(-1), entering.nonzero().reshape(-1)
 
 
 class EntrySlots:
@@ -120,7 +108,7 @@ class EntrySlots:
 
 def build_slots(
     graph: UnitGraph, mask: UnitMask, order: Mapping[str, Tensor] | None = None
-) -> tuple[dict[str, GroupSlots], dict[str, EntrySlots]]:
+) -> tuple[dict[str, Tensor], dict[str, EntrySlots]]:
     """Slots of all groups and entries under `mask`.
 
     Args:
@@ -129,27 +117,26 @@ def build_slots(
         order: Group name → int64 (kept,): the unit in each slot; ascending where not given.
 
     Returns:
-        Group name → slots; state-dict key → slots.
+        Group name → int64 (kept,), the unit in each slot; state-dict key → slots.
 
     Raises:
         ForeignMaskError: the order does not hold the units that the mask keeps.
     """
-    groups = {name: GroupSlots(mask[name].cpu()) for name in graph.groups}
+    units = {name: mask[name].cpu().nonzero().reshape(-1) for name in graph.groups}
     indices = graph.kept_indices(mask)
     entries: dict[str, EntrySlots] = {}
     for name, pieces in graph.slices_of.items():
         axes = indices[name]
         narrow_of = {dim: places(positions, graph.shapes[name][dim]) for dim, positions in axes.items()}
-        tables = [(group, piece, narrow_of[piece.dim][piece.index[groups[group].units]]) for group, piece in pieces]
+        tables = [(group, piece, narrow_of[piece.dim][piece.index[units[group]]]) for group, piece in pieces]
         entries[name] = EntrySlots(dict(axes), tables)
     moves: dict[str, Move] = {}
-    for name, units in (order or {}).items():
-        if name not in groups or not torch.equal(units.cpu().sort().values, groups[name].units):
+    for name, given in (order or {}).items():
+        given = given.cpu()
+        if name not in units or not torch.equal(given.sort().values, units[name]):
             raise ForeignMaskError(f"the order of slots of group {name!r} does not hold the units that the mask keeps")
-        if not torch.equal(units.cpu(), groups[name].units):
-            moves[name] = (torch.arange(units.numel()), units.cpu())
+        if not torch.equal(given, units[name]):
+            moves[name], units[name] = (torch.arange(given.numel()), given), given
     for entry in entries.values():
         entry.reassign(moves)
-    for name, move in moves.items():
-        groups[name].apply(move)
-    return groups, entries
+    return units, entries

@@ -100,10 +100,6 @@ class UnitVectors:
         self._layout = -1
         self.reload()
 
-    def split(self, fused: Tensor) -> dict[str, Tensor]:
-        """Views of a fused vector by group: group name → (units,)."""
-        return dict(zip(self.offsets, fused.split(self._counts), strict=True))
-
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
         """Remask the narrow model and follow it.
 
