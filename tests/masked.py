@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,12 +29,90 @@ from sparsekit.training import learnable
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.widening import Probe, widened
 
-__all__ = ["learnable_mask"]
+Example = tuple[tuple[Any, ...], Tensor | None]
+"""Inputs, and classes where the loss is a cross entropy; without them it is the mean square of the outputs."""
 
 
 def learnable_mask(*args: Any, execution: str = "compact", **kwargs: Any) -> LearnableMask:
     """A learnable mask, or with execution="masked" its oracle."""
     return (LearnableMask if execution == "compact" else _MaskedMask)(*args, **kwargs)
+
+
+def classifier(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    """Two hidden layers of 8 and 12 units, inputs and classes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    return model.to(dtype), torch.randn(12, 6, dtype=dtype), torch.randint(3, (12,))
+
+
+def shake(masked: LearnableMask, seed: int) -> None:
+    """Give every unit another importance."""
+    generator = torch.Generator().manual_seed(seed)
+    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+
+
+def train_step(masked: LearnableMask, optimizer: Optimizer, x: Any, y: Tensor | None) -> Tensor:
+    """One step; returns the loss, with its graph."""
+    outputs = masked(*x) if isinstance(x, tuple) else masked(x)
+    loss = (outputs.square().mean() if y is None else F.cross_entropy(outputs, y)) + 0.1 * masked.penalty()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def train_alike(
+    model: nn.Module,
+    draw: Callable[[torch.Generator], Example],
+    make: Callable[[Any], Optimizer],
+    *,
+    steps: int,
+    ratios: Mapping[int, float] | None = None,
+    shaken: int = 0,
+    changes: int = 1,
+    tolerance: float = 1e-10,
+    relative: float = 0.0,
+    **options: Any,
+) -> tuple[LearnableMask, LearnableMask]:
+    """Train a learnable mask and its oracle alike, and fail at the step where they part.
+
+    Args:
+        model: Copied.
+        draw: Draws a batch.
+        make: Makes the optimiser.
+        steps: Number of steps.
+        ratios: Step → ratio from then on.
+        shaken: Every so many steps all units get another importance; 0 never.
+        changes: Least number of steps after which the mask was another.
+        tolerance: Absolute.
+        relative: The same, as a share.
+        options: Of the masks.
+    """
+    generator = torch.Generator().manual_seed(1)
+    pair = [learnable_mask(model, draw(generator)[0], execution=which, **options) for which in ("compact", "masked")]
+    optimizers = [make(masked.parameters()) for masked in pair]
+    seen, before = 0, pair[0].unit_mask()
+    for at in range(steps):
+        x, y = draw(generator)
+        for masked, optimizer in zip(pair, optimizers, strict=True):
+            if ratios and at in ratios:
+                masked.ratio = ratios[at]
+            if shaken and at % shaken == shaken // 2:
+                shake(masked, at)
+            train_step(masked, optimizer, x, y)
+        assert pair[0].unit_mask() == pair[1].unit_mask(), at
+        seen, before = seen + (pair[0].unit_mask() != before), pair[0].unit_mask()
+        left, right = (masked.state_dict() for masked in pair)
+        for name in right:  # all but the order of the narrow units
+            if not name.startswith(_PLACED):
+                one, other = left[name].double(), right[name].double()
+                torch.testing.assert_close(one, other, rtol=relative, atol=tolerance, msg=f"{name} differs in step {at}")
+    assert seen >= changes
+    return pair[0], pair[1]
+
+
+_PLACED = tuple(f"sparsekit.rule.memory.{name}" for name in ("way", "weights", "slope"))
+"""Sums that lie in narrow places in the one, and in dense ones in the other."""
 
 
 class _MaskedMask(LearnableMask):
@@ -221,12 +300,3 @@ class _MaskedExecution:
             _, values = self._saved.get(tensor.data_ptr(), (None, None))
             tensor[dropped] = first if values is None else values[dropped]
         # The values are kept: this may have been the step of an optimiser within that of another one, which ends here too.
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what the last step saved."""
-        return {**vars(self), "_saved": {}}
-
-    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Make the dense copy anew: it may hold tensors outside its state; all others are the module's own."""
-        del function
-        self._dense = DenseModel(self.module, self.graph, UnitMask.full(self.graph))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from masked import learnable_mask
 from torch import nn
 
 import sparsekit as sk
@@ -29,10 +28,9 @@ class Pretrained(nn.Module):
         torch.save(self.state_dict(), folder / "weights.pt")
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.same_bits
-def test_save_pretrained_of_a_cut_model_names_save_compact(execution: str, tmp_path: Path) -> None:
-    masked = learnable_mask(Pretrained(), (torch.randn(2, 4),), ratio=0.5, execution=execution)  # type: ignore[arg-type]
+def test_save_pretrained_of_a_cut_model_names_save_compact(tmp_path: Path) -> None:
+    masked = sk.LearnableMask(Pretrained(), (torch.randn(2, 4),), ratio=0.5)
     small = masked.compact()
     for each in (small, copy.deepcopy(small)):
         with pytest.raises(UnsupportedModelError, match=r"sparsekit\.save_compact"):

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from masked import learnable_mask
+from masked import train_step
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask, MovingAverage
@@ -33,13 +32,6 @@ def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
     layers = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
     model, x, y = nn.Sequential(*layers), torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
     return model.to(device), x.to(device), y.to(device)
-
-
-def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    loss = F.cross_entropy(masked(x), y) + masked.penalty()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 class _Operators(DispatchMode):
@@ -69,24 +61,21 @@ def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, devic
     masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0, **rule)
     optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=0.01, momentum=0.9)
     for _ in range(3):
-        _step(masked, optimizer, x, y)
+        train_step(masked, optimizer, x, y)
     with _Operators() as operators:
-        _step(masked, optimizer, x, y)
+        train_step(masked, optimizer, x, y)
     found = {name: operators.counts[name] for name in WAITS if operators.counts[name]}
     # A learned mask asks one number: whether it stands. Everything else of the step is asked for without waiting.
     assert found in ({}, {"_local_scalar_dense": 1} if criterion is None else {})
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(execution: Any, device: str) -> None:
+def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -> None:
     if device == "cpu":
         pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
         model, x, y = _task(place)
-        masked = learnable_mask(
-            model, (x[:2],), ratio=0.5, explore=0.0, execution=execution, regularizer=ImportanceRegularizer()
-        )
+        masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
         optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
         average = MovingAverage(masked, decay=0.5)
         for step in range(5):
@@ -94,12 +83,12 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(execution: Any
             order = torch.arange(masked.scores.numel(), dtype=torch.float32).roll(3 * step).to(place)
             sizes = [group.size for group in masked.graph.groups.values()]
             masked.load_importance(dict(zip(masked.graph.groups, order.split(sizes), strict=True)))
-            _step(masked, optimizer, x, y)
+            train_step(masked, optimizer, x, y)
             average.update()
         assert all(t.device.type == torch.device(place).type for t in masked.dense_state().values())
         assert next(average.compact().parameters()).device.type == torch.device(place).type
         saved = {name: tensor.cpu() for name, tensor in masked.state_dict().items()}
-        twin = learnable_mask(model, graph=masked.graph, ratio=0.5, explore=0.0, execution=execution)
+        twin = LearnableMask(model, graph=masked.graph, ratio=0.5, explore=0.0)
         twin.load_state_dict(saved)  # from the CPU, whatever the device
         torch.testing.assert_close(twin.eval()(x), masked.eval()(x))
         found.append(saved)
@@ -113,11 +102,11 @@ def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> No
     model, x, y = _task("cpu")
     masked = LearnableMask(model, (x[:2],), ratio=0.5)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
-    _step(masked, optimizer, x, y)
+    train_step(masked, optimizer, x, y)
     masked.to(device)
     for ratio in (0.5, 0.25, 0.75):
         masked.ratio = ratio
-        _step(masked, optimizer, x.to(device), y.to(device))
+        train_step(masked, optimizer, x.to(device), y.to(device))
     assert all(tensor.device.type == torch.device(device).type for tensor in masked.dense_state().values())
 
 

@@ -23,15 +23,14 @@ def _classifier(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tens
     return model.to(dtype), torch.randn(12, 6).to(dtype), torch.randint(3, (12,))
 
 
-def _masked(dtype: torch.dtype, execution: str = "compact", explore: float = 0.0) -> LearnableMask:
+def _masked(dtype: torch.dtype) -> LearnableMask:
     model, x, _ = _classifier(dtype)
-    return learnable_mask(model, (x,), norm="kept", ratio=0.5, execution=execution, explore=explore, criterion=Learned())
+    return LearnableMask(model, (x,), norm="kept", ratio=0.5, explore=0.0, criterion=Learned())
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_importance_is_float32_and_small_updates_of_it_last(dtype: torch.dtype, execution: str) -> None:
-    masked = _masked(dtype, execution)
+def test_importance_is_float32_and_small_updates_of_it_last(dtype: torch.dtype) -> None:
+    masked = _masked(dtype)
     _, x, y = _classifier(dtype)
     optimizer = torch.optim.SGD(masked.parameters(), lr=1e-4)
     assert masked.scores.dtype == torch.float32
@@ -47,10 +46,9 @@ def test_importance_is_float32_and_small_updates_of_it_last(dtype: torch.dtype, 
     assert all(p.dtype == dtype for p in masked.model.parameters())
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: nn.Sequential(m).bfloat16()[0]])
-def test_importance_stays_float32_when_the_mask_moves_to_a_shorter_dtype(move, execution: str) -> None:
-    masked = _masked(torch.float32, execution)
+def test_importance_stays_float32_when_the_mask_moves_to_a_shorter_dtype(move) -> None:
+    masked = _masked(torch.float32)
     before = masked.scores.detach().clone()
     masked = move(masked)
     assert masked.scores.dtype == torch.float32

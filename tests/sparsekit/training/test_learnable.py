@@ -8,10 +8,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import learnable_mask
+from masked import classifier, train_step
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask, compact, expand, trace_units
+from sparsekit import GradientImportance, LearnableMask, compact, expand
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import (
     ForeignMaskError,
@@ -30,96 +30,6 @@ class ConvNet(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.body(images)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 8, num_layers=2, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, padding=1)
-        self.conv = nn.Conv2d(6, 6, 3, padding=1, bias=False)  # a bias before a norm has a gradient of rounding noise
-        self.norm = nn.BatchNorm2d(6)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.stem(x))
-        return self.head((x + self.norm(self.conv(x))).mean((2, 3)))
-
-
-class Tied(nn.Module):
-    """Two layers share one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(30, 7)
-        self.one, self.two = nn.Linear(7, 4), nn.Linear(7, 4)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.inner(x.flatten(1)))
-        return self.one(hidden) - self.two(hidden.square())
-
-
-def images(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(8, 3, 10, 10, dtype=torch.float64, generator=generator)
-
-
-def sequences(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
-
-
-OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5),
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "draw", "optimizer"),
-    [(ConvNet, images, "momentum"), (Recurrent, sequences, "adam"), (Residual, images, "rmsprop"), (Tied, sequences, "adam")],
-)
-def test_compact_training_equals_masked_training_step_for_step(model, draw, optimizer) -> None:
-    generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(0)
-    dense = model().double()
-    graph = trace_units(dense, draw(generator))
-    compact = LearnableMask(dense, graph=graph, ratio=0.5, criterion=Learned())
-    masked = learnable_mask(dense, graph=graph, ratio=0.5, execution="masked", criterion=Learned())
-    pairs = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (compact, masked)]
-    changes, previous = 0, compact.unit_mask()
-    for step in range(50):
-        x, y = draw(generator), torch.randint(0, 4, (8,), generator=generator)
-        if step == 20:
-            compact.ratio = masked.ratio = 0.3
-        if step == 35:
-            compact.ratio = masked.ratio = 0.8
-        if step % 10 == 5:
-            noise = {name: torch.randn(q.shape, generator=generator, dtype=q.dtype) for name, q in compact.importance().items()}
-            shaken = {name: q + noise[name] for name, q in compact.importance().items()}
-            for m, _ in pairs:
-                m.load_importance(shaken)
-        for m, opt in pairs:
-            loss = F.cross_entropy(m(x), y) + 0.1 * m.penalty()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-        assert compact.unit_mask() == masked.unit_mask()
-        changes += compact.unit_mask() != previous
-        previous = compact.unit_mask()
-        left, right = compact.state_dict(), masked.state_dict()
-        for name in right:  # all but the order of the narrow units
-            assert torch.allclose(left[name].double(), right[name].double(), rtol=0, atol=1e-10), (step, name)
-    assert changes >= 5
 
 
 @pytest.mark.parametrize("lr", [None, 0.1], ids=["optimiser", "rule"])
@@ -239,62 +149,25 @@ def test_a_new_optimizer_starts_without_the_old_ones_momentum() -> None:
     assert all((s["momentum_buffer"] == 0).all() for s in second.state.values() if s["momentum_buffer"].shape == (2, 4))
 
 
-def _classifier() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
-    return model.double(), torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
-
-
-def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(masked(x), y) + masked.penalty()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "Rprop", "NAdam", "ASGD", "Adafactor"])
 def test_the_ratio_may_change_while_the_last_loss_is_still_referenced(name) -> None:
-    model, x, y = _classifier()
+    model, x, y = classifier()
     masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     optimizer = getattr(torch.optim, name)(masked.parameters(), lr=0.05)
     for ratio in (0.5, 0.25, 1.0, 0.5):
         masked.ratio = ratio
         for _ in range(2):
-            loss = _step(masked, optimizer, x, y)  # keeps the graph of the step before alive during the next pass
+            loss = train_step(masked, optimizer, x, y)  # keeps the graph of the step before alive during the next pass
     assert torch.isfinite(loss)
     assert masked.unit_mask().counts() == {"0": 4, "2": 6}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda p: torch.optim.Rprop(p, lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1)],
-    ids=["rprop", "adagrad"],
-)
-def test_units_that_enter_take_the_first_state_of_their_optimizer(make) -> None:
-    model, x, y = _classifier()
-    pair = [
-        learnable_mask(model, (x,), ratio=0.5, execution=execution, criterion=Learned()) for execution in ("compact", "masked")
-    ]
-    optimizers = [make(masked.parameters()) for masked in pair]
-    for seed in range(8):
-        for masked, optimizer in zip(pair, optimizers, strict=True):
-            torch.manual_seed(seed)
-            masked.ratio = (0.5, 0.25, 1.0)[seed % 3]
-            masked.load_importance({name: torch.rand_like(values) for name, values in masked.importance().items()})
-            _step(masked, optimizer, x, y)
-    narrow, dense = (masked.dense_state() for masked in pair)
-    for name in dense:
-        assert torch.allclose(narrow[name], dense[name], rtol=0, atol=1e-10), name
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
+def test_a_frozen_layer_is_cut_but_not_trained() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].requires_grad_(False)
     model[2].weight.requires_grad_(False)
-    masked = learnable_mask(model, (torch.randn(4, 3),), ratio=0.5, execution=execution, explore=1.0, criterion=Learned())
+    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, explore=1.0, criterion=Learned())
     flags = [p.requires_grad for p in model.parameters()]
     assert [p.requires_grad for p in masked.model.parameters()] == flags
     optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.1)
@@ -309,12 +182,11 @@ def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
     assert [p.requires_grad for p in masked.compact().parameters()] == flags
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out(execution) -> None:
+def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, criterion=Learned())
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     parameters = {name: parameter.detach() for name, parameter in masked.named_parameters()}
 
     def loss(values, example):
@@ -351,7 +223,7 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
         for masked in (used, new):
             optimizer = torch.optim.SGD(masked.weights(), lr=0.1, momentum=0.9)
             for _ in range(5):
-                _step(masked, optimizer, x, y)
+                train_step(masked, optimizer, x, y)
         assert torch.equal(used.importance_vector(), new.importance_vector())
         state = new.dense_state()
         assert all(torch.equal(state[name], value) for name, value in used.dense_state().items())
@@ -369,7 +241,7 @@ def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     assert masked.settled
     optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
     for _ in range(3):
-        _step(masked, optimizer, x, y)
+        train_step(masked, optimizer, x, y)
     assert masked.unit_mask() == given
     assert torch.equal(masked.importance_vector(), before)
     masked.load(ConvNet().state_dict(), ratio=0.25)

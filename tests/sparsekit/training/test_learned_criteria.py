@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import pytest
 import torch
-import torch.nn.functional as F
-from masked import learnable_mask
-from torch import Tensor, nn
+from masked import classifier, learnable_mask, train_step
+from torch import Tensor
 
 from sparsekit import LearnableMask
 from sparsekit.allocation import Uniform, choose
 from sparsekit.criteria import Learned, View
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-
-Execution = Literal["compact", "masked"]
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,12 @@ class ByWeights:
         return {name: view.importance[name] + view.weights[f"{name}.bias"].abs() for name in graph.groups}
 
 
-def _problem() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).double()
-    return model, torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
-
-
 def _train(masked: LearnableMask, x: Tensor, y: Tensor, steps: int) -> list[UnitMask]:
     """The mask after each step."""
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.5, momentum=0.9)
     masks = []
     for _ in range(steps):
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        train_step(masked, optimizer, x, y)
         masks.append(masked.unit_mask())
     return masks
 
@@ -85,18 +72,14 @@ def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
     return choose(graph, scores, Uniform(0.5).counts(graph, scores))
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_the_mask_follows_the_scores_and_not_the_importance(execution: Execution, dtype: torch.dtype) -> None:
-    model, x, y = _problem()
-    masked = learnable_mask(model, (x,), criterion=Opposite(dtype), ratio=0.5, execution=execution)
+def test_the_mask_follows_the_scores_and_not_the_importance(dtype: torch.dtype) -> None:
+    model, x, y = classifier()
+    masked = LearnableMask(model, (x,), criterion=Opposite(dtype), ratio=0.5)
     seen = []
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
     for _ in range(8):
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        train_step(masked, optimizer, x, y)
         opposite = {name: (-values).to(dtype) for name, values in masked.importance().items()}
         assert masked.unit_mask() == _largest(masked.graph, opposite)
         seen.append(masked.unit_mask())
@@ -105,7 +88,7 @@ def test_the_mask_follows_the_scores_and_not_the_importance(execution: Execution
 
 def test_compact_and_masked_execution_follow_a_learned_criterion_alike() -> None:
     for criterion in (Opposite, Smoothed, ByWeights, Learned):
-        model, x, y = _problem()
+        model, x, y = classifier()
         narrow, dense = (
             learnable_mask(model, (x,), criterion=criterion(), ratio=0.5, execution=execution, explore=0.0)
             for execution in ("compact", "masked")
@@ -117,11 +100,10 @@ def test_compact_and_masked_execution_follow_a_learned_criterion_alike() -> None
             assert torch.allclose(values, dense.dense_state()[name], rtol=0, atol=1e-9), (criterion, name)
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) -> None:
-    model, x, y = _problem()
+def test_a_criterion_with_a_memory_is_asked_once_a_step() -> None:
+    model, x, y = classifier()
     criterion = Smoothed()
-    masked = learnable_mask(model, (x,), criterion=criterion, ratio=0.5, execution=execution)
+    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5)
     assert criterion.asked == 1
     _train(masked, x, y, 10)
     assert criterion.asked == 11

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import learnable_mask
 from torch import nn
 
 import sparsekit as sk
@@ -53,24 +52,6 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
     assert torch.equal(twin(x), masked(x))
     small = masked.eval().compact()
     torch.testing.assert_close(small(x), masked(x))
-
-
-def test_compact_and_masked_training_move_the_same_widths() -> None:
-    model, (x, y) = _model(), _data()
-    learning = sk.LossImportance(explore=1.0, samples=4, errors=0.0)
-    pair = [
-        learnable_mask(model, (x,), budget=sk.Budget(flops="30%"), learning=learning, execution=execution)  # type: ignore[arg-type]
-        for execution in ("compact", "masked")
-    ]
-    optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
-    for step in range(40):
-        for masked, optimizer in zip(pair, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(masked(x), y).backward()
-            optimizer.step()
-        assert pair[0].unit_mask() == pair[1].unit_mask(), step
-    for name, value in pair[0].dense_state().items():
-        torch.testing.assert_close(pair[1].dense_state()[name], value, rtol=1e-8, atol=1e-10)
 
 
 def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:

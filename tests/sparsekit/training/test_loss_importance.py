@@ -7,12 +7,10 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import learnable_mask
 from torch import Tensor, nn
 
 from sparsekit.graph.mask import UnitMask
@@ -28,38 +26,8 @@ def _convolutions() -> nn.Module:
     )  # fmt: skip
 
 
-class Recurrent(nn.Module):
-    """Two stacked LSTM layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 8, 2, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0][:, -1]
-        return self.head(out)  # type: ignore[no-any-return]
-
-
-class Attention(nn.Module):
-    """A transformer block with a layer norm over kept units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 8)
-        self.block = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.inner(x)).mean(1))  # type: ignore[no-any-return]
-
-
 def images(generator: torch.Generator) -> Tensor:
     return torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=generator)
-
-
-def sequences(generator: torch.Generator) -> Tensor:
-    return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
 
 
 EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
@@ -77,45 +45,6 @@ def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
     return torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
-
-
-def _sgd(masked: LearnableMask) -> torch.optim.Optimizer:
-    return torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-
-
-CASES = [(_convolutions, images, _adam), (Recurrent, sequences, _sgd), (Attention, sequences, _adam)]
-
-
-@pytest.mark.parametrize(("model", "draw", "make"), CASES)
-def test_compact_training_equals_masked_training_step_for_step(model: Any, draw: Any, make: Any) -> None:
-    generator = torch.Generator().manual_seed(2)
-    torch.manual_seed(0)
-    dense = model().double()
-    both = [
-        learnable_mask(dense, (draw(generator),), norm="kept", ratio=0.5, execution=execution, learning=EAGER)  # type: ignore[arg-type]
-        for execution in ("compact", "masked")
-    ]
-    pairs = [(m, make(m)) for m in both]
-    teacher = torch.randn(draw(generator)[0].numel(), 4, dtype=torch.float64, generator=generator)
-    changes, previous = 0, both[0].unit_mask()
-    for step in range(40):
-        x = draw(generator)
-        y = (x.flatten(1) @ teacher).argmax(1)
-        if step == 26:
-            both[0].ratio = both[1].ratio = 0.3
-        if step == 33:
-            both[0].ratio = both[1].ratio = 0.7
-        for m, optimizer in pairs:
-            _step(m, optimizer, x, y)
-        assert both[0].unit_mask() == both[1].unit_mask()
-        changes += both[0].unit_mask() != previous
-        previous = both[0].unit_mask()
-        left, right = both[0].state_dict(), both[1].state_dict()
-        for name in right:
-            if name.startswith(("sparsekit.rule.memory.way", "sparsekit.rule.memory.weights", "sparsekit.rule.memory.slope")):
-                continue  # in narrow places here, in dense ones there
-            assert torch.allclose(left[name].double(), right[name].double(), rtol=1e-8, atol=1e-10), (step, name)
-    assert changes >= 4
 
 
 def _planted(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, set[int]]:

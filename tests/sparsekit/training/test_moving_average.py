@@ -5,23 +5,22 @@ from __future__ import annotations
 import copy
 
 import torch
-from masked import learnable_mask
+from masked import shake
 from torch import nn
 
 from sparsekit import LearnableMask, MovingAverage
 from sparsekit.criteria.orders import Learned
 
 
-def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact") -> tuple[LearnableMask, torch.Tensor]:
+def masked_model(dtype: torch.dtype = torch.float64) -> tuple[LearnableMask, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).to(dtype)
     x = torch.randn(16, 5).to(dtype)
-    return learnable_mask(model, (x,), ratio=0.5, explore=0.0, execution=execution, criterion=Learned()), x  # type: ignore[arg-type]
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned()), x
 
 
 def step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+    shake(masked, seed)
     optimizer.zero_grad()
     masked(x).square().sum().backward()
     optimizer.step()

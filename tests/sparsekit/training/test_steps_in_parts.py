@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import learnable_mask
+from masked import learnable_mask, shake
 from optimizers import Sam, SamOver
 from torch import Tensor, nn
 
@@ -23,19 +23,14 @@ def _task() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
 
 
-def _noise(masked: LearnableMask, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
-
-
 def _train(masked: LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, parts: bool, seeds: range) -> None:
     """Steps of SAM whose climb changes the order of importance, in one call each or in two."""
     for seed in seeds:
         masked.ratio = 0.25 if seed % 4 == 3 else 0.5
-        _noise(masked, seed)
+        shake(masked, seed)
 
         def loss(seed: int = seed) -> Tensor:
-            _noise(masked, 100 + seed)
+            shake(masked, 100 + seed)
             return F.cross_entropy(masked(x), y)
 
         optimizer.zero_grad()
@@ -72,13 +67,13 @@ def test_a_held_mask_stands_still_and_moves_after_it() -> None:
     before = masked.unit_mask()
     with masked.held():
         optimizer.first_step()
-        _noise(masked, 3)
+        shake(masked, 3)
         (F.cross_entropy(masked(x), y) + masked.penalty()).backward()
         assert masked.unit_mask() == before
         with pytest.raises(InvalidValueError, match="in the middle of an optimiser's step, such as between SAM's first_step"):
             masked.resample()
         optimizer.second_step()
-    _noise(masked, 4)
+    shake(masked, 4)
     assert masked.unit_mask() != before
 
 
@@ -88,7 +83,7 @@ def test_a_step_that_fails_does_not_hold_the_mask() -> None:
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 
     def fail() -> float:
-        _noise(masked, 5)
+        shake(masked, 5)
         masked(x)
         raise RuntimeError("out of memory")
 
@@ -104,7 +99,7 @@ def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again
     """Loaded in the other order than they were made in."""
 
     def step(masked: LearnableMask, optimizers: list[Any], x: Tensor, y: Tensor, seed: int) -> None:
-        _noise(masked, seed)
+        shake(masked, seed)
         for number, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
             ((1 + number) * F.cross_entropy(masked(x), y)).backward()
