@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, parameters_of, refresh_flat_weights
+from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
-from sparsekit.surgery.sizes import set_sizes
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
@@ -169,3 +169,26 @@ def _fit(
     guard_convolutions(small)
     # A fused kernel that gets wrong shapes reads past its buffers, so all shapes are checked.
     graph.check_state(named_entries(small), keep, what=f"the compacted {type(small).__name__}")
+
+
+def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
+    """Set the integers that follow the number of units.
+
+    Args:
+        model: With the module names of the model that was traced.
+        graph: Its units.
+        counts: Group name → units kept.
+
+    Raises:
+        ForeignMaskError: a module is not there.
+    """
+    for size in graph.sizes:
+        try:
+            module = model.get_submodule(size.module)
+        except AttributeError as error:
+            raise ForeignMaskError(
+                f"no module {size.module!r} in this {type(model).__name__}, but the graph sizes it"
+            ) from error
+        value = size.per_unit * counts[size.group]
+        is_shape = isinstance(getattr(module, size.name, None), tuple)
+        setattr(module, size.name, (value,) if is_shape else value)

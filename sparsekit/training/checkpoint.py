@@ -17,7 +17,7 @@ _OWN = "sparsekit."
 _RULE = f"{_OWN}rule."
 
 
-def saved_entries(host: Any, rule: Rule, ratio: float, prefix: str) -> dict[str, Tensor]:
+def saved_entries(host: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
     """The dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
     execution = host.execution
     entries: dict[str, Tensor] = dict(execution.narrow_model.dense_state())
@@ -27,24 +27,20 @@ def saved_entries(host: Any, rule: Rule, ratio: float, prefix: str) -> dict[str,
     entries.update({f"{_OWN}slots.{name}": units for name, units in narrow_model.slot_order().items()})
     entries.update(flat(narrow_model.saved_state(), f"{_OWN}state."))
     entries[f"{_OWN}magnitudes"] = execution.fused.sums()
-    entries[f"{_OWN}ratio"] = torch.tensor(ratio, dtype=torch.float64)
+    entries[f"{_OWN}ratio"] = torch.tensor(host.ratio, dtype=torch.float64)
     entries.update({f"{_RULE}{name}": value for name, value in rule.state().items()})
     return {prefix + name: value for name, value in entries.items()}
 
 
-def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], prefix: str, missing: list[str]) -> float:
+def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """Take what `saved_entries` made out of `state`, and leave there what torch expects of the narrow module.
 
     Args:
         host: The learnable mask.
         rule: Its rule.
-        ratio: Its ratio, which stays if none was saved.
         state: A state dict; dense entries that it lacks keep their present values.
         prefix: Before every key.
         missing: Gets the keys that `state` lacks.
-
-    Returns:
-        The ratio.
     """
     own = prefix + _OWN
     execution = host.execution
@@ -61,8 +57,7 @@ def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], pre
         entries[name] = state.pop(f"{own}mask.{name}", entries[name]).cpu()
     slots = {name: state.pop(f"{own}slots.{name}", None) for name in host.graph.groups}
     order = {name: units for name, units in slots.items() if units is not None}
-    given = state.pop(f"{own}ratio", None)
-    ratio = check_ratio(float(given)) if given is not None else ratio
+    ratio = check_ratio(float(state.pop(f"{own}ratio", host.ratio)))
     remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
     remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
     # State that was just loaded comes from the same checkpoint and has its order of units already.
@@ -88,4 +83,3 @@ def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], pre
     state[prefix + "scores"] = host.scores
     for name, tensor in host.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor
-    return ratio

@@ -15,8 +15,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
 from sparsekit.surgery.kept_norms import KeptNorms
-from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.surgery.sizes import set_sizes
+from sparsekit.surgery.rebuild import copy_with, named_entries, set_sizes
 
 
 def skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask) -> nn.Module:

@@ -119,22 +119,18 @@ class FollowScores(Rule):
 
     def sync(self, host: Host) -> None:
         self._learned = False
-        if self._announced(host):
-            self._catch_up(host)
-
-    def _announced(self, host: Host) -> bool:
-        """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
-        return self._stepped or (host.target, *identity(host.scores)) != self._seen
+        self._catch_up(host)
 
     def _catch_up(self, host: Host) -> None:
-        if host.optimizers.hold:  # in the middle of a step
+        """Follow where the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
+        told = self._stepped or (host.target, *identity(host.scores)) != self._seen
+        if not told or host.optimizers.hold:  # in the middle of a step
             return
         ratio_stands = self._seen is not None and self._seen[0] == host.target
-        by_importance, fused = isinstance(host.criterion, Learned), host.execution.fused
-        if ratio_stands and (not is_learned(host.criterion) or (by_importance and fused.stands(host.scores.detach()))):
-            self._mark_seen(host)  # most steps
+        if ratio_stands and not is_learned(host.criterion):
+            self._mark_seen(host)
         else:
-            self._follow(host, unless_it_stands=ratio_stands and not by_importance)
+            self._follow(host, unless_it_stands=ratio_stands)
 
     def _mark_seen(self, host: Host) -> None:
         self._seen = (host.target, *identity(host.scores))
@@ -144,28 +140,28 @@ class FollowScores(Rule):
         self._follow(host, unless_it_stands=False)
 
     def _follow(self, host: Host, *, unless_it_stands: bool) -> None:
-        """Change the mask to the scores of the criterion, asked once; without sorting if it stands."""
+        """Change the mask to the scores of the criterion, asked once; without sorting if it stands, as in most steps."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
             execution, source = host.execution, f"{type(host.criterion).__name__} scores"
-            if isinstance(host.criterion, Learned):
-                scores: Mapping[str, Tensor] = split_units(host.graph, host.scores.detach())
-            else:
+            scores: Mapping[str, Tensor] | None = None
+            fused = host.scores.detach()
+            if not isinstance(host.criterion, Learned):
                 scores = host.criterion.scores(host.graph, self._view(host))
                 check_scores(host.graph, scores, source)
-            if unless_it_stands and execution.fused.stands(torch.cat([scores[name] for name in host.graph.groups])):
-                self._mark_seen(host)
-                return
-            mask = choose(host.graph, scores, host.counts(), source=source)
-            if mask != execution.mask:
-                host.change(mask)
-            self._density = mask.density(host.graph)
+                fused = torch.cat([scores[name] for name in host.graph.groups])
+            if not (unless_it_stands and execution.fused.stands(fused)):
+                scores = split_units(host.graph, fused) if scores is None else scores
+                mask = choose(host.graph, scores, host.counts(), source=source)
+                if mask != execution.mask:
+                    host.change(mask)
+                self._density = mask.density(host.graph)
             self._mark_seen(host)
 
     def _view(self, host: Host) -> View:
         generator = host.generator
         if generator is None and not is_learned(host.criterion):
-            generator = torch_generator(_fixed_rng())
+            generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
         return View(
             importance=split_units(host.graph, host.scores.detach()),
             weights=None if type(host.criterion) is Learned else host.execution.narrow_model.dense_state(),
@@ -202,8 +198,7 @@ class FollowScores(Rule):
     def penalty(self, host: Host) -> Tensor:
         if self.settings.lr is not None:
             return super().penalty(host)
-        if self._announced(host):
-            self._catch_up(host)
+        self._catch_up(host)
         with torch.no_grad():
             targets = self._targets(host)
         return (0.5 * self._pull * (host.scores - targets).square()).sum()
@@ -228,8 +223,3 @@ class FollowScores(Rule):
         moved = function(self._pull)
         self._pull = self._pull.to(moved.device) if moved.dtype.itemsize < 4 else moved
         self._target = None if self._target is None else self._target.to(self._pull)
-
-
-def _fixed_rng() -> np.random.Generator:
-    """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
-    return np.random.default_rng(0)

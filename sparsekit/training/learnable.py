@@ -373,7 +373,7 @@ class LearnableMask(Host):
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         self.sync()
         destination = {} if destination is None else destination
-        destination.update(saved_entries(self, self._rule, self._ratio, prefix))
+        destination.update(saved_entries(self, self._rule, prefix))
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
@@ -412,5 +412,5 @@ def _load(
 ) -> None:
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)
-    load_entries(module, module._rule, module._ratio, state, prefix, missing if strict else [])
+    load_entries(module, module._rule, state, prefix, missing if strict else [])
     module._moved = False

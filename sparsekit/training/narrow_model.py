@@ -30,9 +30,8 @@ from sparsekit.surgery.optimizer_state import (
     other_state,
     state_of_shape,
 )
-from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries
+from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, set_sizes
 from sparsekit.surgery.safe_convolution import guard_convolutions
-from sparsekit.surgery.sizes import set_sizes
 from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
 from sparsekit.training.slots import EntrySlots, build_slots, moves_to
 

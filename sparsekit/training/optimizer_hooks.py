@@ -31,7 +31,7 @@ class OptimizerSet:
     """Weak references to optimisers, in the order in which they were met. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[Any]] = []
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
         self._holds = 0
 
     @property
@@ -49,18 +49,14 @@ class OptimizerSet:
             self._holds -= 1
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([found for found in (reference() for reference in self._references) if found is not None])
+        return iter(list(self._known))
 
     def __contains__(self, optimizer: object) -> bool:
-        return any(found is optimizer for found in self)
+        return optimizer in self._known
 
     def add(self, optimizer: HasState) -> None:
         """Add `optimizer`; it leaves the set when it is deleted."""
-        if optimizer not in self:
-            self._references = [r for r in self._references if r() is not None] + [weakref.ref(optimizer)]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSet:
-        return OptimizerSet()
+        self._known.setdefault(optimizer)
 
     def __reduce__(self) -> tuple[type[OptimizerSet], tuple[()]]:
         return OptimizerSet, ()
