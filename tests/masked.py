@@ -86,10 +86,13 @@ def train_alike(
         changes: Least number of steps after which the mask was another.
         tolerance: Absolute.
         relative: The same, as a share.
-        options: Of the masks.
+        options: Of the masks; of a class each gets an instance of its own.
     """
     generator = torch.Generator().manual_seed(1)
-    pair = [learnable_mask(model, draw(generator)[0], execution=which, **options) for which in ("compact", "masked")]
+    example, pair = draw(generator)[0], []
+    for which in ("compact", "masked"):
+        own = {name: value() if isinstance(value, type) else value for name, value in options.items()}
+        pair.append(learnable_mask(model, example, execution=which, **own))
     optimizers = [make(masked.parameters()) for masked in pair]
     seen, before = 0, pair[0].unit_mask()
     for at in range(steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -395,16 +394,6 @@ class LearnableMask(Host):
         self._moved = False
         watch(self)
         guard_wrappers(LearnableMask)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LearnableMask:
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        for name, value in self.__dict__.items():
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-        twin._moved = False
-        watch(twin)
-        return twin
 
 
 def _load(
