@@ -35,7 +35,7 @@ from nets import DenseNet121, ResNet50, VisionTransformer, mobilenet_v2, vgg16
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.measure.latency_cache import device_name
+from sparsekit.measure.clock import device_name
 
 TOKENS = 128
 ARMS = ("1", "auto", "16", "torch-pruning 1", "torch-pruning 8", "torch-pruning 16")

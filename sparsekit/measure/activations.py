@@ -17,18 +17,17 @@ from torch import nn
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.flops import Call, Recorder, record_pass
-from sparsekit.measure.shapes import AffineShape, half_of_all, probe_shapes
-from sparsekit.measure.tracker import Axes, length
+from sparsekit.measure.shapes import Axes, half_of_all, length, probe_shapes
 from sparsekit.surgery.rebuild import narrow_module
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number that is a product: factor · Π (whole + Σ each · units kept).
+    """A number that is a product: factor · Π (whole + Σ each · units kept), of whole numbers.
 
     Args:
         factor: The number where all lengths are 1.
-        axes: Of each length its constant part, and group name → positions per unit; of tied groups, the first name.
+        axes: The lengths; of tied groups, the first name.
     """
 
     factor: Fraction
@@ -36,7 +35,8 @@ class Lengths:
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
         """The number where the groups keep `counts` units."""
-        return self.factor * math.prod(length(axis, counts) for axis in self.axes)
+        lengths: list[int] = [length(axis, counts) for axis in self.axes]
+        return self.factor * math.prod(lengths)
 
 
 def measure_shrinkage(
@@ -59,61 +59,46 @@ def measure_shrinkage(
     """
     if not graph.groups:
         return {}
+    counts, keep = half_of_all(graph)
     try:
-        narrow = record_pass(narrow_module(model, graph, half_of_all(graph)[1]), args, kwargs)
+        narrow = record_pass(narrow_module(model, graph, keep), args, kwargs)
     except TraceError:  # such as a normalisation that refuses so little; then nothing is known
         return {}
+
+    def changes(of_weights: bool) -> dict[int, Lengths]:
+        def calls(recorder: Recorder) -> dict[int, Call]:
+            return {place: call for place, call in enumerate(recorder.calls) if (call.key is not None) == of_weights}
+
+        own, halves = calls(dense), calls(narrow)
+        keys = [call.key for call in own.values()]
+        if [call.key for call in halves.values()] != keys:
+            return {}
+        before = {place: dense.amount(call) for place, call in own.items()}
+        after = {place: narrow.amount(call) for place, call in zip(own, halves.values())}
+        changed = [place for place in own if before[place] != after[place]]
+        if not changed:
+            return {}
+
+        def lengths(module: nn.Module) -> list[tuple[int, ...]]:
+            found = calls(dense if module is model else record_pass(module, args, kwargs)).values()
+            if [call.key for call in found] != keys:
+                raise TraceError("a narrow model makes other calls")
+            return [call.lengths for place, call in zip(own, found) if place in changed]
+
+        told = {
+            place: _lengths(before[place], axes, graph) for place, axes in zip(changed, probe_shapes(model, graph, lengths))
+        }
+        return {place: each for place, each in told.items() if each is not None and each.at(counts) == after[place]}
+
     # A narrow layer may use its weights by other calls than a dense one, and still make the same products.
-    kinds = [
-        {place: call for place, call in enumerate(dense.calls) if (call.key is None) == products} for products in (True, False)
-    ]
-    return {place: each for kind in kinds for place, each in _explain(model, graph, kind, dense, narrow, args, kwargs).items()}
+    return changes(of_weights=False) | changes(of_weights=True)
 
 
-def _explain(
-    model: nn.Module,
-    graph: UnitGraph,
-    calls: Mapping[int, Call],
-    dense: Recorder,
-    narrow: Recorder,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> dict[int, Lengths]:
-    """The lengths of those `calls` that differ in the narrow pass."""
-    keys = [call.key for call in calls.values()]
-
-    def alike(recorder: Recorder) -> list[Call]:
-        found = [call for call in recorder.calls if (call.key is None) == (keys[0] is None)]
-        if [call.key for call in found] != keys:
-            raise TraceError("a narrow model makes other calls")
-        return found
-
-    try:
-        halved = [narrow.amount(call) for call in alike(narrow)] if calls else []
-    except TraceError:
-        return {}
-    counts, _ = half_of_all(graph)
-    before = [dense.amount(call) for call in calls.values()]
-    changed = [i for i, (one, other) in enumerate(zip(before, halved)) if one != other]
-    if not changed:
-        return {}
-
-    def lengths(module: nn.Module) -> list[tuple[int, ...]]:
-        found = alike(dense if module is model else record_pass(module, args, kwargs))
-        return [found[i].lengths for i in changed]
-
-    shapes = zip(changed, probe_shapes(model, graph, lengths))
-    told = {i: each for i, shape in shapes if (each := _lengths(before[i], shape, graph)) is not None}
-    return {place: told[i] for i, place in enumerate(calls) if i in told and told[i].at(counts) == halved[i]}
-
-
-def _lengths(dense: Fraction, shape: AffineShape, graph: UnitGraph) -> Lengths | None:
-    """The lengths of a shape, with whole positions for each unit."""
-    axes = []
-    for size, spans in shape.axes:
-        each = {name: int(span) for name, span in spans.items()}
-        if any(each[name] != span for name, span in spans.items()):
-            return None
-        axes.append((size - sum(span * graph.groups[name].size for name, span in each.items()), each))
-    varying = math.prod(size for size, spans in shape.axes if spans)
-    return Lengths(dense / max(1, varying), tuple(axis for axis in axes if axis[1]))
+def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
+    """The lengths of a shape, with whole positions for each unit; None where there are others."""
+    own = [(size, spans) for size, spans in axes if spans]
+    if any(each != int(each) for size, spans in own for each in (size, *spans.values())):
+        return None
+    whole = tuple((int(size), {name: int(each) for name, each in spans.items()}) for size, spans in own)
+    sizes = {name: group.size for name, group in graph.groups.items()}
+    return Lengths(dense / max(1, math.prod(length(axis, sizes) for axis in whole)), whole)

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, TraceError
@@ -20,7 +21,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.measure.tracker import Axes, CostTracker, Meter, Polynomials, Product, tensor_axes, tensor_products
+from sparsekit.measure.shapes import Array, Axes, Volumes
+from sparsekit.measure.tracker import CostTracker, Meter
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import map_tensors
@@ -185,28 +187,33 @@ class CostModel:
             metrics: What is tracked; None tracks all.
         """
         chosen = tuple(dict.fromkeys(metrics)) if metrics is not None else ("flops", "params", "bytes", *self.meters)
-        return CostTracker(self._polynomials, counts, chosen, self.meters)
+        return CostTracker(*self._volumes, counts, chosen, self.meters)
 
     @cached_property
-    def _polynomials(self) -> Polynomials:
-        factors: dict[str, dict[str, float]] = {}
-        for name, width in self.widths.items():
-            factors[name] = {"bytes": float(width), "params": float(name in self.parameters)}
-        positions: dict[str, Fraction] = {}
+    def _volumes(self) -> tuple[Volumes, dict[str, Array]]:
+        """What costs are sums over, and metric → the cost of an entry of each."""
+        flops = dict.fromkeys(self.widths, Fraction(0))
         for term in self.terms:
             if term.moves is None:
-                positions[term.weight] = positions.get(term.weight, Fraction(0)) + term.positions
-        for name, times in positions.items():
-            factors.setdefault(name, {})["flops"] = float(2 * times / self.examples)
-        products, constants = tensor_products(self.graph, factors)
-        constants["flops"] = constants.get("flops", 0.0) + float(self._fixed_flops / self.examples)
-        moving: list[tuple[Axes, Fraction, Lengths]] = [
-            (tensor_axes(self.graph, term.weight), 2 * term.moves.factor, term.moves) for term in self.terms if term.moves
+                flops[term.weight] = flops.get(term.weight, Fraction(0)) + 2 * term.positions
+        parts: list[tuple[Axes, Fraction, int, int]] = [
+            (self._axes(name), each, int(name in self.parameters and name in self.widths), self.widths.get(name, 0))
+            for name, each in flops.items()
         ]
-        moving += [((), product.factor, product) for product in self.products]
-        for axes, factor, lengths in moving:
-            products.append(Product((*axes, *lengths.axes), {"flops": float(factor / self.examples)}))
-        return Polynomials(tuple(products), constants)
+        parts += [((*self._axes(t.weight), *t.moves.axes), 2 * t.moves.factor, 0, 0) for t in self.terms if t.moves is not None]
+        parts += [(product.axes, product.factor, 0, 0) for product in self.products]
+        parts.append(((), self._fixed_flops, 0, 0))
+        factors = np.array([(float(each / self.examples), params, width) for _, each, params, width in parts]).T
+        return Volumes([axes for axes, *_ in parts], list(self.graph.groups)), dict(zip(("flops", "params", "bytes"), factors))
+
+    def _axes(self, name: str) -> Axes:
+        """The axes of the tensor under a key."""
+        axes: list[tuple[int, dict[str, float]]] = [(size, {}) for size in self.graph.shapes[name]]
+        for group, piece in self.graph.slices_of.get(name, ()):
+            whole, spans = axes[piece.dim]
+            spans[group] = spans.get(group, 0) + piece.span
+            axes[piece.dim] = whole - piece.span * self.graph.groups[group].size, spans
+        return tuple(axes)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
         """State-dict key → entries kept, tied ones once."""

@@ -21,8 +21,7 @@ _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 _PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-# Kernels for the CPU, which torch's own table of FLOPs lacks; a backward pass has five products where a forward pass has two.
-_ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 1.0, "_scaled_dot_product_flash_attention_for_cpu_backward": 2.5}
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # a kernel that torch's own table of FLOPs lacks
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,9 @@ class Recorder(DispatchMode):
             self._note(func, args, kwargs, result, (*left.shape, right.shape[-1]), factors)
         elif operator_packet(func) in flop_registry:
             self._note(func, args, kwargs, result, (), [])
-        elif (products := _ATTENTION.get(str(operator_packet(func)).rpartition(".")[2])) is not None:
-            shapes = [x.shape for x in args if isinstance(x, Tensor) and x.dim() == 4]
-            query, key, value = shapes[:3] if products == 1.0 else shapes[1:4]  # behind the gradient of the outputs
-            self.calls.append(Call(None, int(products * sdpa_flop_count(query, key, value)), ()))
+        elif str(operator_packet(func)).endswith(_CPU_ATTENTION):
+            query, key, value = (x.shape for x in args[:3])
+            self.calls.append(Call(None, sdpa_flop_count(query, key, value), ()))
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, lengths: Any, factors: list[tuple[Tensor, Any]]) -> None:
@@ -109,9 +107,7 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
                 x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
                 for name, weight in module.named_parameters(recurse=False):
                     if name.startswith("weight"):
-                        # A backward pass, whose kernel is as opaque, has twice as many products.
-                        passes = 3 if torch.is_grad_enabled() else 1
-                        flops = 2 * weight.numel() * passes * math.prod(x.shape[:-1])
+                        flops = 2 * weight.numel() * math.prod(x.shape[:-1])
                         recorder.calls.append(Call(keys[storage_id(weight)], flops, tuple(x.shape[:-1])))
             recorder.inside += 1
             try:
@@ -143,15 +139,6 @@ def entry_keys(model: nn.Module) -> dict[int, str]:
     return keys
 
 
-@contextmanager
-def watch_products(model: nn.Module) -> Iterator[Recorder]:
-    """Note what the passes of a model multiply that run in this context, backward passes too."""
-    keys, state = entry_keys(model), model.state_dict()
-    recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
-    with _recurrent_terms(model, recorder, keys), recorder:
-        yield recorder
-
-
 def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
     """Run the model once and watch.
 
@@ -163,9 +150,12 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     Raises:
         TraceError: the model fails on the inputs.
     """
+    keys, state = entry_keys(model), model.state_dict()
+    recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
     try:
-        with torch.no_grad(), without_fast_path(), sdpa_kernel(SDPBackend.MATH), watch_products(model) as recorder:
+        attention = sdpa_kernel(SDPBackend.MATH)
+        with torch.no_grad(), without_fast_path(), attention, _recurrent_terms(model, recorder, keys), recorder:
             model(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error

@@ -6,21 +6,22 @@ explain, such as sums written as functions, is the difference to the whole model
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import gather
+from sparsekit.graph.index import gather, narrow_shape
 from sparsekit.layers import LayerRule, find_rule, resize
-from sparsekit.measure.latency_cache import LatencyCache
-from sparsekit.measure.shapes import AffineShape, probe_shapes, stack_shapes, without_data
+from sparsekit.measure.clock import LatencyCache, device_of, stopwatch
+from sparsekit.measure.shapes import Array, Axes, Volumes, probe_shapes, shape_at, without_data
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
@@ -44,25 +45,28 @@ class LatencyMeter:
 
     def __init__(
         self,
-        sizes: Mapping[str, int],
-        inputs: Sequence[Sequence[AffineShape]],
-        outputs: Sequence[AffineShape],
-        grid: npt.NDArray[np.float64],
-        tables: npt.NDArray[np.float64],
+        leaders: Sequence[str],
+        inputs: Sequence[Sequence[Axes]],
+        outputs: Sequence[Axes],
+        dense: Mapping[str, int],
+        grid: Array,
+        tables: Array,
         whole_ms: float,
     ) -> None:
         """Set up the meter.
 
         Args:
-            sizes: Leader of tied groups → units of the dense model.
+            leaders: Of tied groups the first, which the shapes follow.
             inputs: Shapes of the tensors that each call gets.
             outputs: Shape that each call returns.
+            dense: Group name → units of the dense model.
             grid: float (calls, 2, points): shares of inputs and of outputs at which the tables are.
             tables: float (calls, points, points): milliseconds.
             whole_ms: Time of the whole dense model.
         """
-        self._sizes = dict(sizes)
-        self._shapes = [*(tuple(shapes) for shapes in inputs)], [(shape,) for shape in outputs]
+        self._inputs = Volumes([axes for some in inputs for axes in some], leaders)
+        self._owner = np.array([call for call, some in enumerate(inputs) for _ in some], dtype=np.int64)
+        self._outputs = Volumes(outputs, leaders)
         self._grid = grid
         total = float(tables[:, -1, -1].sum())
         self.table_error = (total - whole_ms) / whole_ms
@@ -70,63 +74,45 @@ class LatencyMeter:
         # Layers run one by one may take longer than in a row; then the table is scaled to the whole.
         self._tables = tables * min(1.0, whole_ms / total) if total > 0 else tables
         self._rest = max(0.0, whole_ms - float(self._tables[:, -1, -1].sum()))
-        self._matrices = [_elements(shapes, list(sizes)) for shapes in self._shapes]
-        self._dense = [matrix.at(np.zeros(len(sizes))) for matrix in self._matrices]
+        self._dense = self._entries(dense)
         self._last: tuple[tuple[int, ...], float] | None = None
+
+    def _entries(self, counts: Mapping[str, int]) -> tuple[Array, Array]:
+        """float (calls,) each: the entries that calls get and return."""
+        given = np.bincount(self._owner, self._inputs.at(counts), len(self._tables)).astype(np.float64)
+        return given, self._outputs.at(counts)
 
     def at(self, counts: Mapping[str, int]) -> float:
         """Milliseconds where the groups keep `counts` units."""
-        key = tuple(counts[name] for name in self._sizes)
+        key = tuple(counts[name] for name in self._outputs.groups)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._predict(np.array([*self._sizes.values()], dtype=np.float64) - np.array(key))
+            self._last = key, self._predict(counts)
         return self._last[1]
 
-    def gain(self, before: Mapping[str, int], after: Mapping[str, int], limit: float) -> float:
+    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
         """By how many milliseconds the step comes nearer to the limit."""
-        old = self.at(before)
+        old = self.at(counts)
         if old <= limit:
             return 0.0
-        kept, new = self._last, self.at(after)
+        kept, new = self._last, self.at({**counts, **dict.fromkeys(groups, count)})
         self._last = kept
         return old - new
 
-    def _predict(self, lost: npt.NDArray[np.float64]) -> float:
-        elements = [matrix.at(lost) for matrix in self._matrices]
+    def _predict(self, counts: Mapping[str, int]) -> float:
+        now, rows = self._entries(counts), np.arange(len(self._tables))
         places, weights = [], []
-        for side, (now, dense) in enumerate(zip(elements, self._dense, strict=True)):
+        for side in (0, 1):
             grid = self._grid[:, side]
-            share = np.clip(now / np.maximum(dense, 1.0), grid[:, 0], 1.0)
+            share = np.clip(now[side] / np.maximum(self._dense[side], 1.0), grid[:, 0], 1.0)
             place = np.clip((grid <= share[:, None]).sum(1) - 1, 0, grid.shape[1] - 2)
-            rows = np.arange(len(grid))
             low, high = grid[rows, place], grid[rows, place + 1]
             places.append(place)
             weights.append(np.where(high > low, (share - low) / np.maximum(high - low, 1e-12), 1.0))
-        rows, (i, j), (a, b) = np.arange(len(self._tables)), places, weights
-        t = self._tables
+        (i, j), (a, b), t = places, weights, self._tables
         near = t[rows, i, j] * (1 - b) + t[rows, i, j + 1] * b
         far = t[rows, i + 1, j] * (1 - b) + t[rows, i + 1, j + 1] * b
-        traffic = float(elements[1].sum() / max(1.0, self._dense[1].sum()))
+        traffic = float(now[1].sum() / max(1.0, self._dense[1].sum()))
         return float((near * (1 - a) + far * a).sum() + self._rest * traffic)
-
-
-@dataclass(frozen=True)
-class _Elements:
-    """Numbers of elements of many tensors at once, added up by call."""
-
-    axes: npt.NDArray[np.float64]
-    spans: npt.NDArray[np.float64]
-    owner: npt.NDArray[np.int64]
-    calls: int
-
-    def at(self, lost: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        sizes = np.maximum(self.axes - self.spans @ lost, np.minimum(self.axes, 1.0)).prod(1)
-        return np.bincount(self.owner, sizes, self.calls).astype(np.float64)
-
-
-def _elements(shapes: Sequence[Sequence[AffineShape]], leaders: Sequence[str]) -> _Elements:
-    axes, spans = stack_shapes([shape for some in shapes for shape in some], leaders)
-    owner = [call for call, some in enumerate(shapes) for _ in some]
-    return _Elements(axes, spans, np.array(owner, dtype=np.int64), len(shapes))
 
 
 def measure_latency(
@@ -141,17 +127,12 @@ def measure_latency(
         seconds: Passes are repeated for about as long,
         least: and at least so often.
     """
-    device = next((tensor.device for tensor in [*model.parameters(), *find_tensors(args)]), torch.device("cpu"))
+    timed = stopwatch(device_of(model, args))
     times: list[float] = []
     with torch.no_grad():
         begun = time.perf_counter()
-        while len(times) < least + 2 or time.perf_counter() - begun < seconds:
-            start = time.perf_counter()
-            model(*args, **kwargs)
-            torch.get_device_module(device).synchronize()
-            times.append(time.perf_counter() - start)
-            if len(times) >= 200:
-                break
+        while len(times) < 200 and (len(times) < least + 2 or time.perf_counter() - begun < seconds):
+            times.append(timed(lambda: model(*args, **kwargs)))
     return float(np.median(times[2:])) * 1000
 
 
@@ -172,33 +153,31 @@ def measure_table(
         rules: Rules for layers of your own.
     """
     copied = copy_with(model, {}).eval()
-    device = next((entry.device for entry in copied.parameters()), torch.device("cpu"))
-    cache = LatencyCache(device)
     try:
         light = without_data(copied, args, kwargs)
-        calls = _calls(light[0], light[1], light[2], rules)
+        calls = _calls(*light, rules)
     except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any
         light = copied, args, dict(kwargs)
-        calls = _calls(copied, args, kwargs, rules)
-    lengths = [len(find_tensors([call.args, call.kwargs])) for call in calls]
+        calls = _calls(*light, rules)
 
     def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        found = _calls(module, light[1], light[2], rules)
+        found = _calls(module, *light[1:], rules)
         return [s for call in found for s in (*(tuple(t.shape) for t in find_tensors([call.args, call.kwargs])), call.output)]
 
     flat = iter(probe_shapes(light[0], graph, shapes, rules))
     inputs, outputs = [], []
-    for length in lengths:
-        inputs.append(tuple(next(flat) for _ in range(length)))
+    for call in calls:
+        inputs.append(tuple(next(flat) for _ in find_tensors([call.args, call.kwargs])))
         outputs.append(next(flat))
-    table = _Table(copied, graph, rules, cache, device)
-    points = [table.measure(*parts) for parts in zip(calls, inputs, outputs, strict=True)]
-    cache.save()
+    device = device_of(copied)
+    layers = _Layers(copied, graph, rules, LatencyCache(device), device)
+    points = [layers.table(*parts) for parts in zip(calls, inputs, outputs, strict=True)]
+    layers.cache.save()
     whole = measure_latency(copied, args, kwargs)
-    sizes = {name: graph.groups[name].size for name, *_ in graph.tied_sets}
     grid = np.array([grid for grid, _ in points]).reshape(len(points), 2, len(SHARES))
     tables = np.array([times for _, times in points]).reshape(len(points), len(SHARES), len(SHARES))
-    return LatencyMeter(sizes, inputs, outputs, grid, tables, whole)
+    dense = {name: group.size for name, group in graph.groups.items()}
+    return LatencyMeter([tied[0] for tied in graph.tied_sets], inputs, outputs, dense, grid, tables, whole)
 
 
 def _calls(
@@ -206,79 +185,66 @@ def _calls(
 ) -> list[_Call]:
     """The calls of the layers in one pass: modules without children, and those whose inside is one operator."""
     found: list[_Call] = []
-    inside: list[str] = []
 
-    def enter(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, ___: Any) -> None:
-            inside.append(name)
-
-        return hook
-
-    def leave(name: str) -> Callable[..., None]:
+    def note(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, given: Any, named: Any, result: Any) -> None:
-            inside.pop()
             made = find_tensors(result)
-            if not inside and made:
+            if made:
                 empty, empty_named = map_tensors(lambda t: torch.empty_like(t, device="meta"), (given, named))
                 found.append(_Call(name, empty, empty_named, tuple(made[0].shape)))
 
         return hook
 
-    handles = []
-    for name, module in model.named_modules():
-        rule = find_rule(module, rules)
-        if name and (not any(True for _ in module.children()) or (rule is not None and rule.opaque)):
-            handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
-    try:
+    opaque: list[str] = []
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            rule = find_rule(module, rules)
+            if name and not name.startswith(tuple(opaque)):
+                if rule is not None and rule.opaque:
+                    opaque.append(f"{name}.")
+                elif any(True for _ in module.children()):
+                    continue
+                hooks.callback(module.register_forward_hook(note(name), with_kwargs=True).remove)
         with torch.no_grad():
             model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
-class _Table:
-    """Measures layers at points of the grid; equal layers once."""
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """Measures the layers of a model; equal ones once."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        graph: UnitGraph,
-        rules: Mapping[type[nn.Module], LayerRule] | None,
-        cache: LatencyCache,
-        device: torch.device,
-    ) -> None:
-        self.model, self.graph, self.rules, self.cache, self.device = model, graph, rules, cache, device
-        self.first = {name: tied[0] for tied in graph.tied_sets for name in tied}
-        self.generator = torch_generator(np.random.default_rng(0))
+    model: nn.Module
+    graph: UnitGraph
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    cache: LatencyCache
+    device: torch.device
+    generator: torch.Generator = field(default_factory=lambda: torch_generator(np.random.default_rng(0)))
 
-    def measure(
-        self, call: _Call, inputs: tuple[AffineShape, ...], output: AffineShape
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def table(self, call: _Call, inputs: tuple[Axes, ...], output: Axes) -> tuple[Array, Array]:
         """The grid, float (2, points), and the times in milliseconds, float (points, points)."""
-        reads = {name for shape in inputs for _, spans in shape.axes for name in spans}
-        makes = {name for _, spans in output.axes for name in spans}
-        together = reads & makes
-        if together and reads != makes:
+        reads = {name for axes in inputs for _, spans in axes for name in spans}
+        makes = {name for _, spans in output for name in spans}
+        together = bool(reads & makes)
+        if together:
             reads = makes = reads | makes
+        dense = {tied[0]: self.graph.groups[tied[0]].size for tied in self.graph.tied_sets}
         number = len(SHARES)
         grid, times = np.ones((2, number)), np.zeros((number, number))
         for i, u in enumerate(SHARES):
             for j, v in enumerate(SHARES):
                 if (not reads and i < number - 1) or (not makes and j < number - 1) or (together and i != j):
                     continue
-                lost = dict.fromkeys(self.first.values(), 0)
+                counts = dict(dense)
                 for names, share in ((reads, u), (makes, v)):
-                    for name in names:
-                        size = self.graph.groups[name].size
-                        lost[name] = size - max(1, round(share * size))
-                grid[0, i] = _share(inputs, lost)
-                grid[1, j] = _share((output,), lost)
-                times[i, j] = self._time(call, inputs, lost)
+                    counts.update((name, max(1, round(share * dense[name]))) for name in names)
+                for side, shapes in enumerate((inputs, (output,))):
+                    now, whole = (sum(math.prod(shape_at(axes, at)) for axes in shapes) for at in (counts, dense))
+                    grid[side, (i, j)[side]] = now / max(1, whole)
+                lost = {name: dense[name] - count for name, count in counts.items()}
+                times[i, j] = self._time(call, [shape_at(axes, counts) for axes in inputs], lost)
         if together:
-            times[:] = np.minimum.outer(np.diag(times), np.full(number, np.inf))
+            times[:] = np.diag(times)[:, None]
         elif not reads:
             times[:] = times[-1]
         elif not makes:
@@ -286,75 +252,55 @@ class _Table:
         # A narrower layer that was measured slower is taken for as slow as the wider one.
         return np.maximum.accumulate(grid, 1), np.maximum.accumulate(np.maximum.accumulate(times, 0), 1)
 
-    def _time(self, call: _Call, inputs: tuple[AffineShape, ...], lost: Mapping[str, int]) -> float:
-        layer = self.model.get_submodule(call.name)
-        shapes = iter([shape.at(lost) for shape in inputs])
-        given = map_tensors(lambda t: torch.empty(next(shapes), dtype=t.dtype, device="meta"), (call.args, call.kwargs))
-        keep = {
-            name: torch.arange(group.size) < group.size - lost[self.first[name]] for name, group in self.graph.groups.items()
-        }
-        axes = self._axes(call.name, keep)
-        key = self._key(layer, axes, given)
+    def _time(self, call: _Call, shapes: Sequence[tuple[int, ...]], lost: Mapping[str, int]) -> float:
+        """Milliseconds of a call on inputs of such shapes, of the layer where groups have lost units."""
+        layer, place = self.model.get_submodule(call.name), iter(shapes)
+        given = map_tensors(lambda t: torch.empty(next(place), dtype=t.dtype, device="meta"), (call.args, call.kwargs))
+        first = {name: tied[0] for tied in self.graph.tied_sets for name in tied}
+        keep = {name: torch.arange(each.size) < each.size - lost[first[name]] for name, each in self.graph.groups.items()}
+        entries = named_entries(layer)
+        axes = {entry: self._kept(f"{call.name}.{entry}", keep) for entry in entries}
+        key = _key(layer, {name: narrow_shape(entry.shape, axes[name]) for name, entry in entries.items()}, given)
         known = self.cache.get(key)
         if known is not None:
             return known * 1000
         try:
-            small = self._narrow(call.name, layer, axes, keep)
+            small = copy_with(layer, {entry: gather(entries[entry].detach(), cut) for entry, cut in axes.items() if cut})
+            resize(small, self.rules)
+            for size in self.graph.sizes:
+                if size.module == call.name:
+                    value = size.per_unit * int(keep[size.group].sum())
+                    setattr(small, size.name, (value,) if isinstance(getattr(small, size.name), tuple) else value)
             args, kwargs = map_tensors(self._fill, given)
             found = measure_latency(small, args, kwargs, seconds=0.03, least=5)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
             if not any(lost.values()):
                 return 0.0  # a layer that cannot run alone is part of what the table does not explain
-            return self._time(call, inputs, dict.fromkeys(lost, 0))
+            whole = [tuple(tensor.shape) for tensor in find_tensors([call.args, call.kwargs])]
+            return self._time(call, whole, dict.fromkeys(lost, 0))
         self.cache.put(key, found / 1000)
         return found
 
-    def _axes(self, name: str, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """Entry of the layer → axis → positions kept."""
-        found: dict[str, dict[int, Tensor]] = {}
-        for entry in named_entries(self.model.get_submodule(name)):
-            whole = f"{name}.{entry}"
-            stays: dict[int, Tensor] = {}
-            for group, piece in self.graph.slices_of.get(whole, ()):
-                own = stays.setdefault(piece.dim, torch.ones(self.graph.shapes[whole][piece.dim], dtype=torch.bool))
-                own[piece.index[~keep[group]].reshape(-1)] = False
-            found[entry] = {dim: own.nonzero().reshape(-1) for dim, own in stays.items() if not bool(own.all())}
-        return found
-
-    def _narrow(
-        self, name: str, layer: nn.Module, axes: Mapping[str, Mapping[int, Tensor]], keep: Mapping[str, Tensor]
-    ) -> nn.Module:
-        entries = named_entries(layer)
-        narrow = {entry: gather(entries[entry].detach(), cut) for entry, cut in axes.items() if cut}
-        small = copy_with(layer, narrow)
-        resize(small, self.rules)
-        for size in self.graph.sizes:
-            if size.module == name:
-                value = size.per_unit * int(keep[size.group].sum())
-                setattr(small, size.name, (value,) if isinstance(getattr(small, size.name), tuple) else value)
-        return small
+    def _kept(self, name: str, keep: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Axis of an entry → int64: the positions that are kept, of axes that lose some."""
+        stays: dict[int, Tensor] = {}
+        for group, piece in self.graph.slices_of.get(name, ()):
+            own = stays.setdefault(piece.dim, torch.ones(self.graph.shapes[name][piece.dim], dtype=torch.bool))
+            own[piece.index[~keep[group]].reshape(-1)] = False
+        return {dim: own.nonzero().reshape(-1) for dim, own in stays.items() if not bool(own.all())}
 
     def _fill(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             return torch.randn(tensor.shape, generator=self.generator).to(self.device, tensor.dtype)
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
 
-    def _key(self, layer: nn.Module, axes: Mapping[str, Mapping[int, Tensor]], given: Any) -> str:
-        """What the time depends on: the layer, the shapes of its entries and of its inputs."""
-        entries = {
-            name: ([axes[name][d].numel() if d in axes[name] else n for d, n in enumerate(entry.shape)], str(entry.dtype))
-            for name, entry in named_entries(layer).items()
-        }
-        tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in find_tensors(given)]
-        plain = {k: v for k, v in vars(layer).items() if not k.startswith("_") and isinstance(v, int | float | str | tuple)}
-        sized = ("in_channels", "out_channels", "in_features", "out_features", "num_features", "normalized_shape", "groups")
-        options = sorted((k, v) for k, v in plain.items() if k not in sized)
-        grouped = getattr(layer, "groups", 1) != 1
-        return repr((type(layer).__module__, type(layer).__qualname__, options, grouped, entries, tensors))
 
-
-def _share(shapes: Sequence[AffineShape], lost: Mapping[str, int]) -> float:
-    def elements(at: Mapping[str, int]) -> int:
-        return sum(int(np.prod(shape.at(at))) for shape in shapes)
-
-    return elements(lost) / max(1, elements(dict.fromkeys(lost, 0)))
+def _key(layer: nn.Module, shapes: Mapping[str, Sequence[int]], given: Any) -> str:
+    """What the time depends on: the layer, the shapes of its entries and of its inputs."""
+    entries = {name: (list(shapes[name]), str(entry.dtype)) for name, entry in named_entries(layer).items()}
+    tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in find_tensors(given)]
+    plain = {k: v for k, v in vars(layer).items() if not k.startswith("_") and isinstance(v, int | float | str | tuple)}
+    sized = ("in_channels", "out_channels", "in_features", "out_features", "num_features", "normalized_shape", "groups")
+    options = sorted((k, v) for k, v in plain.items() if k not in sized)
+    grouped = getattr(layer, "groups", 1) != 1
+    return repr((type(layer).__module__, type(layer).__qualname__, options, grouped, entries, tensors))

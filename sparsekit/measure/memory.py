@@ -7,11 +7,10 @@ inputs are not counted, nor is scratch memory inside an operator.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from sparsekit._torch import DispatchMode, storage_id, tree_leaves, without_fast
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.measure.shapes import probe_shapes, stack_shapes, without_data
+from sparsekit.measure.shapes import Array, Volumes, probe_shapes, without_data
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import find_tensors
 
@@ -71,59 +70,37 @@ class _Lives(DispatchMode):
 class MemoryMeter:
     """Peak bytes of the activations at given widths."""
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        axes: npt.NDArray[np.float64],
-        spans: npt.NDArray[np.float64],
-        alive: npt.NDArray[np.float64],
-    ) -> None:
+    def __init__(self, volumes: Volumes, alive: Array) -> None:
         """Set up the meter.
 
         Args:
-            sizes: Group name → units of the dense model, in the order of the columns of `spans`.
-            axes: float (tensors, axes), sizes in the dense model; the first axis has the bytes of a number.
-            spans: float (tensors, axes, groups), positions that go with each unit.
+            volumes: The bytes of each tensor.
             alive: float (moments, tensors), 1 where a tensor is alive.
         """
-        self._sizes = dict(sizes)
-        self._axes, self._spans, self._alive = axes, spans, alive
-        self._least = np.minimum(axes, 1.0)  # an axis without positions stays one
-        self._touched = [np.flatnonzero(spans[:, :, place].any(1)) for place in range(spans.shape[2])]
-        self._at: tuple[npt.NDArray[np.float64], ...] | None = None  # lost units, lengths, bytes and moments asked for last
+        self._volumes, self._alive = volumes, alive
+        self._at: tuple[tuple[int, ...], Array, Array, Array] | None = None  # counts asked for last; lengths, bytes and moments
 
-    def _lost(self, counts: Mapping[str, int]) -> npt.NDArray[np.float64]:
-        return np.array([size - counts[name] for name, size in self._sizes.items()], dtype=np.float64)
-
-    def _state(self, counts: Mapping[str, int]) -> tuple[npt.NDArray[np.float64], ...]:
-        lost = self._lost(counts)
-        if self._at is None or not np.array_equal(self._at[0], lost):
-            lengths = self._axes - self._spans @ lost
-            sizes = np.maximum(np.round(lengths), self._least).prod(1)
-            self._at = lost, lengths, sizes, self._alive @ sizes
-        return self._at
+    def _state(self, counts: Mapping[str, int]) -> tuple[Array, Array, Array]:
+        own = tuple(counts[name] for name in self._volumes.groups)
+        if self._at is None or self._at[0] != own:
+            lengths = self._volumes.lengths(counts)
+            sizes = self._volumes.entries(lengths)
+            self._at = own, lengths, sizes, self._alive @ sizes
+        return self._at[1:]
 
     def at(self, counts: Mapping[str, int]) -> float:
         """Peak bytes where the groups keep `counts` units."""
         return float(self._state(counts)[-1].max(initial=0.0))
 
-    def gain(self, before: Mapping[str, int], after: Mapping[str, int], limit: float) -> float:
+    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
         """By how many bytes the moments above the limit come down together, per such moment."""
-        lost, lengths, sizes, old = self._state(before)
-        above = old > limit
+        lengths, sizes, moments = self._state(counts)
+        above = moments > limit
         if not above.any():
             return 0.0
-        step = self._lost(after) - lost
-        changed = np.flatnonzero(step)
-        if not len(changed):
-            return 0.0
-        rows = (
-            self._touched[changed[0]] if len(changed) == 1 else np.unique(np.concatenate([self._touched[k] for k in changed]))
-        )
-        new = lengths[rows] - self._spans[rows][:, :, changed] @ step[changed]
-        less = sizes[rows] - np.maximum(np.round(new), self._least[rows]).prod(1)
-        down = self._alive[above][:, rows] @ less
-        return float(np.minimum(down, old[above] - limit).sum() / above.sum())
+        rows, _, after = self._volumes.step(tuple(groups), count - counts[groups[0]], lengths)
+        down = self._alive[above][:, rows] @ (sizes[rows] - after)
+        return float(np.minimum(down, moments[above] - limit).sum() / above.sum())
 
 
 def measure_memory(
@@ -165,13 +142,10 @@ def measure_memory(
         except Exception as error:
             raise TraceError(f"the model failed on the example inputs: {error}") from error
     shapes = probe_shapes(call[0], graph, lambda module: lives(module).shapes, rules)
-    leaders = [tied[0] for tied in graph.tied_sets]
-    axes, spans = stack_shapes(shapes, leaders)
-    axes = np.concatenate([np.array(dense.widths, dtype=np.float64).reshape(-1, 1), axes], axis=1)
-    spans = np.concatenate([np.zeros((len(shapes), 1, len(leaders))), spans], axis=1)
+    in_bytes = [((width, {}), *axes) for width, axes in zip(dense.widths, shapes, strict=True)]
     # A moment whose tensors are all alive at the next one too is no peak.
     peaks = [now for now, then in zip(dense.moments, [*dense.moments[1:], frozenset()]) if not now <= then]
     alive = np.zeros((len(peaks), len(shapes)))
     for place, moment in enumerate(peaks):
         alive[place, list(moment)] = 1.0
-    return MemoryMeter({name: graph.groups[name].size for name in leaders}, axes, spans, alive)
+    return MemoryMeter(Volumes(in_bytes, [tied[0] for tied in graph.tied_sets]), alive)

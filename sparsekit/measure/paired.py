@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from sparsekit._torch import DispatchMode, operator_packet
+from sparsekit.measure.clock import device_of, stopwatch
 from sparsekit.measure.runtimes import prepare
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
@@ -76,7 +78,7 @@ def measure_pair(
         with contextlib.suppress(Exception), _evaluated(before, after):  # a model may be made for one size of batch
             before(*one[0], **one[1])
             inputs = {1: one, **inputs}
-    threads = sorted({1, torch.get_num_threads()}) if _device(before, *everything).type == "cpu" else [0]
+    threads = sorted({1, torch.get_num_threads()}) if device_of(before, *everything).type == "cpu" else [0]
     return tuple(
         measure_turns(before, after, *own, batch=number, threads=count, seconds=seconds)
         for number, own in inputs.items()
@@ -94,63 +96,47 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         kwargs: Keyword inputs.
         passes: Number of passes, after one to warm up.
     """
-    device = _device(model, args, kwargs)
-    synchronize = torch.get_device_module(device).synchronize
-    times: dict[str, list[float]] = {"": []}
-    spent: dict[str, float] = {}
+    synchronize = torch.get_device_module(device_of(model, args, kwargs)).synchronize
     begun: dict[str, float] = {}
+    spent: dict[str, float] = {}
+    least: dict[str, float] = {}
 
-    def begin(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            synchronize()
-            begun[name] = time.perf_counter()
+    def begin(name: str) -> None:
+        synchronize()
+        begun[name] = time.perf_counter()
 
-        return hook
+    def end(name: str) -> None:
+        synchronize()
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun[name]
 
-    def end(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            synchronize()
-            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun[name]
-
-        return hook
-
-    own = {name: module for name, module in model.named_modules() if name and not any(module.children())}
-    own = {name: module for name, module in own.items() if any(True for _ in module.parameters())}
-    handles = [module.register_forward_pre_hook(begin(name)) for name, module in own.items()]
-    handles += [module.register_forward_hook(end(name)) for name, module in own.items()]
-    try:
-        with torch.no_grad(), _evaluated(model):
-            for number in range(passes + 1):
-                spent.clear()
-                start = time.perf_counter()
-                model(*args, **kwargs)
-                synchronize()
-                spent[""] = time.perf_counter() - start
-                if number:
-                    for name, value in spent.items():
-                        times.setdefault(name, []).append(1000 * value)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: min(values) for name, values in times.items()}
+    with torch.no_grad(), _evaluated(model), contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name and not any(module.children()) and any(True for _ in module.parameters()):
+                hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: begin(name)).remove)
+                hooks.callback(module.register_forward_hook(lambda *_, name=name: end(name)).remove)
+        for number in range(passes + 1):
+            spent.clear()
+            begin("")
+            model(*args, **kwargs)
+            end("")
+            if number:
+                least.update((name, min(least.get(name, math.inf), 1000 * value)) for name, value in spent.items())
+    return least
 
 
 class _Copies(DispatchMode):
     """Adds up the seconds of operators that do nothing but copy."""
 
-    def __init__(self, synchronize: Callable[[], object]) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.seconds, self._synchronize = 0.0, synchronize
+        self.seconds, self._timed = 0.0, stopwatch(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_packet(func) not in _COPIES:
             return func(*args, **(kwargs or {}))
-        self._synchronize()
-        start = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        self._synchronize()
-        self.seconds += time.perf_counter() - start
-        return result
+        made = []
+        self.seconds += self._timed(lambda: made.append(func(*args, **(kwargs or {}))))
+        return made[0]
 
 
 def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 3) -> float:
@@ -162,11 +148,10 @@ def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         kwargs: Keyword inputs.
         passes: Number of passes, the first of which warms up.
     """
-    synchronize = torch.get_device_module(_device(model, args, kwargs)).synchronize
     found = []
     with torch.no_grad(), _evaluated(model):
         for _ in range(passes):
-            with _Copies(synchronize) as copies:
+            with _Copies(device_of(model, args, kwargs)) as copies:
                 model(*args, **kwargs)
             found.append(1000 * copies.seconds)
     return float(min(found))
@@ -199,38 +184,24 @@ def measure_turns(
         MissingDependencyError: a package of the runtime is not installed.
     """
     order, own = np.random.default_rng(0), torch.get_num_threads()
-    synchronize = torch.get_device_module(_device(before, args, kwargs)).synchronize
+    timed = stopwatch(device_of(before, args, kwargs))
     turns: list[tuple[float, float]] = []
-
-    def once(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        synchronize()
-        return 1000 * (time.perf_counter() - start)
-
     try:
         if threads:
             torch.set_num_threads(threads)
         with torch.no_grad(), _evaluated(before, after):
             first, second = (prepare(model, runtime, args, kwargs) for model in (before, after))
             for _ in range(_WARM):
-                once(first), once(second)
+                timed(first), timed(second)
             begun = time.perf_counter()
             while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
-                if order.random() < 0.5:
-                    turns.append((once(first), once(second)))
-                else:
-                    late = once(second)
-                    turns.append((once(first), late))
+                late = timed(second) if order.random() >= 0.5 else None
+                turns.append((timed(first), timed(second) if late is None else late))
     finally:
         torch.set_num_threads(own)
-    old, new = np.median(np.array(turns), axis=0)
+    old, new = 1000 * np.median(np.array(turns), axis=0)
     low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
     return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns), runtime)
-
-
-def _device(model: nn.Module, *inputs: Any) -> torch.device:
-    return next((tensor.device for tensor in [*model.parameters(), *find_tensors(inputs)]), torch.device("cpu"))
 
 
 @contextlib.contextmanager

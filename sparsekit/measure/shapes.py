@@ -7,10 +7,9 @@ them side by side, an axis flattened with others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, count
 from math import comb
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +21,72 @@ from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import map_tensors
 
+Array: TypeAlias = npt.NDArray[np.float64]
 
-@dataclass(frozen=True)
-class AffineShape:
-    """A shape that follows widths.
+Axes: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
+"""A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
 
-    Args:
-        axes: Of each axis its size in the dense model, and group name → positions that go with each unit that goes.
-    """
 
-    axes: tuple[tuple[int, Mapping[str, float]], ...]
+def length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
+    """The length of an axis where the groups keep `counts` units; of whole numbers exact."""
+    return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
 
-    def at(self, lost: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape where groups have lost numbers of units."""
-        return tuple(max(min(1, size), round(size - sum(each * lost[name] for name, each in spans.items())))
-                     for size, spans in self.axes)  # fmt: skip
+
+def shape_at(axes: Axes, counts: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape where the groups keep `counts` units."""
+    return tuple(max(int(bool(axis[1])), round(length(axis, counts))) for axis in axes)
+
+
+class Volumes:
+    """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
+
+    def __init__(self, shapes: Sequence[Axes], groups: Sequence[str]) -> None:
+        """Set up arrays.
+
+        Args:
+            shapes: Of the tensors.
+            groups: Names of the groups that they follow, of tied ones the first.
+        """
+        rank = max([1, *map(len, shapes)])
+        self.groups, self.count = tuple(groups), len(shapes)
+        self._fixed: Array = np.ones((len(shapes), rank))
+        self._spans: Array = np.zeros((len(shapes), rank, len(self.groups)))
+        columns = {name: column for column, name in enumerate(self.groups)}
+        for row, axes in enumerate(shapes):
+            for dim, (fixed, spans) in enumerate(axes):
+                self._fixed[row, dim] = fixed
+                for name, each in spans.items():
+                    self._spans[row, dim, columns[name]] += each
+        self._least: Array = np.asarray(self._spans.any(2), dtype=np.float64)  # an axis of units keeps a position
+        self._touched: dict[tuple[str, ...], tuple[npt.NDArray[np.int64], Array, Array]] = {}
+
+    def lengths(self, counts: Mapping[str, int]) -> Array:
+        """float (tensors, axes)."""
+        return self._fixed + self._spans @ np.array([counts[name] for name in self.groups], dtype=np.float64)
+
+    def entries(self, lengths: Array) -> Array:
+        """float (tensors,): the numbers of entries at such lengths."""
+        found: Array = np.maximum(np.round(lengths), self._least).prod(1)
+        return found
+
+    def at(self, counts: Mapping[str, int]) -> Array:
+        """float (tensors,): the numbers of entries where the groups keep `counts` units."""
+        return self.entries(self.lengths(counts))
+
+    def step(self, groups: tuple[str, ...], units: int, lengths: Array) -> tuple[npt.NDArray[np.int64], Array, Array]:
+        """Which tensors change where each of `groups` gets so many units more, and to which lengths and entries.
+
+        Returns:
+            int64 (changed,), their places; float (changed, axes); float (changed,).
+        """
+        if groups not in self._touched:
+            columns = [self.groups.index(name) for name in groups if name in self.groups]
+            spans: Array = self._spans[:, :, columns].sum(2)
+            changed = np.flatnonzero(spans.any(1))
+            self._touched[groups] = changed, spans[changed], self._least[changed]
+        rows, each, least = self._touched[groups]
+        after = lengths[rows] + each * units
+        return rows, after, np.maximum(np.round(after), least).prod(1)
 
 
 def without_data(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Any, Any]:
@@ -52,7 +102,7 @@ def probe_shapes(
     graph: UnitGraph,
     run: Callable[[nn.Module], Sequence[tuple[int, ...]]],
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
-) -> tuple[AffineShape, ...]:
+) -> tuple[Axes, ...]:
     """Let `run` list shapes of the dense model and of models in which one width is halved.
 
     A width with which the list becomes another one, or shapes of another rank, is taken for one that changes no shape: costs
@@ -65,7 +115,7 @@ def probe_shapes(
         rules: Rules for layers of your own.
 
     Returns:
-        The shapes of the dense model and how they follow the widths.
+        How the shapes follow the widths, of tied groups by the name of the first.
     """
     dense = list(run(model))
     first, sizes = _widths(graph)
@@ -92,9 +142,10 @@ def probe_shapes(
                 for dim, each in enumerate(axes):
                     if each > 0:
                         spans[place][dim][leader] = each / lost
+    whole = {name: group.size for name, group in graph.groups.items()}
     return tuple(
-        AffineShape(tuple((size, own) for size, own in zip(shape, each, strict=True)))
-        for shape, each in zip(dense, spans, strict=True)
+        tuple((size - length((0, own), whole), own) for size, own in zip(shape, axes, strict=True))
+        for shape, axes in zip(dense, spans, strict=True)
     )
 
 
@@ -113,20 +164,6 @@ def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int]]:
 
 def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tensor]:
     return {name: torch.arange(group.size) < counts.get(name, group.size) for name, group in graph.groups.items()}
-
-
-def stack_shapes(
-    shapes: Sequence[AffineShape], leaders: Sequence[str]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Shapes as arrays: float (shapes, axes), dense sizes, and float (shapes, axes, groups), positions per unit."""
-    rank = max((len(shape.axes) for shape in shapes), default=1)
-    axes, spans = np.ones((len(shapes), rank)), np.zeros((len(shapes), rank, len(leaders)))
-    for row, shape in enumerate(shapes):
-        for dim, (size, own) in enumerate(shape.axes):
-            axes[row, dim] = size
-            for name, each in own.items():
-                spans[row, dim, leaders.index(name)] = each
-    return axes, spans
 
 
 def _half(size: int) -> int:

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from sparsekit.measure.latency_cache import LatencyCache
+from sparsekit.measure.clock import LatencyCache, stopwatch
 
 _WIDTH, _STEPS, _SAVED = 64, (32, 16, 8, 4), 0.25
 """Channels of the widest convolution that is timed, the answers but 1, and the part of its share of the time that a narrower
@@ -61,7 +61,7 @@ def _key(width: int, dtype: torch.dtype) -> str:
 def _measure(widths: list[int], device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     """Width → the least seconds of a convolution that reads so many channels and of one that makes them, added up."""
     examples = 1 if device.type == "cpu" else 256  # an accelerator must be full, or all take as long
-    synchronize = torch.get_device_module(device).synchronize
+    timed = stopwatch(device)
 
     def convolution(entering: int, leaving: int) -> Callable[[], object]:
         layer = nn.Conv2d(entering, leaving, 3, padding=1, device="meta", dtype=dtype).to_empty(device=device)
@@ -78,9 +78,5 @@ def _measure(widths: list[int], device: torch.device, dtype: torch.dtype) -> dic
             if turn >= _ROUNDS[0] and time.perf_counter() - begun > _SECONDS:
                 break
             for key, call in calls.items():
-                synchronize()
-                start = time.perf_counter()
-                call()
-                synchronize()
-                least[key] = min(least[key], time.perf_counter() - start)
+                least[key] = min(least[key], timed(call))
     return {width: least[width, 0] + least[width, 1] for width in widths}

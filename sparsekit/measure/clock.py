@@ -1,4 +1,4 @@
-"""Measured times of layers on disk, in the cache folder of the platform, so that a table is measured once."""
+"""How long a call takes, and times of layers that were measured before, in the cache folder of the platform."""
 
 from __future__ import annotations
 
@@ -9,11 +9,36 @@ import logging
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+
+from sparsekit.tracing.inputs import find_tensors
 
 _logger = logging.getLogger(__name__)
+
+
+def device_of(model: nn.Module, *inputs: Any) -> torch.device:
+    """Where a model or, without parameters, its inputs are."""
+    return next((tensor.device for tensor in [*model.parameters(), *find_tensors(inputs)]), torch.device("cpu"))
+
+
+def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """A function that makes a call and returns the seconds until the device has finished."""
+    synchronize = torch.get_device_module(device).synchronize
+
+    def timed(call: Callable[[], object]) -> float:
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        return time.perf_counter() - start
+
+    return timed
 
 
 def cache_folder() -> Path:
