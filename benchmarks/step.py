@@ -103,7 +103,7 @@ def our_step(
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
-    adjusts = [learning(masked, leaves), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
+    adjusts = [learning(masked), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
     one = local_step(masked, cross_entropy, make_step(training, leaves.values()), adjusts)
     batch = Batch((x,), y, len(x))
     masked.train()

@@ -19,6 +19,9 @@ from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.optimizers import optimizer_class
 from sparsekit_fl.options.schedule import factor
 
+Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
+"""Changes the gradients of a step: leaf → gradient, of the leaves that have one."""
+
 _FIRST_SCALE, _GROWS_AFTER = 2.0**16, 2000
 
 
@@ -29,16 +32,16 @@ class _Scale:
         self.value = _FIRST_SCALE
         self._good = 0
 
-    def undone(self, gradients: list[Tensor]) -> list[Tensor] | None:
-        """The gradients over the factor; None where they are not finite, and the step must be left out."""
-        if not all(is_finite(gradient) for gradient in gradients):
+    def undone(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The gradients over the factor; empty where they are not finite, and the step must be left out."""
+        if not all(is_finite(gradient) for gradient in gradients.values()):
             self.value, self._good = max(1.0, self.value / 2), 0
-            return None
+            return {}
         factor_before = self.value
         self._good += 1
         if self._good == _GROWS_AFTER:
             self.value, self._good = self.value * 2, 0
-        return list(foreach_mul(gradients, 1.0 / factor_before))
+        return dict(zip(gradients, foreach_mul(list(gradients.values()), 1.0 / factor_before), strict=True))
 
 
 class _Step(ABC):
@@ -57,29 +60,26 @@ class _Step(ABC):
         self._rates: Iterator[float] | None = None
         self._scale: _Scale | None = None
 
-    def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
+    def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
         """Take one step down `loss`.
 
         Args:
             loss: A scalar with a graph.
-            adjust: Changes the gradients before clipping: (gradients, positions in `parameters`) → gradients.
+            adjusts: Changes of the gradients, one after the other, before clipping.
         """
         scaled = loss if self._scale is None else loss.float() * self._scale.value
         found = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
-        places = [place for place, gradient in enumerate(found) if gradient is not None]
-        gradients: list[Tensor] | None = [gradient for gradient in found if gradient is not None]
+        gradients = {leaf: one for leaf, one in zip(self.parameters, found, strict=True) if one is not None}
         with torch.no_grad():
-            if self._scale is not None:
-                gradients = self._scale.undone(gradients or [])
             if self._rates is not None:
                 self.lr = next(self._rates)
-            if gradients is None:
+            if self._scale is not None:
+                gradients = self._scale.undone(gradients)
+            if not gradients:
                 return
-            if adjust is not None:
-                gradients = adjust(gradients, places)
-            parameters = self.parameters if len(places) == len(self.parameters) else [self.parameters[p] for p in places]
-            if parameters:
-                self._apply(self._clipped(gradients), parameters)
+            for adjust in adjusts:
+                gradients = adjust(gradients)
+            self._apply(self._clipped(list(gradients.values())), list(gradients))
 
     @property
     def holder(self) -> Any:

@@ -19,20 +19,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.foreach import foreach_sub
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import Batch
-from sparsekit_fl.client.optimizer import make_step
+from sparsekit_fl.client.optimizer import Adjust, make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
 from sparsekit_fl.policies.aggregate import Arrivals, Weighting
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
-from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards
+from sparsekit_fl.policies.local import Leaves, load_leaves, pull_towards
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 
@@ -128,7 +127,7 @@ class ExitSgd(LocalPolicy):
         leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
         batches = ctx.batches()
         update = make_step(ctx.training, leaves.values(), steps=batches.steps)
-        adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
+        adjusts = self._dynamic(ctx, leaves, start) if self.alpha else []
         module, loss_of = ctx.masked.model, ctx.problem.loss
         assert isinstance(module, WithExits)
         ramp = self.ramp * ctx.rounds
@@ -138,7 +137,7 @@ class ExitSgd(LocalPolicy):
             outputs = module.outputs(*batch.inputs, depth=depth)
             losses = torch.stack([loss_of(output, batch.targets) for output in outputs])
             taught = weight * distillation_loss(outputs, batch.targets) if weight else 0.0
-            update(losses.sum() + taught, adjust=adjust)
+            update(losses.sum() + taught, adjusts)
             # What is reported is the mean loss of the outputs, which compares with other methods' losses.
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
@@ -154,16 +153,12 @@ class ExitSgd(LocalPolicy):
         work = Work(3 * compact * log.examples, 3 * rowmask * log.padded_examples)
         return LocalResult(state=state, mask=mask, log=log, work=work)
 
-    def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> Adjust:
-        """Return an adjust that adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
+    def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:
+        """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
         kept = ctx.memory.get("drift", {})
-        drifts = [kept[name].to(leaf) if name in kept else torch.zeros_like(leaf) for name, leaf in leaves.items()]
+        drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}
         pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
-
-        def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            return list(foreach_sub(pull(gradients, places), [drifts[place] for place in places]))
-
-        return adjust
+        return [pull, lambda gradients: {leaf: one - drifts.get(leaf, 0.0) for leaf, one in gradients.items()}]
 
 
 @dataclass(frozen=True)

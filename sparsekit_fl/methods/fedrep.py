@@ -6,11 +6,8 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
-
-from torch import nn
 
 from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.client.context import ClientContext, Work
@@ -18,7 +15,7 @@ from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint
-from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
+from sparsekit_fl.policies import Leaves, LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
 from sparsekit_fl.problem.problem import Problem
 
 
@@ -53,9 +50,7 @@ class HeadThenBody(LocalPolicy):
         work = Work((whole + 2 * own) * before.examples + 3 * whole * after.examples, counted)
         return LocalResult.of(ctx, None, before + after, work=work)
 
-    def _phase(
-        self, ctx: ClientContext, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], epochs: int
-    ) -> TrainingLog:
+    def _phase(self, ctx: ClientContext, trained: Leaves, frozen: Leaves, epochs: int) -> TrainingLog:
         for leaf in frozen.values():
             leaf.requires_grad_(False)
         try:

@@ -51,15 +51,15 @@ class Subnetworks(PruneWhenAccurate):
         return choose(ctx.graph, norms, Uniform(ratio).counts(ctx.graph, norms), source="norms")
 
 
-def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Tensor]]:
-    """Place of a leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
+def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:
+    """Leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
 
     Units are numbered through all groups; one more number stands for positions that make no unit.
     """
     graph = ctx.graph
     offsets, kept = group_order(graph.groups.values()), graph.kept_indices(ctx.masked.unit_mask())
-    found: dict[int, tuple[int, Tensor]] = {}
-    for place, (name, leaf) in enumerate(leaves.items()):
+    found: dict[Tensor, tuple[int, Tensor]] = {}
+    for name, leaf in leaves.items():
         pieces = [(group, piece) for group, piece in graph.slices_of.get(name, ()) if piece.side == "out"]
         if leaf.dim() < 2 or not pieces:
             continue
@@ -68,35 +68,27 @@ def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Te
         for group, piece in pieces:
             numbers = offsets[group] + torch.arange(len(piece.index))
             units[piece.index.reshape(-1).cpu()] = numbers.repeat_interleave(piece.span)
-        found[place] = dim, units[kept[name][dim]].to(leaf.device)
+        found[leaf] = dim, units[kept[name][dim]].to(leaf.device)
     return found
 
 
 def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
     """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
-    parameters, rows = list(leaves.values()), _unit_rows(ctx, leaves)
-    total = ctx.graph.units + 1
+    rows = _unit_rows(ctx, leaves)
 
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        penalised = [(at, place) for at, place in enumerate(places) if place in rows]
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        penalised = [(leaf, *rows[leaf]) for leaf in gradients if leaf in rows]
         if not penalised:
             return gradients
-        squares = gradients[0].new_zeros(total)
-        for _, place in penalised:
-            dim, units = rows[place]
-            leaf = parameters[place].detach()
+        squares = penalised[0][0].new_zeros(ctx.graph.units + 1)
+        for leaf, dim, units in penalised:
             others = [axis for axis in range(leaf.dim()) if axis != dim]
             squares.index_add_(0, units, torch.linalg.vector_norm(leaf, dim=others).square())
         # A unit of norm 0 has no gradient; the smallest subgradient is 0.
         factors = torch.where(squares > 0, strength * squares.clamp(min=1e-24).rsqrt(), 0.0)
         factors[-1] = 0.0
-        gradients = list(gradients)
-        for at, place in penalised:
-            dim, units = rows[place]
-            leaf = parameters[place].detach()
-            scale = along(factors[units], dim, leaf.dim())
-            gradients[at] = torch.addcmul(gradients[at], leaf, scale)
-        return gradients
+        scales = {leaf: along(factors[units], dim, leaf.dim()) for leaf, dim, units in penalised}
+        return {leaf: torch.addcmul(one, leaf, scales[leaf]) if leaf in scales else one for leaf, one in gradients.items()}
 
     return adjust
 

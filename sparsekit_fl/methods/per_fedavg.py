@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsekit.foreach import foreach_add, foreach_copy_, foreach_sub
+from sparsekit.foreach import foreach_add, foreach_add_, foreach_copy_, foreach_sub
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.loop import Batch, Batches
@@ -75,17 +75,16 @@ class MetaSgd(LocalPolicy):
             further += batch.size
             return loss_of(module(*batch.inputs), batch.targets)
 
-        def corrected(gradients: list[Tensor], places: list[int], before: list[Tensor]) -> list[Tensor]:
+        def corrected(gradients: dict[Tensor, Tensor], before: list[Tensor]) -> dict[Tensor, Tensor]:
             """Take the product of the Hessian and the gradient off, a difference of two gradients."""
-            batch, ends = next(others), []
+            batch, ends, moved, along = next(others), [], list(gradients), list(gradients.values())
             for sign in (self.delta, -self.delta):
                 foreach_copy_(parameters, before)
-                moved = foreach_add([before[place] for place in places], gradients, alpha=sign)
-                foreach_copy_([parameters[place] for place in places], moved)
+                foreach_add_(moved, along, alpha=sign)
                 with torch.enable_grad():
-                    ends.append(gradients_of(other_loss(batch), parameters))
-            difference = foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
-            return list(foreach_add(gradients, difference, alpha=-adapt.lr / (2 * self.delta)))
+                    ends.append(gradients_of(other_loss(batch), moved))
+            found = foreach_add(along, foreach_sub(*ends), alpha=-adapt.lr / (2 * self.delta))
+            return dict(zip(moved, found, strict=True))
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             before = [parameter.detach().clone() for parameter in parameters]
@@ -93,13 +92,13 @@ class MetaSgd(LocalPolicy):
             outputs = module(*batch.inputs)
             loss = loss_of(outputs, batch.targets)
 
-            def back(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+            def back(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
                 if self.variant == "hessian-free":
-                    gradients = corrected(gradients, places, before)
+                    gradients = corrected(gradients, before)
                 foreach_copy_(parameters, before)
                 return gradients
 
-            update(loss, adjust=back)
+            update(loss, [back])
             return outputs, loss
 
         log = ctx.fit(module, batches, step)

@@ -33,10 +33,20 @@ from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.policies import Leaves, LocalResult, MaskPolicy, Mean, SamplingPolicy, ServerContext, Sgd, load_leaves, sgd
+from sparsekit_fl.policies import (
+    Adjust,
+    Leaves,
+    LocalResult,
+    MaskPolicy,
+    Mean,
+    SamplingPolicy,
+    ServerContext,
+    Sgd,
+    load_leaves,
+    sgd,
+)
 from sparsekit_fl.policies.aggregate import Arrivals
 from sparsekit_fl.policies.combine import Over, Rule, mean
-from sparsekit_fl.policies.local import Adjust
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
@@ -176,12 +186,12 @@ class SearchedMask(MaskPolicy):
 
 def _summing(leaves: Leaves, sums: Mapping[str, Tensor]) -> Adjust:
     """Add the dense gradients of each step to `sums`."""
-    names = dict(enumerate(leaves))
+    wanted = {leaf: sums[name] for name, leaf in leaves.items() if name in sums}
 
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        found = [(names[place], gradient) for place, gradient in zip(places, gradients, strict=True) if names[place] in sums]
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        found = [leaf for leaf in gradients if leaf in wanted]
         if found:
-            foreach_add_([sums[name] for name, _ in found], [gradient for _, gradient in found])
+            foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
         return gradients
 
     return adjust

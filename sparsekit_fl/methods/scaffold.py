@@ -43,17 +43,16 @@ class ControlledSgd(LocalPolicy):
         leaves = load_leaves(ctx, start, None)
         own = {name: ctx.memory.get(name, torch.zeros_like(common)) for name, common in ctx.extra.items()}
         # What does not travel, such as a head of the client's own, has no c and is not corrected.
-        shift = {name: (ctx.extra[name] - own[name]).to(leaf) for name, leaf in leaves.items() if name in own}
-        names = list(leaves)
-        sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        shift = {leaf: (ctx.extra[name] - own[name]).to(leaf) for name, leaf in leaves.items() if name in own}
+        sums = {leaf: torch.zeros_like(leaf) for leaf in leaves.values()}
 
-        def corrected(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            for place, gradient in zip(places, gradients, strict=True):
-                sums[names[place]] += gradient
-            return [gradient + shift.get(names[place], 0.0) for place, gradient in zip(places, gradients, strict=True)]
+        def corrected(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+            for leaf, gradient in gradients.items():
+                sums[leaf] += gradient
+            return {leaf: gradient + shift.get(leaf, 0.0) for leaf, gradient in gradients.items()}
 
         log = sgd(ctx, leaves, ctx.batches(), [corrected])
-        means = {name: sums[name].cpu() / log.batches if name in sums else old for name, old in own.items()}
+        means = {name: sums[leaves[name]].cpu() / log.batches if name in leaves else old for name, old in own.items()}
         ctx.memory.update(means)
         return LocalResult.of(ctx, None, log, extra={name: means[name] - old for name, old in own.items()})
 

@@ -3,12 +3,13 @@
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.optimizer import Adjust
 from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.combine import Rule, mean
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, Sgd, load_leaves, pull_towards, sgd
+from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, Sgd, load_leaves, pull_towards, sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCriterion, UnitCriterion
 from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,10 +14,10 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.optimizer import Adjust
 from sparsekit_fl.options.checked import Hint, NonNegative, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import (
-    Adjust,
     Leaves,
     LocalPolicy,
     LocalResult,
@@ -59,19 +59,18 @@ def pull_to_received(
     masked.track(anchors)
     pull = pull_towards(leaves, [own["anchor"] for own in anchors.state.values()], strength, training=training)
 
-    def adjust(gradients: list[Tensor], places: list[int], held: _Anchors = anchors) -> list[Tensor]:
+    def adjust(gradients: dict[Tensor, Tensor], held: _Anchors = anchors) -> dict[Tensor, Tensor]:
         del held  # as long as this function lives, so do the anchors, which the mask holds weakly
-        return pull(gradients, places)
+        return pull(gradients)
 
     return adjust
 
 
-def learning(masked: LearnableMask, leaves: Leaves) -> Adjust:
+def learning(masked: LearnableMask) -> Adjust:
     """Step importance by the gradients of the weights, before they are clipped."""
-    parameters: Sequence[Tensor] = list(leaves.values())
 
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        masked.learn({parameters[place]: gradient for place, gradient in zip(places, gradients, strict=True)})
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        masked.learn(gradients)
         return gradients
 
     return adjust
@@ -130,7 +129,7 @@ class LearnableSgd(LocalPolicy):
             metrics = initial_accuracy(ctx, self._loaded(ctx, ctx.initial_state(), ratio).model)
         masked = self._loaded(ctx, start, ratio)
         leaves = trained_leaves(masked)
-        adjusts = [learning(masked, leaves)]
+        adjusts = [learning(masked)]
         batches = ctx.batches()
         if self.proximal:
             adjusts.append(pull_to_received(masked, leaves, start, self._pull(start, masked), ctx.training))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
+from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
-from sparsekit_fl.client.optimizer import SgdStep, TorchStep, make_step
+from sparsekit_fl.client.optimizer import Adjust, SgdStep, TorchStep, make_step
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.context import Policy
@@ -86,10 +86,7 @@ class LocalPolicy(Policy):
             raise InvalidValueError(f"{type(self).__name__} trains whole models; use it with the mask policy Dense()")
 
 
-Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
-"""Changes the gradients of a step: (gradients, places of their leaves) → gradients; see `SgdStep`."""
-
-Leaves = Mapping[str, nn.Parameter]
+Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""
 
 
@@ -105,37 +102,26 @@ def pull_towards(
         training: The options of the steps. Where they are plain SGD the pull is one interpolation of the leaves in place,
             several times as fast as a longer gradient.
     """
-    parameters = list(leaves.values())
-    interpolates = training is not None and training.is_plain
+    origin = dict(zip(leaves.values(), anchors, strict=True))
 
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        if training is not None and interpolates:
-            pulled: list[Tensor] = [parameters[place] for place in places]
-            foreach_lerp_(pulled, [anchors[place] for place in places], training.lr * strength)
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        pulled, targets = list(gradients), [origin[leaf] for leaf in gradients]
+        if training is not None and training.is_plain:
+            foreach_lerp_(pulled, targets, training.lr * strength)
             return gradients
-        pull = foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
-        return list(foreach_add(gradients, pull, alpha=strength))
+        sums = foreach_add(list(gradients.values()), foreach_sub(pulled, targets), alpha=strength)
+        return dict(zip(pulled, sums, strict=True))
 
     return adjust
 
 
 def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
     """Set the gradients of the entries that a weight mask drops to zero."""
-    kept = {place: mask[name].to(leaf) for place, (name, leaf) in enumerate(leaves.items()) if name in mask}
-
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        masked = [at for at, place in enumerate(places) if place in kept]
-        if masked:
-            products = foreach_mul([gradients[at] for at in masked], [kept[places[at]] for at in masked])
-            gradients = list(gradients)
-            for at, product in zip(masked, products, strict=True):
-                gradients[at] = product
-        return gradients
-
-    return adjust
+    kept = {leaf: mask[name].to(leaf) for name, leaf in leaves.items() if name in mask}
+    return lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()}
 
 
-def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, nn.Parameter]:
+def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
     """Load a state into the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero.
 
     Args:
@@ -152,7 +138,7 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
     return trained_leaves(ctx.masked)
 
 
-def trained_leaves(masked: LearnableMask) -> dict[str, nn.Parameter]:
+def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
     """State-dict key → narrow leaf, of those that train."""
     return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
 
@@ -223,16 +209,11 @@ def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep
     if not masked.settled and update.parameters:
         masked.track(update.holder)
 
-    def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-        for change in adjusts:
-            gradients = change(gradients, places)
-        return gradients
-
     def step(batch: Batch) -> tuple[Any, Tensor]:
         masked.sync()
         outputs = module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
-        update(loss, adjust=adjust if adjusts else None)
+        update(loss, adjusts)
         return outputs, loss
 
     return step
