@@ -87,18 +87,15 @@ class Watch(fl.Callback):
         self.updates: list[fl.Update] = []
 
     def on_client_end(self, run, client_id, update) -> None:
-        if isinstance(update, fl.Evaluation):
-            return
-        self.updates.append(update)
+        if isinstance(update, fl.Update):
+            self.updates.append(update)
 
 
 def watched(method, *, problem=None, clients=None, config=None, **options):
     """A small run and its updates."""
     watch = Watch()
-    result = fl.run(
-        method, problem or tiny_problem(), clients or tiny_clients(), config or tiny_config(), callbacks=[watch], **options
-    )
-    return result, watch.updates
+    problem, clients, config = problem or tiny_problem(), clients or tiny_clients(), config or tiny_config()
+    return fl.run(method, problem, clients, config, callbacks=[watch], **options), watch.updates
 
 
 def training(config, **changes):

@@ -22,7 +22,7 @@ from sparsekit_fl.policies import AggregatePolicy, Assignment, Mean, Update
 from sparsekit_fl.policies import combine as combining
 from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -237,12 +237,6 @@ def test_the_order_of_arrival_changes_no_bit(name, policy):
     assert len(digests) == 1
 
 
-class Stop(fl.Callback):
-    def on_round_end(self, run, record):
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(("name", "method"), [("trimmed", "heterofl"), ("norm", "fedlps")])
 @pytest.mark.same_bits
 def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
@@ -250,7 +244,9 @@ def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
     problem, clients = tiny_problem(), tiny_clients()
     whole = fl.run(registry[method](), problem, clients, config)
     with pytest.raises(RunInterrupted):
-        fl.run(registry[method](), problem, clients, config, callbacks=[Stop()], out=tmp_path, engine=fl.Embedded(workers=2))
+        fl.run(
+            registry[method](), problem, clients, config, callbacks=[StopAfter(2)], out=tmp_path, engine=fl.Embedded(workers=2)
+        )
     resumed = fl.run(registry[method](), problem, clients, config, out=tmp_path, resume=True)
     plain = fl.run(registry[method](), problem, clients, tiny_config())
     assert whole.final.state_sha256 == resumed.final.state_sha256

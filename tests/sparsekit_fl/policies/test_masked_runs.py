@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from personal import watched
 
 import sparsekit_fl as fl
 from sparsekit import criteria, load_compact, load_mask, trace_units
@@ -14,16 +15,6 @@ from sparsekit.criteria import View
 from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl import policies
 from sparsekit_fl.testing import MethodContract, TinyNet, tiny_clients, tiny_config, tiny_problem
-
-
-class Keep(fl.Callback):
-    def __init__(self):
-        self.updates: list[fl.Update] = []
-
-    def on_client_end(self, run, client_id, update):
-        if isinstance(update, fl.Evaluation):
-            return
-        self.updates.append(update)
 
 
 @dataclass(frozen=True)
@@ -37,12 +28,6 @@ class TopHalfOfEntries(policies.MaskPolicy):
 class PrefixFromServer(policies.MaskPolicy):
     def propose(self, ctx, client_id, proposal):
         return select(criteria.Ordered(), ctx.graph, proposal, View())
-
-
-@dataclass(frozen=True)
-class PrivateHead(policies.SharePolicy):
-    def is_shared(self, name, graph):
-        return not name.startswith("last.")
 
 
 @dataclass(frozen=True)
@@ -63,37 +48,22 @@ def half(**other):
     return fl.Method(name="half", source="", **{**chosen, **other})
 
 
-def watched(method, **options):
-    keep = Keep()
-    return fl.run(method, tiny_problem(), tiny_clients(), tiny_config(), callbacks=[keep], **options), keep.updates
+CONTRACTS = {
+    "half of the units": half,
+    "entries": lambda: fl.Method(
+        name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean("uniform", over="holders")
+    ),
+    "mask from the server": lambda: half(
+        ratio=policies.ByCapability(), mask=PrefixFromServer(), aggregate=policies.Mean("uniform", over="holders")
+    ),
+    "private head": lambda: half(share=policies.PrivateHead(), personal=policies.GlobalModel()),
+}
 
 
-class TestHalfOfTheUnits(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return half
-
-
-class TestEntries(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: fl.Method(
-            name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean("uniform", over="holders")
-        )
-
-
-class TestMaskFromTheServer(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: half(
-            ratio=policies.ByCapability(), mask=PrefixFromServer(), aggregate=policies.Mean("uniform", over="holders")
-        )
-
-
-class TestPrivateHead(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: half(share=PrivateHead(), personal=policies.GlobalModel())
+class TestMaskedRuns(MethodContract):
+    @pytest.fixture(params=CONTRACTS)
+    def make(self, request):
+        return CONTRACTS[request.param]
 
 
 @pytest.mark.same_bits
@@ -136,7 +106,7 @@ def test_entries_outside_a_weight_mask_neither_train_nor_travel():
 
 
 def test_private_entries_stay_on_the_client():
-    result, updates = watched(half(share=PrivateHead(), personal=policies.GlobalModel()))
+    result, updates = watched(half(share=policies.PrivateHead(), personal=policies.GlobalModel()))
     assert all(not name.startswith("last.") for update in updates for name in update.delta)
     untouched, _ = watched(fl.Method(name="m", source="", share=policies.Nothing()))
     assert torch.equal(result.state["last.weight"], untouched.state["last.weight"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from personal import server_context
+from personal import server_context, watched
 from torch import nn
 
 import sparsekit_fl as fl
@@ -78,16 +78,6 @@ def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it(
     assert found["first.bias"].tolist() == [0.25] * 8
 
 
-class Updates(fl.Callback):
-    def __init__(self) -> None:
-        self.all: list[fl.Update] = []
-
-    def on_client_end(self, run, client_id, update) -> None:
-        if isinstance(update, fl.Evaluation):
-            return
-        self.all.append(update)
-
-
 def one_class_less(client: fl.Client) -> fl.Client:
     """The client without its examples of class 1."""
 
@@ -103,14 +93,13 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     from sparsekit.surgery.saving import load_compact
 
     clients = [one_class_less(client) for client in tiny_clients()]
-    updates = Updates()
     method = dataclasses.replace(fedlps(), share=OwnClasses(), aggregate=TouchedRowsMean())
-    fl.run(method, tiny_problem(), clients, tiny_config(rounds=4), callbacks=[updates], out=tmp_path)
-    for update in updates.all:
+    _, updates = watched(method, clients=clients, out=tmp_path)
+    for update in updates:
         assert not update.delta["last.weight"][1].any()
         assert not update.delta["last.bias"][1].any()
         assert update.delta["last.bias"][0] != 0
-    trained = {update.client_id for update in updates.all}
+    trained = {update.client_id for update in updates}
     points = torch.randn(200, 6, generator=torch.Generator().manual_seed(0))
     for client_id in trained:
         model = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", tiny_problem().model()).eval()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, WeightMask
+from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3])})
 
@@ -90,8 +92,6 @@ def test_buffers_take_the_change_as_it_is():
 
 
 def ran(method="fedavg", rounds=3, out=None, resume=False, **options):
-    from dataclasses import replace
-
     config = replace(tiny_config(rounds=rounds), **options)
     return fl.run(registry[method](), tiny_problem(), tiny_clients(), config, out=out, resume=resume)
 
@@ -115,19 +115,9 @@ def test_methods_with_whole_models_and_with_submodels_run_under_it(method, kind)
 
 @pytest.mark.same_bits
 def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
-    from sparsekit_fl.callbacks.base import Callback
-    from sparsekit_fl.errors import RunInterrupted
-
-    class Stops(Callback):
-        def on_round_end(self, run, record):
-            if record.round == 2:
-                raise KeyboardInterrupt
-
-    from dataclasses import replace
-
     config = replace(tiny_config(rounds=4), server_optimizer="fedadam")
     whole = fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config)
     with pytest.raises(RunInterrupted):
-        fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, callbacks=[Stops()])
+        fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, callbacks=[StopAfter(2)])
     again = fl.run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, resume=True)
     assert again.final.state_sha256 == whole.final.state_sha256
