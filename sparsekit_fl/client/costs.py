@@ -24,9 +24,7 @@ from sparsekit_fl.problem.problem import Problem
 def client_seconds(cost: WorkCost, capability: Capability) -> float:
     """Return the seconds that a device of this capability needs: download, train, upload, one after the other.
 
-    Args:
-        cost: Needs `flops_compact` and `flops_scoring`, whose seconds are left out, `downlink_bytes` and `uplink_bytes`.
-        capability: What the device can do in the round.
+    Those of `flops_scoring` are left out.
     """
     return (
         cost.downlink_bytes / capability.downlink_bytes_per_second
@@ -36,12 +34,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
 
 
 def scoring_seconds(cost: WorkCost, capability: Capability) -> float:
-    """Return the seconds that a device of this capability needs for the passes by which its method decides.
-
-    Args:
-        cost: Needs `flops_scoring`.
-        capability: What the device can do in the round.
-    """
+    """Return the seconds that a device of this capability needs for the passes by which its method decides."""
     return max(0, cost.flops_scoring) / capability.flops_per_second
 
 

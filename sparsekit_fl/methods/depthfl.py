@@ -50,10 +50,7 @@ def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
 def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> list[int]:
     """Return, for each depth from 1, the FLOPs of one example through the layers and exits that a client of that depth runs.
 
-    Args:
-        graph: Units of the model with exits.
-        costs: Costs of the same model.
-        bias: With the bias entries that the paper's convention counts.
+    `bias` adds the bias entries that the paper's convention counts.
     """
     return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.methods.settings import arguments_of, with_arguments, with_settings
+from sparsekit_fl.methods.method import KINDS, Method
+from sparsekit_fl.methods.settings import with_arguments, with_settings
 from sparsekit_fl.options.values import read_settings
-from sparsekit_fl.policies.bandit import BanditRatio
+from sparsekit_fl.policies.ratio import BanditRatio
 
 
 def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
@@ -32,13 +32,13 @@ def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Meth
     name, _, wanted = words[0].partition("@")
     own = read_settings(words[1:])
     given = {**own, **(settings or {})}
-    found = registry.find(name)
-    arguments = {path: value for path, value in given.items() if "." not in path}
-    made = with_arguments(found, arguments, name=name) if callable(found) else found
+    made = registry.find(name)
+    if callable(made):
+        arguments = [path for path in given if "." not in path and path not in KINDS]
+        made = with_arguments(made, {path: given.pop(path) for path in arguments}, name=name)
     if not isinstance(made, Method):
         raise InvalidValueError(f"{name!r} must be a Method or a function that returns one, got {type(made).__name__}")
-    taken = {setting.path for setting in arguments_of(found)} if callable(found) else set()
-    made = with_settings(made, {path: value for path, value in given.items() if path not in taken})
+    made = with_settings(made, given)
     if own:
         made = replace(made, name=f"{made.name}[{','.join(f'{path}={value}' for path, value in own.items())}]")
     return _with_bandit(made, wanted) if wanted else made

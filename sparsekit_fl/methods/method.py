@@ -35,7 +35,7 @@ from sparsekit_fl.policies.personal import GlobalModel, PersonalPolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, SharePolicy
 
-_KINDS: dict[str, type[Policy]] = {
+KINDS: dict[str, type[Policy]] = {
     "sampling": SamplingPolicy,
     "ratio": RatioPolicy,
     "mask": MaskPolicy,
@@ -82,7 +82,7 @@ class Method:
     capability: Literal["fixed", "dynamic"] | None = None
 
     def __post_init__(self) -> None:
-        for kind, base in _KINDS.items():
+        for kind, base in KINDS.items():
             policy = getattr(self, kind)
             if not isinstance(policy, base):
                 raise InvalidValueError(
@@ -101,7 +101,7 @@ class Method:
 
     def policies(self) -> dict[str, Policy]:
         """Return kind → policy, in the order of the fields."""
-        return {kind: getattr(self, kind) for kind in _KINDS}
+        return {kind: getattr(self, kind) for kind in KINDS}
 
     def describe(self) -> dict[str, str]:
         """Return every policy and its options as text: equal for equal methods, in any process."""

@@ -19,12 +19,10 @@ from sparsekit.criteria import Criterion
 from sparsekit.criteria import registry as criteria
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl import policies
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.method import KINDS, Method
 from sparsekit_fl.options.checked import Choice, annotation_of, described
 from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.policies.context import Policy
-
-_KINDS = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +48,7 @@ class Setting:
 
 def settings_of(method: Method) -> list[Setting]:
     """Return the options of all policies of a method, in the order of its fields."""
-    found: list[Setting] = []
-    for kind in _KINDS:
-        found += _settings(getattr(method, kind), kind, method.source)
-    return found
+    return [setting for kind, policy in method.policies().items() for setting in _settings(policy, kind, method.source)]
 
 
 def arguments_of(make: Callable[..., Any]) -> list[Setting]:
@@ -86,22 +81,19 @@ def with_arguments(make: Callable[..., Any], given: Mapping[str, Any], *, name: 
         UnknownNameError: it has no such argument.
         InvalidValueError: a value is not allowed.
     """
-    known = {setting.path: setting for setting in arguments_of(make)}
-    hints = get_type_hints(make, include_extras=True) if known else {}
+    if not given:
+        return make()
+    known = [setting.path for setting in arguments_of(make)]
     for path in given:
         if path not in known:
-            if path in _KINDS:
-                continue
             made = make()
             paths = [*known, *(setting.path for setting in (settings_of(made) if isinstance(made, Method) else ()))]
             options = {one.rpartition(".")[2]: one for one in reversed(paths)}
             close = difflib.get_close_matches(path, options, n=1)
-            meant = f"did you mean {options[close[0]]!r}?" if close else f"{nearest(path, [*known, *_KINDS])};"
-            raise UnknownNameError(
-                f"method {name!r} has no argument {path!r}; {meant} `sparsekit describe {name}` shows its options,"
-                " `sparsekit list options` those of a run"
-            )
-    return make(**{path: _value(hints.get(path), value, path) for path, value in given.items() if path in known})
+            meant = f"did you mean {options[close[0]]!r}?" if close else f"{nearest(path, [*known, *KINDS])};"
+            raise UnknownNameError(f"method {name!r} has no argument {path!r}; {meant} {_where(name)}")
+    hints = get_type_hints(make, include_extras=True)
+    return make(**{path: _value(hints.get(path), value, path) for path, value in given.items()})
 
 
 def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
@@ -119,7 +111,7 @@ def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
     """
     for path in sorted(given, key=lambda path: path.count(".")):
         kind, _, rest = path.partition(".")
-        if kind not in _KINDS:
+        if kind not in KINDS:
             raise _unknown(method, path)
         if not rest:
             method = dataclasses.replace(method, **{kind: _policy(given[path], kind)})
@@ -132,9 +124,12 @@ def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
 def _unknown(method: Method, path: str) -> UnknownNameError:
     known = [setting.path for setting in settings_of(method)]
     return UnknownNameError(
-        f"method {method.name!r} has no option {path!r}; {nearest(path, [*known, *_KINDS])};"
-        f" `sparsekit describe {method.name}` shows its options, `sparsekit list options` those of a run"
+        f"method {method.name!r} has no option {path!r}; {nearest(path, [*known, *KINDS])}; {_where(method.name)}"
     )
+
+
+def _where(name: str) -> str:
+    return f"`sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
 
 
 def _policy(value: Any, kind: str) -> Any:
@@ -218,30 +213,23 @@ def _checkable(hint: Any) -> bool:
 
 
 def _settings(owner: Any, prefix: str, source: str) -> list[Setting]:
-    if not dataclasses.is_dataclass(owner):
+    if not dataclasses.is_dataclass(owner) or isinstance(owner, type):
         return []
     texts, found = _documented(type(owner)), []
     for field in dataclasses.fields(owner):
         if not field.init:
             continue
         value, path = getattr(owner, field.name), f"{prefix}.{field.name}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inner = _settings(value, path, source)
-            found += inner or [_setting(owner, field.name, path, texts, source)]
-            continue
-        found.append(_setting(owner, field.name, path, texts, source))
+        own = Setting(
+            path=path,
+            value=value,
+            allowed=_allowed(annotation_of(type(owner), field.name)),
+            about=texts.get(field.name, ""),
+            owner=type(owner).__name__,
+            source=_source(type(owner)) or source,
+        )
+        found += _settings(value, path, source) or [own]
     return found
-
-
-def _setting(owner: Any, name: str, path: str, texts: Mapping[str, str], source: str) -> Setting:
-    return Setting(
-        path=path,
-        value=getattr(owner, name),
-        allowed=_allowed(annotation_of(type(owner), name)),
-        about=texts.get(name, ""),
-        owner=type(owner).__name__,
-        source=_source(type(owner)) or source,
-    )
 
 
 def _allowed(hint: Any) -> str:

@@ -46,15 +46,7 @@ class _Anchors:
 def pull_to_received(
     masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
 ) -> Adjust:
-    """`pull_towards` the received state, under a mask that changes.
-
-    Args:
-        masked: Loaded with `received`.
-        leaves: What trains.
-        received: The dense state.
-        strength: Factor of (leaf - received) in the gradient.
-        training: The options of the steps.
-    """
+    """`pull_towards` the received state, which is loaded into a mask that changes."""
     anchors = _Anchors(leaves.values(), received)
     masked.track(anchors)
     pull = pull_towards(leaves, [own["anchor"] for own in anchors.state.values()], strength, training=training)

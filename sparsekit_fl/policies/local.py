@@ -197,14 +197,7 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
 
 
 def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
-    """Return the step of every method that trains one model by one loss: the mask follows, then the weights learn.
-
-    Args:
-        masked: Loaded with what trains.
-        loss_of: (outputs, targets) → scalar.
-        update: The optimiser of its leaves.
-        adjusts: Changes of the gradients, one after the other, before clipping.
-    """
+    """Return the step of every method that trains one model by one loss: the mask follows, then the weights learn."""
     module = masked.model
     if not masked.settled and update.parameters:
         masked.track(update.holder)

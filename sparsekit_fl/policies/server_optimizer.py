@@ -50,13 +50,7 @@ class ServerOptimizer:
         self._private = config.dp_clip is not None
 
     def moved(self, graph: UnitGraph, found: Changes, updates: Sequence[Counted]) -> Changes:
-        """Return what moves, from what the updates say together.
-
-        Args:
-            graph: The units of the model.
-            found: The combined changes.
-            updates: What was combined.
-        """
+        """Return what moves, from the combined changes of the updates."""
         held = self._held(graph, updates)
         changes = dict(found.changes)
         for name in held.keys() & changes.keys():

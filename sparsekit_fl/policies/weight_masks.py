@@ -41,15 +41,13 @@ def keep_largest_entries(scores: Tensor, count: int) -> Tensor:
     return keep.reshape(scores.shape).cpu()
 
 
-def largest_weights(
-    state: StateDict, names: Iterable[str], ratio: float | Mapping[str, float], *, within: WeightMask | None = None
-) -> WeightMask:
+def largest_weights(state: StateDict, names: Iterable[str], ratio: float, *, within: WeightMask | None = None) -> WeightMask:
     """Keep the weights of largest absolute value, each layer by itself.
 
     Args:
         state: The dense state.
         names: Keys of the weights to prune; other keys stay out of the mask and so whole.
-        ratio: Share of each layer's entries that stays, or key → share.
+        ratio: Share of each layer's entries that stays.
         within: Only what this mask keeps may stay, as in iterative pruning; None for any entry.
 
     Returns:
@@ -57,39 +55,27 @@ def largest_weights(
         lower place.
     """
 
-    def keep(name: str, count: int) -> Tensor:
+    def keep(name: str) -> Tensor:
         scores = state[name].detach().abs()
+        count = weight_count(ratio, scores.numel())
         if within is not None and name in within:
             alive = within[name].to(scores.device)
             count = min(count, int(alive.sum()))
-            scores = torch.where(alive, scores, -torch.ones_like(scores))
+            scores = torch.where(alive, scores, -1.0)
         return keep_largest_entries(scores, count)
 
-    return WeightMask({name: keep(name, weight_count(_share(ratio, name), state[name].numel())) for name in names})
+    return WeightMask({name: keep(name) for name in names})
 
 
-def random_weights(
-    shapes: Mapping[str, torch.Size], ratio: float | Mapping[str, float], *, generator: torch.Generator
-) -> WeightMask:
-    """Keep weights drawn uniformly, each layer by itself.
+def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
+    """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
 
-    Args:
-        shapes: Key → shape of the weights to prune.
-        ratio: Share of each layer's entries that stays, or key → share.
-        generator: Draws, in the order of `shapes`.
-    """
+    def keep(shape: torch.Size, share: float) -> Tensor:
+        chosen = torch.zeros(shape.numel(), dtype=torch.bool)
+        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(share, len(chosen))]] = True
+        return chosen.reshape(shape)
 
-    def keep(name: str, count: int) -> Tensor:
-        size = math.prod(shapes[name])
-        chosen = torch.zeros(size, dtype=torch.bool)
-        chosen[torch.randperm(size, generator=generator)[:count]] = True
-        return chosen.reshape(shapes[name])
-
-    return WeightMask({name: keep(name, weight_count(_share(ratio, name), math.prod(shapes[name]))) for name in shapes})
-
-
-def _share(ratio: float | Mapping[str, float], name: str) -> float:
-    return ratio[name] if isinstance(ratio, Mapping) else ratio
+    return WeightMask({name: keep(shape, shares[name]) for name, shape in shapes.items()})
 
 
 def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: float = 1.0) -> dict[str, float]:

@@ -12,8 +12,8 @@ from personal import server_context
 import sparsekit_fl as fl
 from sparsekit_fl.methods.fedlps import fedlps
 from sparsekit_fl.policies import Constant, Full, LearnableSgd
-from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.policies.context import ClientInfo
+from sparsekit_fl.policies.ratio import BanditRatio, utility
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 

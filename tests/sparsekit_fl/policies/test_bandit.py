@@ -13,7 +13,7 @@ import pytest
 from sparsekit.bandit import registry, restore_bandit
 from sparsekit.cli.main import execute
 from sparsekit_fl.methods import fedlps
-from sparsekit_fl.policies.bandit import BanditRatio, utility
+from sparsekit_fl.policies.ratio import BanditRatio, utility
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 

@@ -50,10 +50,12 @@ def test_counts_are_rounded_up_and_at_least_one():
 
 def test_random_masks_have_exact_counts_and_come_from_the_generator_alone():
     shapes = {"w": torch.Size((4, 5)), "v": torch.Size((3, 3))}
-    first, second = (random_weights(shapes, 0.5, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    first, second = (
+        random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
     assert first == second
     assert first.counts() == {"w": 10, "v": 5}
-    assert first != random_weights(shapes, 0.5, generator=torch.Generator().manual_seed(2))
+    assert first != random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(2))
 
 
 def test_densities_by_hand():
@@ -79,6 +81,6 @@ def test_densities_add_up_and_never_exceed_one(sizes, density):
 
 
 def test_masks_are_weight_masks_of_the_entries_shapes():
-    mask = largest_weights(STATE, ["w"], {"w": 0.2})
+    mask = largest_weights(STATE, ["w"], 0.2)
     assert isinstance(mask, WeightMask)
     assert mask.counts() == {"w": 2}
