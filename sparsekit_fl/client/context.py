@@ -17,7 +17,7 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
-from sparsekit_fl.client.messages import Scores
+from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
@@ -34,17 +34,6 @@ def rngs_by_kind(rng: np.random.Generator) -> dict[str, np.random.Generator]:
     """Return an independent generator for each kind of policy."""
     kinds = get_args(PolicyKind)
     return dict(zip(kinds, rng.spawn(len(kinds)), strict=True))
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of training, forward and backward; see `WorkCost` for the two conventions. Work adds up."""
-
-    flops_compact: int = 0
-    flops_rowmask: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops_compact + other.flops_compact, self.flops_rowmask + other.flops_rowmask)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -162,11 +151,13 @@ class ClientContext:
             device=self.device,
         )
 
-    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
+    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> WorkCost:
         """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
         return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
 
-    def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Work:
+    def work_on(
+        self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None
+    ) -> WorkCost:
         """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
 
         A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
@@ -178,7 +169,7 @@ class ClientContext:
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
         padded = examples if padded_examples is None else padded_examples
-        return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
+        return WorkCost(flops_compact=3 * compact * examples, flops_rowmask=3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(
         self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None, positions: Tensor | None = None

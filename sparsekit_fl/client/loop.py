@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -212,13 +212,7 @@ class TrainingLog:
     batches: int = 0
 
     def __add__(self, other: TrainingLog) -> TrainingLog:
-        return TrainingLog(
-            loss=self.loss + other.loss,
-            accuracy=self.accuracy + other.accuracy,
-            examples=self.examples + other.examples,
-            padded_examples=self.padded_examples + other.padded_examples,
-            batches=self.batches + other.batches,
-        )
+        return TrainingLog(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def metrics(self) -> dict[str, float]:
         """`loss` and `accuracy`, each the mean over the epochs."""

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import Adjust, make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
-from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
+from sparsekit_fl.policies import ByCapability, ClientContext, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
 from sparsekit_fl.policies.aggregate import Arrivals, Weighting
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
@@ -147,7 +147,7 @@ class ExitSgd(LocalPolicy):
             ctx.memory["drift"] = {**before, **drift}
         compact = depth_flops(ctx.graph, ctx.costs)[depth - 1]
         rowmask = depth_flops(ctx.graph, ctx.costs, bias=True)[depth - 1]
-        work = Work(3 * compact * log.examples, 3 * rowmask * log.padded_examples)
+        work = WorkCost(flops_compact=3 * compact * log.examples, flops_rowmask=3 * rowmask * log.padded_examples)
         return LocalResult(state=state, mask=mask, log=log, work=work)
 
     def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:

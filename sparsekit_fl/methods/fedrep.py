@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sparsekit.graph import StateDict, UnitGraph, head_entries
-from sparsekit_fl.client.context import ClientContext, Work
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint
-from sparsekit_fl.policies import Leaves, LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
+from sparsekit_fl.policies import ClientContext, Leaves, LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
 from sparsekit_fl.problem.problem import Problem
 
 
@@ -47,7 +47,8 @@ class HeadThenBody(LocalPolicy):
         whole, own = ctx.costs.forward_flops(None), part_flops(ctx.costs, names)
         # The row-mask count charges whole epochs, as the published one does.
         counted = ctx.work(None, before + after).flops_rowmask
-        work = Work((whole + 2 * own) * before.examples + 3 * whole * after.examples, counted)
+        compact = (whole + 2 * own) * before.examples + 3 * whole * after.examples
+        work = WorkCost(flops_compact=compact, flops_rowmask=counted)
         return LocalResult.of(ctx, None, before + after, work=work)
 
     def _phase(self, ctx: ClientContext, trained: Leaves, frozen: Leaves, epochs: int) -> TrainingLog:

@@ -24,7 +24,6 @@ from sparsekit_fl.client.packing import unpack_mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Share
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, Mean, RememberedMask, ServerContext, Sgd, UnderOwnMask
-from sparsekit_fl.policies.local import gradients_of
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
 from sparsekit_fl.problem.problem import Problem
@@ -113,7 +112,8 @@ class SparseToSparseSgd(Sgd):
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
-        return dict(zip(mask, gradients_of(loss, [leaves[name] for name in mask]), strict=True)), batch.size
+        found = torch.autograd.grad(loss, [leaves[name] for name in mask], materialize_grads=True)
+        return dict(zip(mask, found, strict=True)), batch.size
 
 
 def _pack_bits(keep: Tensor) -> Tensor:

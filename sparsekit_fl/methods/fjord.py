@@ -20,9 +20,10 @@ from sparsekit.allocation import check_ratio, select
 from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
-from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mask, Mean, RecalibratedBatchNorm, ServerCriterion
@@ -142,7 +143,7 @@ class OrderedDropoutSgd(LocalPolicy):
         compact = sum(3 * ctx.costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
         padded = sum(3 * rowmask_flops(ctx.costs, mask) * count for mask, count in zip(masks, counts, strict=True))
-        work = Work(compact, padded * log.padded_examples // steps)
+        work = WorkCost(flops_compact=compact, flops_rowmask=padded * log.padded_examples // steps)
         return LocalResult.of(ctx, masks[-1], log, work=work)
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from sparsekit.foreach import foreach_add, foreach_add_, foreach_copy_, foreach_sub
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.loop import Batch, Batches
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import SgdStep, make_step
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, Mean, PersonalModel, PersonalPolicy
-from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves
+from sparsekit_fl.policies import Leaves, LocalPolicy, LocalResult, Mask, Mean, PersonalModel, PersonalPolicy, load_leaves
 
 Variant = Literal["first-order", "hessian-free"]
 
@@ -82,7 +82,7 @@ class MetaSgd(LocalPolicy):
                 foreach_copy_(parameters, before)
                 foreach_add_(moved, along, alpha=sign)
                 with torch.enable_grad():
-                    ends.append(gradients_of(other_loss(batch), moved))
+                    ends.append(torch.autograd.grad(other_loss(batch), moved))
             found = foreach_add(along, foreach_sub(*ends), alpha=-adapt.lr / (2 * self.delta))
             return dict(zip(moved, found, strict=True))
 
@@ -104,7 +104,8 @@ class MetaSgd(LocalPolicy):
         log = ctx.fit(module, batches, step)
         once = ctx.work(None, log)
         gradients_per_batch = 3 if self.variant == "hessian-free" else 1
-        extra = Work(3 * ctx.costs.forward_flops(None) * further, once.flops_rowmask * gradients_per_batch)
+        compact = 3 * ctx.costs.forward_flops(None) * further
+        extra = WorkCost(flops_compact=compact, flops_rowmask=once.flops_rowmask * gradients_per_batch)
         return LocalResult.of(ctx, None, log, work=once + extra)
 
 

@@ -25,11 +25,11 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import TrainingLog
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Assignment, Update, WorkCost, require_metrics
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
@@ -228,7 +228,7 @@ class SearchingSgd(Sgd):
 
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
         search, mask = self.search, _whole(ctx.graph)
-        state, log, work, unmoved = start, TrainingLog(), Work(), 0
+        state, log, work, unmoved = start, TrainingLog(), WorkCost(), 0
         for _ in range(search.initial):
             part, squares = self._measure(ctx, state, mask)
             log, work = log + part, work + ctx.work(mask, part)

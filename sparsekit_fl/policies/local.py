@@ -15,9 +15,10 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
-from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import Adjust, SgdStep, TorchStep, make_step
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
@@ -45,7 +46,7 @@ class LocalResult:
     log: TrainingLog
     extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    work: Work | None = None
+    work: WorkCost | None = None
     module: nn.Module | None = None
     ratio: float | None = None
 
@@ -141,12 +142,6 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
 def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
     """State-dict key → narrow leaf, of those that train."""
     return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
-
-
-def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of a loss for each leaf, zeros where the loss does not depend on the leaf."""
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
 
 
 def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
