@@ -27,7 +27,10 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(homes[name])
-        return vars(module)[name] if name in vars(module) else importlib.import_module(f"{homes[name]}.{name}")
+        # The other package may be lazy too; of this one only modules are asked for here.
+        if homes[name] != package and hasattr(module, name):
+            return getattr(module, name)
+        return importlib.import_module(f"{homes[name]}.{name}")
 
     return sorted(homes), find
 
