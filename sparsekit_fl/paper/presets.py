@@ -60,14 +60,12 @@ class Preset:
         """
         trains = {field.name for field in fields(TrainingConfig)}
         trained = {name: value for name, value in given.items() if name in trains}
-        if trained.get("optimizer", self.training.optimizer) == self.training.optimizer:
-            training = replace(self.training, **trained)
-        else:
+        kept = {name: getattr(self.training, name) for name in trains}
+        if trained.get("optimizer", self.training.optimizer) != self.training.optimizer:
             # The preset's rate, momentum and decay were chosen for its own optimizer.
-            kept = {
-                name: getattr(self.training, name) for name in trains - {"lr", "momentum", "weight_decay", "optimizer_args"}
-            }
-            training = TrainingConfig(**kept | trained)
+            for name in ("lr", "momentum", "weight_decay", "optimizer_args"):
+                del kept[name]
+        training = TrainingConfig(**kept | trained)
         own: dict[str, Any] = {
             "rounds": self.rounds,
             "cohort": min(self.cohort, clients),

@@ -127,18 +127,10 @@ class RunResult:
             schema_=SCHEMA_NUMBER,
             method=self.method["name"],
             policies=self.method,
-            note=self.note,
             config={**self.config.to_dict(), "experiment": self.experiment},
             seed=self.config.seed,
-            final=self.final,
-            cost=self.cost,
-            privacy=self.privacy,
-            rounds=self.rounds,
-            environment=self.environment,
-            fingerprint=self.fingerprint,
             failed_clients=tuple(self.failures.items()),
-            stopped=self.stopped,
-            extended=self.extended,
+            **{name: getattr(self, name) for name in _SAME},
         )
         result = plain(found.to_dict())
         assert isinstance(result, dict)

@@ -123,10 +123,10 @@ class Comparison:
 
     def level_text(self, level: Level) -> str:
         """Say how a level differs from the others; empty where there is one."""
-        devices, lacks = (set(axis) for axis in zip(*(trial.level for trial in self.trials if trial.config), strict=True))
+        known = [trial.level for trial in self.trials if trial.config]
         parts = [
-            f"heterogeneity {level[0] or 'other'}" if len(devices) > 1 else "",
-            f"lacks {level[1]}" if len(lacks) > 1 else "",
+            f"heterogeneity {level[0] or 'other'}" if len({devices for devices, _ in known}) > 1 else "",
+            f"lacks {level[1]}" if len({lack for _, lack in known}) > 1 else "",
         ]
         return ", ".join(filter(None, parts))
 

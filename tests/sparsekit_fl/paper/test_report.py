@@ -21,12 +21,13 @@ TABLES = {"compare.json", "compare.csv", "table.tex", "table.md", "report.html"}
 
 def test_a_comparison_becomes_tables_figures_and_a_page_twice_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    save(tmp_path, result("fedlps"), result("fedavg"))
+    save(tmp_path, *(result(name, heterogeneity=level) for name in ("fedlps", "fedavg") for level in ("low", "high")))
     written = write_report(tmp_path)[1]
     names = {str(path.relative_to(tmp_path)) for path in written}
-    wanted = {"published.csv", "figures/accuracy-flops.svg", "figures/paper-3-accuracy-flops.png"}
+    plots = {f"figures/{name}-heterogeneity-high.svg" for name in ("accuracy-flops", "bars-time", "front")}
+    wanted = {"published.csv", "figures/accuracy-heterogeneity.svg", "figures/paper-3-accuracy-flops.png", *plots}
     assert TABLES | wanted <= names
-    assert all(path.stat().st_size for path in written)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written if path.suffix == ".png")
     assert not list(tmp_path.rglob(".*.tmp"))
     first = {path: path.read_bytes() for path in written if path.suffix != ".png"}
     assert write_report(tmp_path)[1] == written

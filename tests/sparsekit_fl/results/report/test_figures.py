@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from saved_results import FLOPS, SECONDS, result
 
 from sparsekit_fl.results.report.comparison import comparisons_of
 from sparsekit_fl.results.report.figures import figures_of
-from sparsekit_fl.results.report.plots import Figure, draw
+from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.report.trials import Trial
 
 
@@ -59,16 +58,3 @@ def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> Non
     assert names <= set(found)
     assert points(found["rmse-worst-rounds"], "a") == [(50, 0.8), (100, 0.8)]
     assert found["rmse-rounds"].y_unit == "number"
-
-
-def test_every_plot_is_drawn_and_equal_figures_give_equal_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    made = figures(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))
-    plots = {f"{figure.plot}-{figure.x_unit}": figure for figure in made.values()}
-    assert {"lines-number", "lines-name", "bars-share", "front-flops"} <= set(plots)
-    for plot, figure in plots.items():
-        draw(figure, tmp_path / f"{plot}.png")
-        for name in (plot, f"{plot}-again"):
-            draw(figure, tmp_path / f"{name}.svg")
-        assert (tmp_path / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / f"{plot}.svg").read_bytes() == (tmp_path / f"{plot}-again.svg").read_bytes()
