@@ -170,20 +170,23 @@ def _lines(axes: Any, figure: Figure) -> None:
 
 def _bars(axes: Any, figure: Figure) -> None:
     """Draw a bar per series, in the order of the points, the first one above; published numbers are rings."""
-    for place, one in enumerate(figure.points.itertuples()):
-        if not math.isnan(one.y):
-            colour = _GREY if one.series in figure.faint else figure.style(one.series)[0]
-            axes.barh(place, one.y, height=0.66, color=colour, alpha=0.95 if one.series == figure.subject else 0.6)
-            axes.errorbar([one.y], [place], xerr=[one.deviation], color=_INK, elinewidth=1.2)
-        for ring in () if figure.marks is None else figure.marks.loc[figure.marks["series"] == one.series, "y"].dropna():
-            axes.plot([ring], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)
-    axes.set_yticks(range(len(figure.points)), [figure.labels.get(name, name) for name in figure.points["series"]])
-    for name, label in zip(figure.points["series"], axes.get_yticklabels(), strict=True):
+    points, places = figure.points, range(len(figure.points))
+    fills = [
+        (_GREY if name in figure.faint else figure.style(name)[0], 0.95 if name == figure.subject else 0.6)
+        for name in points["series"]
+    ]
+    spread = {"xerr": points["deviation"], "ecolor": _INK, "error_kw": {"elinewidth": 1.2}}
+    axes.barh(places, points["y"], height=0.66, color=fills, **spread)
+    if figure.marks is not None:
+        rings = points[["series"]].merge(figure.marks, how="left")["y"]
+        axes.plot(rings, places, "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)
+    axes.set_yticks(places, [figure.labels.get(name, name) for name in points["series"]])
+    for name, label in zip(points["series"], axes.get_yticklabels(), strict=True):
         label.set_weight("bold" if name == figure.subject else "normal")
-    axes.set_ylim(len(figure.points) - 0.4, -0.6)
+    axes.set_ylim(len(points) - 0.4, -0.6)
     axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(5))
     axes.set_xlim(0.0, 1.02 if figure.x_unit == "share" else None)
-    _format(axes.xaxis, figure.x_unit, figure.points["y"])
+    _format(axes.xaxis, figure.x_unit, points["y"])
 
 
 def _front(axes: Any, figure: Figure) -> None:
