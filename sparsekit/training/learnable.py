@@ -212,8 +212,9 @@ class LearnableMask(Host):
             self._rule.sync(self)
 
     def resample(self) -> None:
-        """Ask the criterion again and change the mask to what it says."""
-        self._rule.resample(self)
+        """Ask the criterion again and change the mask to what it says; one that was given to `load` stays."""
+        if not self._fixed:
+            self._rule.resample(self)
 
     def load(
         self,
@@ -294,7 +295,7 @@ class LearnableMask(Host):
         Returns:
             A scalar that is differentiable in the importance and not in the weights.
         """
-        return self._rule.penalty(self)
+        return self.scores.new_zeros(()) if self._fixed else self._rule.penalty(self)
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from masked import classifier, train_step
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask, compact, expand
+from sparsekit import GradientImportance, LearnableMask, UnitMask, compact, expand
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import (
     ForeignMaskError,
@@ -232,16 +232,18 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
         assert torch.equal(small.eval()(x), new.compact().eval()(x))
 
 
-def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
+@pytest.mark.parametrize("lr", [5.0, None])
+def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))
-    masked = LearnableMask(ConvNet(), (x,), ratio=0.5, learning=GradientImportance(lr=5.0))
-    given = masked.unit_mask()
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.5, learning=GradientImportance(lr=lr))
+    given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
     masked.load(ConvNet().state_dict(), mask=given)
     assert masked.settled
     optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
     for _ in range(3):
         train_step(masked, optimizer, x, y)
+        masked.resample()
     assert masked.unit_mask() == given
     assert torch.equal(masked.importance_vector(), before)
     masked.load(ConvNet().state_dict(), ratio=0.25)
