@@ -6,11 +6,12 @@ import copy
 import functools
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from masked import train_step
 from torch import Tensor, nn
 
 from sparsekit.graph.mask import UnitMask
@@ -33,16 +34,6 @@ def images(generator: torch.Generator) -> Tensor:
 EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
 
 
-def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-    loss = F.cross_entropy(masked(x), y) + masked.penalty()
-    optimizer.zero_grad()
-    (loss * scale).backward()
-    for leaf in masked.parameters():
-        if leaf.grad is not None:
-            leaf.grad /= scale
-    optimizer.step()
-
-
 def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
     return torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
 
@@ -59,12 +50,17 @@ def _planted(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, set[int]]:
     return model, x, (x[:, good].relu().sum(1) > 1.6).long(), set(good)
 
 
-def _trained(masked: LearnableMask, x: Tensor, y: Tensor, steps: int, each: Callable[[], None] = lambda: None) -> LearnableMask:
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+def _batches(x: Tensor, y: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         at = torch.randint(0, len(x), (64,), generator=generator)
-        _step(masked, optimizer, x[at], y[at])
+        yield x[at], y[at]
+
+
+def _trained(masked: LearnableMask, x: Tensor, y: Tensor, steps: int, each: Callable[[], None] = lambda: None) -> LearnableMask:
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+    for batch, classes in _batches(x, y, steps):
+        train_step(masked, optimizer, batch, classes)
         each()
     return masked
 
@@ -131,7 +127,7 @@ def test_optimisers_neither_step_nor_decay_importance() -> None:
     before = masked.scores.detach().clone()
     optimizer = torch.optim.AdamW(masked.parameters(), lr=0.1, weight_decay=0.5)
     for _ in range(9):
-        _step(masked, optimizer, x[:64], y[:64])
+        train_step(masked, optimizer, x[:64], y[:64])
     assert torch.equal(masked.scores.detach(), before)
     assert masked.scores not in optimizer.state
 
@@ -142,7 +138,7 @@ def test_units_that_enter_afresh_do_not_change_the_outputs_of_the_others() -> No
     x = torch.randn(5, 6, dtype=torch.float64)
     masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    _step(masked, optimizer, x, torch.tensor([0, 1, 2, 0, 1]))
+    train_step(masked, optimizer, x, torch.tensor([0, 1, 2, 0, 1]))
     mask = masked.unit_mask()
     leaving, entering = int(mask["0"].nonzero()[0]), int((~mask["0"]).nonzero()[0])
     keep = mask["0"].clone()
@@ -181,9 +177,9 @@ def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
             else:
                 pair = (masked, optimizer)
                 twin, other = copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
-        _step(masked, optimizer, x, y)
+        train_step(masked, optimizer, x, y)
         if at >= 17:
-            _step(twin, other, x, y)
+            train_step(twin, other, x, y)
     left, right = masked.state_dict(), twin.state_dict()
     assert left.keys() == right.keys()
     for name in left:
@@ -198,11 +194,10 @@ def _masks(
     model, x, y, _ = _planted(seed)
     masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
     optimizer = torch.optim.SGD(masked.weights(), lr=0.2 / times)
-    generator, masks = torch.Generator().manual_seed(5), []
-    for _ in range(steps):
-        at = torch.randint(0, len(x), (64,), generator=generator)
+    masks = []
+    for batch, classes in _batches(x, y, steps):
         optimizer.zero_grad()
-        loss_of(masked(x[at]) * targets, y[at]).backward()
+        loss_of(masked(batch) * targets, classes).backward()
         optimizer.step()
         masks.append(masked.unit_mask()["0"].clone())
     return masks
@@ -251,11 +246,9 @@ def test_the_scale_of_a_grad_scaler_changes_no_decision() -> None:
         masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
         optimizer = torch.optim.SGD(masked.weights(), lr=0.2)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
-        generator = torch.Generator().manual_seed(5)
-        for _ in range(500):
-            at = torch.randint(0, len(x), (64,), generator=generator)
+        for batch, classes in _batches(x, y, 500):
             optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(masked(x[at]), y[at])).backward()
+            scaler.scale(F.cross_entropy(masked(batch), classes)).backward()
             scaler.step(optimizer)
             scaler.update()
             masks.append(masked.unit_mask()["0"].clone())
@@ -266,10 +259,8 @@ def test_the_scale_of_a_grad_scaler_changes_no_decision() -> None:
 def test_a_loop_without_an_optimiser_learns_too() -> None:
     model, x, y, good = _planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=600)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(600):
-        at = torch.randint(0, len(x), (64,), generator=generator)
-        F.cross_entropy(masked(x[at]), y[at]).backward()
+    for batch, classes in _batches(x, y, 600):
+        F.cross_entropy(masked(batch), classes).backward()
         with torch.no_grad():
             for leaf in masked.weights():
                 if leaf.grad is not None:
@@ -295,11 +286,9 @@ def test_a_step_may_have_several_passes() -> None:
     for parts in (1, 4):
         masked = LearnableMask(model.double(), (x[:2].double(),), ratio=0.25, steps=200, explore=0.3)
         optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
-        generator = torch.Generator().manual_seed(5)
-        for _ in range(200):
-            at = torch.randint(0, len(x), (64,), generator=generator)
-            for part in at.split(64 // parts):
-                (F.cross_entropy(masked(x[part].double()), y[part]) / parts).backward()
+        for batch, classes in _batches(x.double(), y, 200):
+            for part in torch.arange(64).split(64 // parts):
+                (F.cross_entropy(masked(batch[part]), classes[part]) / parts).backward()
             optimizer.step()
             optimizer.zero_grad()
         masks.append(masked.unit_mask())
