@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
-from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.errors import SparsekitError
 from sparsekit.graph import UnitMask
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.loop import Batch, Batches, TrainingLog
@@ -26,6 +27,7 @@ from sparsekit_fl.engines.round import OpenRound
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.fedprox import ProximalSgd
+from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.devices import exact_arithmetic
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
@@ -41,7 +43,8 @@ _log = logging.getLogger(__name__)
 _State = dict[str, Tensor]
 
 
-class Cohort:
+@dataclass(frozen=True)
+class Cohort(Checked):
     """Clients of a round whose models have one shape train in shared steps, in one process.
 
     A step computes the gradients of several clients by one call of `torch.func.vmap`. It takes clients whose local policy is
@@ -57,13 +60,9 @@ class Cohort:
         InvalidValueError: the number is none.
     """
 
-    def __init__(self, clients_per_step: int = 16) -> None:
-        if isinstance(clients_per_step, bool) or not isinstance(clients_per_step, int) or clients_per_step < 1:
-            raise InvalidValueError(f"clients_per_step must be an integer >= 1, got {clients_per_step!r}")
-        self.clients_per_step = clients_per_step
+    clients_per_step: Count = 16
 
     def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
-        """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
         with one_thread(), exact_arithmetic(spec.config.deterministic):
             return rounds(_Together(ClientExecutor(spec, clients, store), self.clients_per_step))

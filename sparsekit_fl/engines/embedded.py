@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import (
     Assignment,
@@ -28,6 +26,7 @@ from sparsekit_fl.engines.base import Loop, Reply, Scored, Unscored, in_order
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
@@ -214,32 +213,22 @@ def _give(child: Child, task: tuple[int, _Task] | None) -> None:
             raise task[1].died(child) from None
 
 
-def checked_workers(workers: int, start_method: str | None) -> int:
-    """Return the number of workers.
-
-    Raises:
-        InvalidValueError: it is none, or there is no such start method.
-    """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InvalidValueError(f"workers must be an integer >= 1, got {workers!r}")
-    allowed = multiprocessing.get_all_start_methods()
-    if start_method is not None and start_method not in allowed:
-        raise InvalidValueError(f"start_method must be one of {allowed}, got {start_method!r}")
-    return workers
-
-
-class Embedded:
+@dataclass(frozen=True)
+class Embedded(Checked):
     """Clients on this machine, without any framework.
 
     Args:
         workers: Number of processes that train clients, one torch thread each; 1 trains in this process.
         start_method: How processes start; None takes "fork" on Linux for the CPU, where they share data and problem with
             this process without copying, and "spawn" elsewhere, where both must be picklable.
+
+    Raises:
+        InvalidValueError: a value that is not allowed.
     """
 
-    def __init__(self, workers: int = 1, *, start_method: str | None = None) -> None:
-        self.workers = checked_workers(workers, start_method)
-        self._start_method = start_method
+    workers: Count = 1
+    _: KW_ONLY
+    start_method: Literal["fork", "forkserver", "spawn"] | None = None
 
     def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
@@ -247,6 +236,6 @@ class Embedded:
         with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
                 return rounds(LocalPool(ClientExecutor(spec, clients, store)))
-            method = self._start_method or start_method(spec.config.device)
+            method = self.start_method or start_method(spec.config.device)
             with Children(method, GOODBYE, daemon=True) as children:
                 return rounds(ProcessPool(children, self.workers, spec, partial(ClientExecutor, spec, clients, store)))

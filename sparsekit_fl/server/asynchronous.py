@@ -15,7 +15,6 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,21 +24,8 @@ from sparsekit_fl.client.messages import Assignment, Update, decode_update, enco
 from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
 from sparsekit_fl.results.state.store import MemoryRounds
-from sparsekit_fl.server.server import Arrival, Server
+from sparsekit_fl.server.server import Server
 from sparsekit_fl.server.steps import REPEATS, Step, Steps, Told
-
-
-@dataclass(eq=False)
-class AsynchronousStep(Step):
-    """A step whose updates come in one by one.
-
-    Args:
-        landed: What the server will aggregate, in the order in which it came in.
-        done: Clients that are not asked again in this step.
-    """
-
-    landed: list[Arrival] = field(default_factory=list)
-    done: set[int] = field(default_factory=set)
 
 
 class Asynchronous(Steps):
@@ -48,11 +34,6 @@ class Asynchronous(Steps):
     With `async_buffer` valid updates the server aggregates, in the order of the clients' ids. Where nobody is under way, and
     nobody can start, it takes what there is, if that is `min_replies`; otherwise those who failed are asked again, twice at
     most.
-
-    Args:
-        server: Its config has `cohort`, `async_buffer` and `async_staleness`.
-        pool: Trains clients.
-        told: Is told of every client that has trained.
     """
 
     def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
@@ -67,16 +48,16 @@ class Asynchronous(Steps):
         """Seconds, on the clock."""
 
     @abstractmethod
-    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
+    def _start(self, step: Step, ids: list[int]) -> None:
         """Let clients start where there is room, of those that may be asked; their assignments go into the step."""
 
     @abstractmethod
-    def _arrive(self, step: AsynchronousStep) -> None:
+    def _arrive(self, step: Step) -> None:
         """Wait for the next who come in; their updates go into the step."""
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> AsynchronousStep:
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
         self._server.begin(round)
-        step, began = AsynchronousStep(round, memory_rounds), self._now()
+        step, began = Step(round, memory_rounds), self._now()
         while len(step.landed) < self._buffer:
             self._start(step, [id for id in ids if id not in step.done])
             if self.under_way:
@@ -103,7 +84,7 @@ class Asynchronous(Steps):
         step.notes = ["; ".join([came, *step.notes])]
         return step
 
-    def _receive(self, step: AsynchronousStep, reply: Reply, assignment: Assignment) -> Update | None:
+    def _receive(self, step: Step, reply: Reply, assignment: Assignment) -> Update | None:
         """Note a reply; return its update where that is valid."""
         reply = self._heard(step, reply)
         step.done.add(reply.client_id)
@@ -145,7 +126,7 @@ class Simulated(Asynchronous):
     def _now(self) -> float:
         return float(self._memory["now"])
 
-    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
+    def _start(self, step: Step, ids: list[int]) -> None:
         busy = set(self.under_way)
         if not step.started or not busy:
             room = self._cohort - len(busy) + self._buffer - len(step.landed) - 1
@@ -159,16 +140,16 @@ class Simulated(Asynchronous):
         while self._waiting and len(self._flying) < self._cohort:
             self._fly(step)
 
-    def _fly(self, step: AsynchronousStep) -> None:
+    def _fly(self, step: Step) -> None:
         update, order = self._waiting.popleft(), int(self._memory["order"])
         heapq.heappush(self._flying, (self._now() + update.cost.simulated_seconds, order, step.round, update))
         self._memory["order"] = order + 1
 
-    def _arrive(self, step: AsynchronousStep) -> None:
+    def _arrive(self, step: Step) -> None:
         self._memory["now"], _, base, update = heapq.heappop(self._flying)
         step.landed.append((update, step.round - base))
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> AsynchronousStep:
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
         step = super().step(round, memory_rounds, ids=ids)
         while self._waiting:
             # Who did not start in this step has trained for nothing else: it starts now.
@@ -216,7 +197,7 @@ class Wall(Asynchronous):
     def _now(self) -> float:
         return time.monotonic()
 
-    def _start(self, step: AsynchronousStep, ids: list[int]) -> None:
+    def _start(self, step: Step, ids: list[int]) -> None:
         while (room := self._cohort - len(self._asked)) > 0:
             free = {id: place for id, place in self._stream.free(ids).items() if id not in self._asked}
             # Policies sort; a node with several clients would always begin with the first.
@@ -230,7 +211,7 @@ class Wall(Asynchronous):
             self._stream.start(assignments, step.memory_rounds)
             step.started += assignments
 
-    def _arrive(self, step: AsynchronousStep) -> None:
+    def _arrive(self, step: Step) -> None:
         if not self._waiting:
             self._waiting.extend(self._stream.arrived())
         while self._waiting and len(step.landed) < self._buffer:

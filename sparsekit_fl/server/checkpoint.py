@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _SCORING = ("eval_every", "eval_clients", "eval_global_every")
 
 def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that must be equal for a run to be resumed, as plain JSON values."""
-    devices = [[c.id, *(getattr(c.capability, field.name) for field in fields(c.capability))] for c in clients.values()]
+    devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
     sizes = [[c.id, len(c.data.train), len(c.data.val), len(c.data.test)] for c in clients.values()]
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
     groups = [list(pair) for pair in spec.graph.fingerprint()]
@@ -63,7 +63,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """The content of a checkpoint.
+    """The content of a checkpoint; of a run that begins, nothing.
 
     Args:
         server: The server after the last finished round.
@@ -72,10 +72,10 @@ class Saved:
         callbacks: Class and state of each callback.
     """
 
-    server: ServerState
-    memory_rounds: dict[int, int]
-    records: list[RoundRecord]
-    callbacks: list[tuple[str, dict[str, Any]]]
+    server: ServerState | None = None
+    memory_rounds: dict[int, int] = field(default_factory=dict)
+    records: list[RoundRecord] = field(default_factory=list)
+    callbacks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
 def holds_run(path: Path) -> bool:
@@ -127,7 +127,7 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, described: Mapping[str, Any], fingerprint: Mapping[str, Any], *, accept_code: bool = False) -> Saved | None:
+    def start(self, described: Mapping[str, Any], fingerprint: Mapping[str, Any], *, accept_code: bool = False) -> Saved:
         """Load what was saved, or remove what an interrupted first round left.
 
         Args:
@@ -136,7 +136,7 @@ class RunFolder:
             accept_code: Go on with a run of other code.
 
         Returns:
-            What was saved; None to start afresh.
+            What was saved; nothing of a run that starts afresh.
 
         Raises:
             ResumeError: an option, the code or the data changed, or a file is damaged.
@@ -151,34 +151,22 @@ class RunFolder:
             begun = {"format": _FORMAT, "run": described, "fingerprint": self.fingerprint}
             secret = described["config"].get("dp_noise_seed") is not None
             write_atomically(self.path / _BEGUN, (json.dumps(begun, indent=1) + "\n").encode(), private=secret)
-            return None
+            return Saved()
         try:
             held, meta = unseal(self._checkpoint.read_bytes())
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
             self._refuse_changes(meta)
-            earlier = check_fingerprint(
-                meta["fingerprint"],
-                {"own": {}, **self.fingerprint},
-                where=f"the run in {self.path}",
-                accept_code=accept_code,
-            )
+            now, where = {"own": {}, **self.fingerprint}, f"the run in {self.path}"
+            earlier = check_fingerprint(meta["fingerprint"], now, where=where, accept_code=accept_code)
             if earlier:
                 self.fingerprint["earlier"] = earlier
-            server = ServerState(
-                int(meta["round"]),
-                {name: held["state"][name] for name in meta["names"]},
-                held["server"],
-                meta.get("noise_seed"),
-            )
+            state = {name: held["state"][name] for name in meta["names"]}
+            server = ServerState(int(meta["round"]), state, held["server"], meta.get("noise_seed"))
             memory_rounds = {int(client_id): int(round) for client_id, round in meta["memory_rounds"].items()}
             callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
-            return Saved(
-                server,
-                memory_rounds,
-                self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round),
-                callbacks,
-            )
+            records = self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round)
+            return Saved(server, memory_rounds, records, callbacks)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"

@@ -27,7 +27,7 @@ from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state.store import ClientStore
-from sparsekit_fl.server.checkpoint import RunFolder, describe_run
+from sparsekit_fl.server.checkpoint import RunFolder, Saved, describe_run
 from sparsekit_fl.server.rounds import Rounds
 
 # Errors of a file that cannot grow: the disk is full, or a quota (which Windows lacks), or the limit of a file's size.
@@ -112,7 +112,7 @@ def run(
     with folder or nullcontext(), temporary as base:
         spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         fingerprint = fingerprint_of(None if folder is None else roster.values())
-        saved = None
+        saved = Saved()
         if folder is not None:
             own = own_code(_of_the_user(method, problem))
             fingerprint.update({"own": own} if own else {})

@@ -42,20 +42,19 @@ class Rounds:
         clients: Mapping[int, Client],
         store: ClientStore,
         folder: RunFolder | None,
-        saved: Saved | None,
+        saved: Saved,
         callbacks: Callbacks,
         experiment: Mapping[str, Any],
         fingerprint: Mapping[str, Any],
     ) -> None:
         self.spec = spec
-        self.server = Server(spec, clients, None if saved is None else saved.server)
-        self._memory_rounds = {} if saved is None else saved.memory_rounds
-        self._records = [] if saved is None else saved.records
+        self.server = Server(spec, clients, saved.server)
+        self._memory_rounds, self._records = saved.memory_rounds, saved.records
         self._clients = clients
         self._store = store
         self._folder = folder
         self._callbacks = callbacks
-        self._saved_states = () if saved is None else saved.callbacks
+        self._saved_states = saved.callbacks
         self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._experiment = experiment
         self._fingerprint = fingerprint if folder is None else folder.fingerprint

@@ -12,7 +12,7 @@ from sparsekit_fl.client.messages import Assignment, Update, WorkCost
 from sparsekit_fl.engines.base import ClientPool, Reply, await_clients
 from sparsekit_fl.errors import TooFewRepliesError
 from sparsekit_fl.results.state.store import MemoryRounds
-from sparsekit_fl.server.server import Server
+from sparsekit_fl.server.server import Arrival, Server
 
 REPEATS = 2
 """Number of times that clients who failed are asked again before a run stops."""
@@ -38,6 +38,8 @@ class Step:
         dropped: Client id → why its work does not count.
         notes: For the record: why clients were asked again, and who came in when.
         cost: The work of all replies.
+        landed: Of asynchronous steps what the server will aggregate, in the order in which it came in.
+        done: Of these the clients that are not asked again.
     """
 
     round: int
@@ -49,6 +51,8 @@ class Step:
     dropped: dict[int, Exception] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cost: WorkCost = field(default_factory=WorkCost)
+    landed: list[Arrival] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
 
     def count(self, seconds: float | None) -> None:
         """Add the work of the replies to the cost; `seconds` where they did not wait for the slowest."""
@@ -58,8 +62,7 @@ class Step:
 
     def reasons(self) -> str:
         """Say why clients were dropped; the first reasons in full."""
-        found = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
-        return shortened(found)
+        return shortened([f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()])
 
 
 def shortened(texts: Sequence[str]) -> str:

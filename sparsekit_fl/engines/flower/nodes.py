@@ -118,7 +118,6 @@ class Nodes(Carrier):
         return self._settle([node for node, reply in sorted(replies.items()) if self._hear(node, reply)])
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:
-        """Wait until nodes have enough of these clients, or for as long as one waits for nodes at the begin."""
         end = time.monotonic() + self._wait_seconds
         self.look()
         while sum(client_id in self._used for client_id in ids) < needed and time.monotonic() < end:
@@ -126,16 +125,10 @@ class Nodes(Carrier):
             self.look()
 
     def news(self) -> list[str]:
-        """Return what became of nodes since the last call."""
         told, self._news = self._news, []
         return told
 
     def node_of(self, client_id: int) -> int:
-        """Return the node that has this client.
-
-        Raises:
-            ClientError: none has it now.
-        """
         if client_id not in self._used:
             raise ClientError(f"no SuperNode has client {client_id} now")
         return self._used[client_id]
@@ -239,7 +232,7 @@ class Deployment:
             workers=len(self.nodes),
             timeout_seconds=self.timeout_seconds,
             # A personal model stays on the device.
-            export=False,
+            exports=False,
             grouped=True,
             run=_run_id(store),
             trusted=False,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from flwr.app import Message
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.client.packing import pack
@@ -20,6 +21,7 @@ from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.checked import Checked, Count, Positive
 from sparsekit_fl.results.state.storage import write_atomically
 from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
@@ -54,7 +56,8 @@ Answer = tuple[Mapping[str, Any], Mapping[str, bytes]]
 """Header and payloads of what came back; a header with "failure" says why nothing usable did."""
 
 
-class GridPool:
+@dataclass(eq=False)
+class GridPool(Checked):
     """Runs clients on the nodes of a grid.
 
     Every client is asked once a round, with all that it needs, and answers once. Replies count by the client that they
@@ -67,41 +70,24 @@ class GridPool:
         memory: "nodes" where nodes keep the memories of their clients; "server" where the server does, and sends them along.
         workers: Number of clients that train at once, for the record.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
-        export: Whether nodes send personal models to be written into the run's folder.
+        exports: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
         run: Id of the run, under which nodes keep memories.
         trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped,
             whatever its message is: no device can stop the others.
     """
 
-    def __init__(
-        self,
-        carrier: Carrier,
-        spec: RunSpec,
-        store: ClientStore,
-        *,
-        memory: Literal["nodes", "server"],
-        workers: int,
-        timeout_seconds: float | None = None,
-        export: bool = True,
-        grouped: bool = False,
-        run: str = "",
-        trusted: bool = True,
-    ) -> None:
-        if timeout_seconds is not None and not 0 < timeout_seconds < float("inf"):
-            raise InvalidValueError(f"timeout_seconds must be a positive number or None, got {timeout_seconds}")
-        self.workers = workers
-        self._carrier = carrier
-        self._spec = spec
-        self._store = store
-        self._carried = memory == "server"
-        self._timeout = timeout_seconds
-        # A longer reply about a client is refused.
-        self._most = max(4 * sum(tensor.nbytes for tensor in spec.initial.values()), 2**24)
-        self.exports = export
-        self._grouped = grouped
-        self._run = run
-        self._trusted = trusted
+    carrier: Carrier
+    spec: RunSpec
+    store: ClientStore
+    _: KW_ONLY
+    memory: Literal["nodes", "server"]
+    workers: Count
+    timeout_seconds: Positive | None = None
+    exports: bool = True
+    grouped: bool = False
+    run: str = ""
+    trusted: bool = True
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         tasks = [self.training(assignment, memory_rounds) for assignment in assignments]
@@ -110,17 +96,26 @@ class GridPool:
 
     def stream(self) -> GridStream:
         """Return what starts clients one by one, and gives their replies as they come in."""
-        return GridStream(self, self._carrier)
+        return GridStream(self, self.carrier)
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:
-        self._carrier.await_clients(ids, needed)
+        self.carrier.await_clients(ids, needed)
+
+    @property
+    def _carried(self) -> bool:
+        return self.memory == "server"
+
+    @cached_property
+    def _most(self) -> int:
+        """Bytes of a reply about one client; a longer one is refused."""
+        return max(4 * sum(tensor.nbytes for tensor in self.spec.initial.values()), 2**24)
 
     @property
     def _ttl(self) -> float:
-        return _TTL_SECONDS if self._timeout is None else self._timeout
+        return _TTL_SECONDS if self.timeout_seconds is None else self.timeout_seconds
 
     def training(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Task:
-        id, body = assignment.client_id, encode_assignment(assignment, self._spec.graph)
+        id, body = assignment.client_id, encode_assignment(assignment, self.spec.graph)
         return self._task("train", id, memory_rounds.get(id), assignment.round, body=body)
 
     def reply(self, assignment: Assignment, task: Task, message: Message | str) -> Reply:
@@ -134,7 +129,7 @@ class GridPool:
             reply = self._update(assignment, answer)
         except ClientError as error:
             reply = Reply(client_id=assignment.client_id, error=error)
-        notes = [*self._carrier.news(), *([reply.note] if reply.note else [])]
+        notes = [*self.carrier.news(), *([reply.note] if reply.note else [])]
         return replace(reply, memory_bytes=travelled, note="; ".join(notes))
 
     def _update(self, assignment: Assignment, answer: Answer) -> Reply:
@@ -142,14 +137,14 @@ class GridPool:
         (header, payloads), who = answer, f"client {assignment.client_id} in round {assignment.round}"
         self._raise_failure(header, f"{who}: ")
         try:
-            update = decode_update(payloads.get("body", b""), self._spec.graph)
+            update = decode_update(payloads.get("body", b""), self.spec.graph)
         except DataError as error:
             raise ClientError(f"{who} sent no valid update: {error}") from None
         stored = header.get("stored") is True
         if stored and self._carried:
             if not payloads.get("memory"):
                 raise ClientError(f"{who} sent its update without its memory")
-            self._store.save(assignment.client_id, assignment.round, payloads["memory"])
+            self.store.save(assignment.client_id, assignment.round, payloads["memory"])
         note = header.get("note")
         text = note[:_MOST_TEXT] if isinstance(note, str) else ""
         return Reply(client_id=assignment.client_id, update=update, stored=stored, note=text)
@@ -165,7 +160,7 @@ class GridPool:
         if "failure" in header:
             raise ClientError(f"{who}{text}")
         if "error" in header:
-            if self._trusted and type(header.get("errno")) is int:
+            if self.trusted and type(header.get("errno")) is int:
                 raise OSError(header["errno"], text)
             error = ClientError(text)
             error.add_note(f"On its node:\n{header.get('traceback', '')}")
@@ -173,7 +168,7 @@ class GridPool:
         if "broken" in header:
             # Not the client's fault: its memory cannot be read or written, or this package has a bug.
             text = f"{who}its node failed:\n{text}"
-            raise WorkerDiedError(text) if self._trusted else ClientError(text[:_MOST_TEXT])
+            raise WorkerDiedError(text) if self.trusted else ClientError(text[:_MOST_TEXT])
 
     def evaluate(
         self,
@@ -225,7 +220,7 @@ class GridPool:
         payloads = {"body": body} if body else {}
         if self._carried and version is not None:
             with contextlib.suppress(FileNotFoundError):  # the node says that it did not come
-                payloads["memory"] = self._store.load(client_id, version)
+                payloads["memory"] = self.store.load(client_id, version)
         return Task(header, payloads, shared)
 
     def _answers(self, tasks: Sequence[Task], *, times: int = 1) -> Iterator[Answer]:
@@ -237,9 +232,9 @@ class GridPool:
         waiting = list(tasks)
         while waiting:
             times -= 1
-            self._carrier.look(wait=True)
+            self.carrier.look(wait=True)
             # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
-            post = self.post(most=None if self._grouped else max(_MOST_OPEN, 8 * self.workers))
+            post = self.post(most=None if self.grouped else max(_MOST_OPEN, 8 * self.workers))
             post.add(self._groups(waiting))
             waiting = []
             for asked, reply in post.answers():
@@ -252,12 +247,12 @@ class GridPool:
     def post(self, *, most: int | None = None) -> Post[tuple[Task, ...]]:
         """Return what carries messages, each of tasks for one node."""
         return Post(
-            self._carrier,
+            self.carrier,
             self._message,
-            lambda tasks: self._carrier.node_of(tasks[0].header["client"]),
+            lambda tasks: self.carrier.node_of(tasks[0].header["client"]),
             ttl=self._ttl,
             most=most,
-            trusted=self._trusted,
+            trusted=self.trusted,
         )
 
     def _groups(self, tasks: Sequence[Task]) -> list[tuple[Task, ...]]:
@@ -265,14 +260,14 @@ class GridPool:
         by_node: dict[Any, list[Task]] = {}
         for task in tasks:
             node: Any = task
-            if self._grouped:
+            if self.grouped:
                 with contextlib.suppress(ClientError):  # the post says why
-                    node = self._carrier.node_of(task.header["client"])
+                    node = self.carrier.node_of(task.header["client"])
             by_node.setdefault(node, []).append(task)
         return [tuple(asked[i : i + _MOST_TASKS]) for asked in by_node.values() for i in range(0, len(asked), _MOST_TASKS)]
 
     def _message(self, tasks: Sequence[Task], node: int) -> Message:
-        header = {"tasks": [task.header for task in tasks], "run": self._run}
+        header = {"tasks": [task.header for task in tasks], "run": self.run}
         record = content(header, shared=tasks[0].shared, **join([task.payloads for task in tasks]))
         return Message(record, node, tasks[0].header["task"], ttl=self._ttl, group_id=str(tasks[0].header["round"]))
 
