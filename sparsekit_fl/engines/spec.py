@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +109,12 @@ class RunSpec:
         share = self.method.share
         return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells one model from another: digests of its entries and of its units."""
+        shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
+        groups = [list(pair) for pair in self.graph.fingerprint()]
+        return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups)}
+
     def model(self, state: StateDict) -> nn.Module:
         """Make a module that holds a whole dense state."""
         with torch_scope(Streams(self.config.seed).model()):
@@ -123,6 +131,11 @@ class RunSpec:
     def training(self, round: int) -> TrainingConfig:
         """Return the options of training, with the learning rate of this round."""
         return dataclasses.replace(self.config.training, lr=self.config.training.lr * self.config.round_factor(round))
+
+
+def short_digest(value: Any) -> str:
+    """Return a digest of plain JSON values, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparsekit.errors import DataError, nearest
 from sparsekit.graph import digest
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec, short_digest
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.problem.clients import Client
@@ -35,18 +35,12 @@ def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mappi
     """Return all that must be equal for a run to be resumed, as plain JSON values."""
     devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
     sizes = [[c.id, len(c.data.train), len(c.data.val), len(c.data.test)] for c in clients.values()]
-    shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
-    groups = [list(pair) for pair in spec.graph.fingerprint()]
-
-    def sha(value: Any) -> str:
-        return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
     described = {
         "method": spec.method.describe(),
         "config": spec.config.to_dict(),
         "experiment": dict(experiment),
-        "clients": {"count": len(clients), "sizes": sha(sizes), "capabilities": sha(devices)},
-        "model": {"entries": len(shapes), "shapes": sha(shapes), "units": sha(groups), "initial": digest(spec.initial)[:16]},
+        "clients": {"count": len(clients), "sizes": short_digest(sizes), "capabilities": short_digest(devices)},
+        "model": {**spec.fingerprint(), "initial": digest(spec.initial)[:16]},
     }
     return json.loads(json.dumps(plain(described)))  # type: ignore[no-any-return]
 

@@ -322,22 +322,19 @@ class Server:
             The valid updates, and the reason for each other one. Of two updates of one client the first counts.
         """
         ctx, method = self._now, self.spec.method
-        valid: list[Update] = []
+        found: dict[int, Update] = {}
         refused: list[tuple[int, UpdateError]] = []
-        seen: set[int] = set()
         for update in updates:
+            client_id = update.client_id
             try:
-                if update.client_id not in self._assignments:
-                    raise UpdateError(f"client {update.client_id} has no assignment in round {ctx.round}")
-                if update.client_id in seen:
-                    raise UpdateError(f"client {update.client_id} sent a second update in round {ctx.round}")
-                valid.append(self.validated(update, self._assignments[update.client_id]))
+                if client_id not in self._assignments:
+                    raise UpdateError(f"client {client_id} has no assignment in round {ctx.round}")
+                if client_id in found:
+                    raise UpdateError(f"client {client_id} sent a second update in round {ctx.round}")
+                found[client_id] = self.validated(update, self._assignments[client_id])
             except UpdateError as error:
-                refused.append((update.client_id, error))
-                continue
-            seen.add(update.client_id)
-        places = {client_id: place for place, client_id in enumerate(self._assignments)}
-        valid.sort(key=lambda update: places[update.client_id])
+                refused.append((client_id, error))
+        valid = [found[client_id] for client_id in self._assignments if client_id in found]
         seconds = None
         if len(valid) >= needed:
             if valid or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell

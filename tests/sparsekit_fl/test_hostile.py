@@ -176,15 +176,6 @@ def mutated(payload):
     )
 
 
-def refuses_to_unpickle(monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("something was unpickled")
-
-    for module, names in ((pickle, ("load", "loads", "Unpickler", "_Unpickler")), (torch, ("load",)), (np, ("load",))):
-        for name in names:
-            monkeypatch.setattr(module, name, never)
-
-
 PLAIN = encode_update(honest(0, None))
 MASKED = encode_update(honest(0))
 BY_ENTRY = encode_update(honest(0, WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0})))
@@ -192,7 +183,12 @@ BY_ENTRY = encode_update(honest(0, WeightMask({"last.weight": torch.arange(24).v
 
 @pytest.fixture
 def no_pickle(monkeypatch):
-    refuses_to_unpickle(monkeypatch)
+    def never(*_, **__):
+        raise AssertionError("something was unpickled")
+
+    for module, names in ((pickle, ("load", "loads", "Unpickler", "_Unpickler")), (torch, ("load",)), (np, ("load",))):
+        for name in names:
+            monkeypatch.setattr(module, name, never)
 
 
 @pytest.mark.usefixtures("no_pickle")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 
+from sparsekit_fl import processes
 from sparsekit_fl.processes import Child, Children, one_thread, start_method
 
 SOON = ((0.0, signal.SIGTERM), (0.3, signal.SIGKILL))
@@ -71,9 +73,11 @@ def test_closing_leaves_no_process_and_no_zombie_even_of_a_child_that_ignores_it
     assert len(children) == 0
 
 
-def test_processes_fork_for_the_cpu_alone():
-    assert {start_method(None), start_method("cpu")} <= {"fork", "spawn"}
-    assert start_method("cuda:0") == "spawn"
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_processes_fork_for_the_cpu_alone_and_not_once_torch_has_threads_of_autograd(monkeypatch):
+    assert [start_method(device) for device in (None, "cpu", "cuda:0")] == ["fork", "fork", "spawn"]
+    monkeypatch.setattr(processes, "_autograd_threads", lambda: True)
+    assert start_method("cpu") == "spawn"
 
 
 TINY = 1e-39  # below the normal numbers of float32

@@ -5,7 +5,6 @@ It travels as a payload and not in the header, which is short.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated
@@ -15,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsekit.errors import DataError
 from sparsekit_fl.engines.flower.wire import read
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec, short_digest
 from sparsekit_fl.fingerprint import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 
@@ -41,10 +40,7 @@ def introduced_by(spec: RunSpec) -> dict[str, str]:
     Args:
         spec: The run, as it was built here.
     """
-    shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
-    groups = [list(pair) for pair in spec.graph.fingerprint()]
-    graph = hashlib.sha256(json.dumps([shapes, groups]).encode()).hexdigest()[:_LETTERS]
-    return {**code_version(), "graph": graph}
+    return {**code_version(), "graph": short_digest(spec.fingerprint())}
 
 
 def described(clients: Iterable[Client]) -> dict[str, bytes]:

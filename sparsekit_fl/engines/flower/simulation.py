@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import ray
@@ -47,16 +47,11 @@ _STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
-_executor: tuple[bytes, ClientExecutor] | None = None
-
-
+@lru_cache(maxsize=1)
 def _executor_of(reference: Any) -> ClientExecutor:
     """Return the executor of this process: made at the first message of a run, kept for the others."""
-    global _executor
-    key = reference.binary()
-    if _executor is None or _executor[0] != key:
-        _executor = (key, ray.get(reference)())
-    return _executor[1]
+    executor: ClientExecutor = ray.get(reference)()
+    return executor
 
 
 @dataclass(frozen=True)

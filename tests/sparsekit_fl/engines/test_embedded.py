@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass, replace
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl import processes
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.processes import start_method
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import EngineContract, TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -121,10 +118,3 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
     problem = Problem(model=model, example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lock.*workers=1"):
         run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
-def test_workers_are_spawned_once_torch_has_threads_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start_method("cpu") == "fork"
-    monkeypatch.setattr(processes, "_autograd_threads", lambda: True)
-    assert start_method("cpu") == "spawn"
