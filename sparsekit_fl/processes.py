@@ -35,28 +35,23 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no other than t
 def one_thread() -> Iterator[None]:
     """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
     without denormal numbers. The process is as it was afterwards, since it is the user's."""
-    before, kept = torch.get_num_threads(), _keeps_denormals()
-    torch.set_num_threads(1)
-    _flush_denormals()
+    before, denormals = torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0) != 0.0
+    _train_alike()
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        torch.set_flush_denormal(not kept)
+        torch.set_flush_denormal(not denormals)
 
 
-def _flush_denormals() -> None:
-    """Take numbers that are too small for their type's full precision for 0 in this thread.
+def _train_alike() -> None:
+    """Use one torch thread, and take numbers that are too small for their type's full precision for 0 in it.
 
-    Weights that decay towards 0 get there, and many processors compute with them several times as slowly. One that cannot
-    flush them is told of in the log.
+    Weights that decay towards 0 get there, and many processors compute with them several times as slowly.
     """
+    torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):
         _log.info("this processor cannot flush denormal numbers; training slows down where weights are below 1e-38")
-
-
-def _keeps_denormals() -> bool:
-    return float(torch.tensor(1e-39) * 1.0) != 0.0
 
 
 def start_method(device: str | None) -> str:
@@ -242,7 +237,6 @@ def _begin(connection: Connection, inherited: Sequence[Connection], work: Any) -
     for other in inherited:
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
-    torch.set_num_threads(1)
-    _flush_denormals()
+    _train_alike()
     target, arguments = work.value if isinstance(work, _Sent) else work
     target(connection, *arguments)
