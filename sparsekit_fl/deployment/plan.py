@@ -98,7 +98,6 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
         return {name.replace("_", "-"): "" if value is None else value for name, value in values.items()}
 
     def make_method(self) -> Method:
-        """The method."""
         return make_method(self.method)
 
     def allowed_clients(self) -> dict[str, list[int]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import Context
@@ -38,14 +37,8 @@ class _Report(Callback):
         _log.info(text)
 
 
-def serve(grid: Grid, context: Context, *, callbacks: Sequence[Callback] = ()) -> None:
-    """Wait for the SuperNodes, find out who their clients are, and run all rounds.
-
-    Args:
-        grid: Reaches the SuperNodes.
-        context: Has the run configuration, which is a `Plan`.
-        callbacks: What happens beside the run, in the server's process.
-    """
+def serve(grid: Grid, context: Context) -> None:
+    """Wait for the SuperNodes, find out who their clients are, and run all rounds of the `Plan` in the run configuration."""
     plan = Plan.of(context.run_config)
     problem, _ = plan.make_problem()
     # The number of clients is not known yet, and no part of what the model is.
@@ -62,7 +55,7 @@ def serve(grid: Grid, context: Context, *, callbacks: Sequence[Callback] = ()) -
         [clients[id] for id in sorted(clients)],
         config,
         engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
-        callbacks=[*callbacks, _Report()],
+        callbacks=[_Report()],
         out=plan.out or None,
         resume=plan.resume,
         experiment={**described, "clients": len(clients)},

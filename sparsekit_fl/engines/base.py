@@ -133,10 +133,7 @@ class Engine(Protocol):
 def await_clients(pool: ClientPool, ids: Collection[int], needed: int) -> None:
     """Before clients are asked again: wait until enough of them can be reached, or for as long as the pool waits.
 
-    Args:
-        pool: May have a method of this name; clients of others are always there.
-        ids: Those that will be asked.
-        needed: Number of them that is enough.
+    The clients of a pool that has no method of this name are always there.
     """
     wait = getattr(pool, "await_clients", None)
     if wait is not None:
@@ -144,12 +141,7 @@ def await_clients(pool: ClientPool, ids: Collection[int], needed: int) -> None:
 
 
 def in_order(answers: Iterator[tuple[int, T]], count: int) -> Iterator[T]:
-    """Yield answers in the order of their tasks, each as soon as it and those before it are there.
-
-    Args:
-        answers: Place of a task → its answer, in any order; places are 0 to `count` - 1.
-        count: Number of tasks.
-    """
+    """Yield the answers to `count` tasks in the order of their places, each as soon as it and those before it are there."""
     done: dict[int, T] = {}
     for place in range(count):
         while place not in done:

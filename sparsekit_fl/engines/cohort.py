@@ -82,13 +82,11 @@ class _Together(LocalPool):
         _log.warning("method %r trains one client at a time: %s", self._spec.method.name, reason)
 
     def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
-        """See `ClientPool`."""
         done: dict[int, Reply] = {}
         waiting: dict[Any, list[tuple[int, OpenRound]]] = {}
+        if self._alone:
+            return super().map(assignments, memory_rounds)
         for place, assignment in enumerate(assignments):
-            if self._alone:
-                done[place] = self._by_itself(assignment, memory_rounds)
-                continue
             try:
                 opened = self._executor.open(assignment, memory_rounds.get(assignment.client_id))
             except ClientError as error:
@@ -103,7 +101,6 @@ class _Together(LocalPool):
         return (done[place] for place in range(len(assignments)))
 
     def _shape(self, opened: OpenRound) -> Any:
-        """What clients have in common that share a step."""
         divisor = opened.ratio if isinstance(self._spec.method.local, SubmodelSgd) else 1.0
         if opened.mask is None or isinstance(opened.mask, UnitMask):
             return divisor, None if opened.mask is None else tuple(opened.mask.counts().values())
@@ -148,12 +145,7 @@ def _why_alone(spec: RunSpec) -> str:
 
 
 class _Steps:
-    """The training of clients whose models have one shape.
-
-    Args:
-        spec: The fixed parts of the run.
-        rounds: What each of them trains.
-    """
+    """The training of clients whose models have one shape."""
 
     def __init__(self, spec: RunSpec, rounds: Sequence[OpenRound]) -> None:
         self._rounds, self._problem = rounds, spec.problem

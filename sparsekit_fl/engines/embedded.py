@@ -38,11 +38,7 @@ GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
 
 
 class LocalPool:
-    """Clients in this process, one after the other.
-
-    Args:
-        executor: Runs them.
-    """
+    """Clients in this process, one after the other."""
 
     workers = 1
 

@@ -253,12 +253,7 @@ class Server:
         return self._ctx
 
     def sample(self, ids: Collection[int], room: int) -> list[int]:
-        """Sample clients that may start now, within a round that has begun.
-
-        Args:
-            ids: Those that could.
-            room: Number of clients wanted.
-        """
+        """Sample as many of these clients as there is room for, within a round that has begun."""
         there = self._reachable(self._now)
         sampled = there.reaching([id for id in ids if id in there.roster])
         sampled = replace(sampled, cohort_size=max(0, min(room, len(sampled.roster))))
@@ -344,11 +339,7 @@ class Server:
         return Aggregated(tuple(valid), tuple(refused), seconds)
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
-        """Aggregate updates that `validated` returned, by their age, and let the policies learn from them.
-
-        Args:
-            arrivals: In the order in which they are added up.
-        """
+        """Aggregate updates that `validated` returned, in this order and by their age, and let the policies learn from them."""
         staleness = self.spec.config.async_staleness
         self._aggregate([(aged(arrival, staleness), arrival[1]) for arrival in arrivals])
         self._learn([update for update, _ in arrivals])

@@ -35,20 +35,12 @@ _CLIENTS = TypeAdapter(Annotated[list[_Row], Field(min_length=1, max_length=_MOS
 
 
 def introduced_by(spec: RunSpec) -> dict[str, str]:
-    """Return what must be the same on the server and on its nodes: version, digest of the code, and of the model's graph.
-
-    Args:
-        spec: The run, as it was built here.
-    """
+    """Return what must be the same on the server and on its nodes: version, digest of the code, and of the model's graph."""
     return {**code_version(), "graph": short_digest(spec.fingerprint())}
 
 
 def described(clients: Iterable[Client]) -> dict[str, bytes]:
-    """Payloads that say which clients there are.
-
-    Args:
-        clients: The clients of one node.
-    """
+    """Payloads that say which clients a node has."""
     rows = []
     for client in clients:
         data, can = client.data, client.capability
