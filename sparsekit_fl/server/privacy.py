@@ -102,14 +102,9 @@ def noisy_mean(
     return Changes(changes, dict.fromkeys(state, float(expected)))
 
 
-def _defines(policy: object, base: type, hook: str) -> type | None:
-    """Return the class below `base` that overrides a hook; None where none does."""
-    for kind in type(policy).__mro__:
-        if kind is base:
-            return None
-        if hook in vars(kind):
-            return kind
-    return None
+def _owner(policy: object, hook: str) -> type:
+    """Return the class that defines a hook as a policy has it."""
+    return next(kind for kind in type(policy).__mro__ if hook in vars(kind))
 
 
 def check_private(method: Method) -> None:
@@ -124,7 +119,7 @@ def check_private(method: Method) -> None:
     """
     if method.aggregate.mean_only:
         raise InvalidValueError(f"method {method.name!r} cannot be made private: {method.aggregate.mean_only}")
-    if _defines(method.sampling, SamplingPolicy, "sample") not in (None, Poisson):
+    if _owner(method.sampling, "sample") not in (SamplingPolicy, Poisson):
         raise InvalidValueError(
             f"method {method.name!r} cannot be made private: {type(method.sampling).__name__} does not sample uniformly, which"
             " the accountant counts on"
@@ -137,8 +132,8 @@ def check_private(method: Method) -> None:
     )
     for policy, base, names in hooks:
         for name in names:
-            owner = _defines(policy, base, name)
-            if owner is not None and not vars(owner).get("learns_apart", False):
+            owner = _owner(policy, name)
+            if owner is not base and not vars(owner).get("learns_apart", False):
                 raise InvalidValueError(
                     f"method {method.name!r} cannot be made private: by {type(policy).__name__}.{name} its server learns from"
                     " what clients report beside their changes, which no noise covers; choose another method, such as fedavg"
