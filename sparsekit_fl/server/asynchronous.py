@@ -22,7 +22,7 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.messages import Assignment, Update, decode_update, encode_update
 from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
-from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
+from sparsekit_fl.errors import TooFewRepliesError
 from sparsekit_fl.results.state.store import MemoryRounds
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.server.steps import REPEATS, Step, Steps, Told
@@ -84,21 +84,6 @@ class Asynchronous(Steps):
         step.notes = ["; ".join([came, *step.notes])]
         return step
 
-    def _receive(self, step: Step, reply: Reply, assignment: Assignment) -> Update | None:
-        """Note a reply; return its update where that is valid."""
-        reply = self._heard(step, reply)
-        step.done.add(reply.client_id)
-        try:
-            if reply.update is None:
-                raise reply.error if isinstance(reply.error, ClientError) else ClientError(str(reply.error))
-            update = self._server.validated(reply.update, assignment)
-        except (ClientError, UpdateError) as error:
-            step.dropped[reply.client_id] = error
-            return None
-        step.dropped.pop(reply.client_id, None)
-        step.received.append(update)
-        return update
-
 
 class Simulated(Asynchronous):
     """By the simulated clock, over any engine.
@@ -134,7 +119,7 @@ class Simulated(Asynchronous):
             step.started += assignments
             replies = self._pool.map(assignments, step.memory_rounds) if assignments else ()
             for assignment, reply in zip(assignments, replies, strict=True):
-                update = self._receive(step, reply, assignment)
+                update = self._receive(step, assignment, reply)
                 if update is not None:
                     self._waiting.append(update)
         while self._waiting and len(self._flying) < self._cohort:
@@ -217,6 +202,6 @@ class Wall(Asynchronous):
         while self._waiting and len(step.landed) < self._buffer:
             reply = self._waiting.popleft()
             assignment = self._asked.pop(reply.client_id)
-            update = self._receive(step, reply, assignment)
+            update = self._receive(step, assignment, reply)
             if update is not None:
                 step.landed.append((update, step.round - assignment.round))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -53,21 +53,6 @@ class ServerState:
     state: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
     noise_seed: int | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Aggregated:
-    """The outcome of a round's updates.
-
-    Args:
-        updates: The valid updates, in the order of the assignments.
-        refused: Client id and reason of each update that is not valid.
-        seconds: Simulated length of the round, where it does not wait for the slowest client.
-    """
-
-    updates: tuple[Update, ...]
-    refused: tuple[tuple[int, UpdateError], ...]
-    seconds: float | None = None
 
 
 Arrival = tuple[Update, int]
@@ -182,7 +167,6 @@ class Server:
         self._clients = clients
         self._names = spec.shared_names()
         self._ctx: ServerContext | None = None
-        self._assignments: dict[int, Assignment] = {}
         method, config = spec.method, spec.config
         if config.aggregation != "mean" and method.aggregate.mean_only:
             raise InvalidValueError(
@@ -237,10 +221,7 @@ class Server:
         Raises:
             InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.
         """
-        cohort = self._sample(self._reachable(self.begin(round)))
-        assignments = self.make_assignments(cohort)
-        self._assignments = {assignment.client_id: assignment for assignment in assignments}
-        return assignments
+        return self.make_assignments(self._sample(self._reachable(self.begin(round))))
 
     @property
     def _now(self) -> ServerContext:
@@ -304,39 +285,21 @@ class Server:
             )
         return ctx if len(there) == len(ctx.roster) else ctx.reaching(there)
 
-    def aggregate(self, updates: Iterable[Update], *, needed: int = 1) -> Aggregated:
-        """Check every update, aggregate the valid ones, and let the policies learn from them.
-
-        With fewer valid updates than are needed nothing changes, and the round is not counted.
+    def aggregate(self, updates: Sequence[Update]) -> float | None:
+        """Aggregate updates that `validated` returned, and let the policies learn from them.
 
         Args:
-            updates: In any order.
-            needed: Number of updates that must be valid, at least one.
+            updates: In the order of their assignments; at most one per client.
 
         Returns:
-            The valid updates, and the reason for each other one. Of two updates of one client the first counts.
+            Simulated length of the round, where it does not wait for the slowest client.
         """
-        ctx, method = self._now, self.spec.method
-        found: dict[int, Update] = {}
-        refused: list[tuple[int, UpdateError]] = []
-        for update in updates:
-            client_id = update.client_id
-            try:
-                if client_id not in self._assignments:
-                    raise UpdateError(f"client {client_id} has no assignment in round {ctx.round}")
-                if client_id in found:
-                    raise UpdateError(f"client {client_id} sent a second update in round {ctx.round}")
-                found[client_id] = self.validated(update, self._assignments[client_id])
-            except UpdateError as error:
-                refused.append((client_id, error))
-        valid = [found[client_id] for client_id in self._assignments if client_id in found]
-        seconds = None
-        if len(valid) >= needed:
-            if valid or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
-                self._aggregate(method.sampling.arrivals(ctx.scoped("sampling"), valid))
-            seconds = method.sampling.seconds(ctx.scoped("sampling"))
-            self._learn(valid)
-        return Aggregated(tuple(valid), tuple(refused), seconds)
+        sampling, ctx = self.spec.method.sampling, self._now.scoped("sampling")
+        if updates or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
+            self._aggregate(sampling.arrivals(ctx, updates))
+        seconds = sampling.seconds(ctx)
+        self._learn(updates)
+        return seconds
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
         """Aggregate updates that `validated` returned, in this order and by their age, and let the policies learn from them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from sparsekit_fl.client.costs import round_cost
 from sparsekit_fl.client.messages import Assignment, Update, WorkCost
 from sparsekit_fl.engines.base import ClientPool, Reply, await_clients
-from sparsekit_fl.errors import TooFewRepliesError
+from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
 from sparsekit_fl.results.state.store import MemoryRounds
 from sparsekit_fl.server.server import Arrival, Server
 
@@ -39,7 +39,7 @@ class Step:
         notes: For the record: why clients were asked again, and who came in when.
         cost: The work of all replies.
         landed: Of asynchronous steps what the server will aggregate, in the order in which it came in.
-        done: Of these the clients that are not asked again.
+        done: Clients that have answered; asynchronously they are not asked again.
     """
 
     round: int
@@ -105,13 +105,23 @@ class Steps(ABC):
             TooFewRepliesError: too few updates were valid, also when clients were asked again.
         """
 
-    def _heard(self, step: Step, reply: Reply) -> Reply:
-        """Note a reply, with the simulated time of its scoring."""
+    def _receive(self, step: Step, assignment: Assignment, reply: Reply) -> Update | None:
+        """Note a reply, with the simulated time of its scoring; return its update where that is valid."""
         if reply.update is not None:
             reply = replace(reply, update=self._server.with_scoring_time(reply.update))
         step.replies.append(reply)
         self._told(reply.client_id, reply.update)
-        return reply
+        step.done.add(assignment.client_id)
+        step.dropped.pop(assignment.client_id, None)
+        error = reply.error or ClientError(f"client {assignment.client_id} sent no update")
+        if reply.update is not None:
+            try:
+                step.received.append(self._server.validated(reply.update, assignment))
+                return step.received[-1]
+            except UpdateError as refused:
+                error = refused
+        step.dropped[assignment.client_id] = error
+        return None
 
 
 class Synchronous(Steps):
@@ -122,18 +132,16 @@ class Synchronous(Steps):
         needed = self._server.spec.config.needed_replies(len(assignments))
         step = Step(round, memory_rounds, started=assignments)
         while True:
-            step.replies = []
-            for reply in self._pool.map(assignments, memory_rounds) if assignments else ():
-                self._heard(step, reply)
-            sent = [reply.update for reply in step.replies if reply.update is not None]
-            aggregated = self._server.aggregate(sent, needed=needed)
-            step.received = step.updates = list(aggregated.updates)
-            step.dropped = {reply.client_id: reply.error for reply in step.replies if reply.error is not None}
-            step.dropped.update(aggregated.refused)
-            step.count(aggregated.seconds)
-            if len(step.updates) >= needed:
+            step.replies, step.received, step.dropped = [], [], {}
+            replies = self._pool.map(assignments, memory_rounds) if assignments else ()
+            for assignment, reply in zip(assignments, replies, strict=True):
+                self._receive(step, assignment, reply)
+            enough = len(step.received) >= needed
+            step.count(self._server.aggregate(step.received) if enough else None)
+            if enough:
+                step.updates = step.received
                 return step
-            valid = f"{len(step.updates)} of {len(step.replies)} updates were valid and {needed} are needed (min_replies)"
+            valid = f"{len(step.received)} of {len(step.replies)} updates were valid and {needed} are needed (min_replies)"
             text = f"{valid}; {step.reasons()}"
             _log.warning("round %d does not count: %s", round, text)
             if len(step.notes) == REPEATS:

@@ -31,6 +31,7 @@ from sparsekit_fl.client.messages import (
 )
 from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines.spec import RunSpec, by_id
+from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean
 from sparsekit_fl.results.part import plain
@@ -210,18 +211,18 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
             counts["unreadable"] += 1
             return
         server = Server(SETUP, CLIENTS)
-        server.assign(1)
-        server._assignments = {0: Assignment(round=1, client_id=0, state=server.shared())}
-        aggregated = server.aggregate([update])
-        if aggregated.updates:
-            # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
-            counts["valid"] += 1
-            assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.state.values())
-        else:
+        server.begin(1)
+        try:
+            valid = server.validated(update, Assignment(round=1, client_id=0, state=server.shared()))
+        except UpdateError:
             counts["refused"] += 1
             assert digest(server.state.state) == before
-            assert server.state.round == 0
             assert server.state.memory.get("aggregate", {}) == {}
+            return
+        # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
+        counts["valid"] += 1
+        server.aggregate([valid])
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.state.values())
 
     attack()
     # The fuzzer reaches every gate; if it did not, it would prove nothing.

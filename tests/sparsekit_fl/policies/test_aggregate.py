@@ -13,15 +13,13 @@ from personal import server_context
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask, digest
+from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import RunInterrupted, UpdateError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies import AggregatePolicy, Assignment, Mean, Update
 from sparsekit_fl.policies import combine as combining
 from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
-from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 INDEX = torch.arange(3).view(3, 1)
@@ -206,35 +204,6 @@ RULES = {
     "trimmed": {"aggregation": "trimmed-mean"},
     "norm": {"aggregation": "norm-clipped"},
 }
-
-
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("policy", [Mean(over="all"), Mean("uniform", over="holders")], ids=["delta", "coverage"])
-@pytest.mark.same_bits
-def test_the_order_of_arrival_changes_no_bit(name, policy):
-    spec = RunSpec.build(
-        fl.Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name])
-    )
-    digests = set()
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
-        server = Server(spec, by_id(tiny_clients()))
-        assignments = server.assign(1)
-        rng = np.random.default_rng(0)
-        updates = []
-        for assignment in assignments:
-            keep = UnitMask({"first": torch.from_numpy(rng.permutation(8) < 5)})
-            kept = Kept(spec.graph, keep)
-            delta = {
-                key: torch.as_tensor(rng.normal(size=kept.shape(key)) * (10 if value.is_floating_point() else 3)).to(
-                    value.dtype
-                )
-                for key, value in assignment.state.items()
-            }
-            examples = server._clients[assignment.client_id].data.train
-            updates.append(Update(round=1, client_id=assignment.client_id, examples=len(examples), delta=delta, mask=keep))
-        assert len(server.aggregate([updates[place] for place in order]).updates) == 4
-        digests.add(digest(server.state.state))
-    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(("name", "method"), [("trimmed", "heterofl"), ("norm", "fedlps")])

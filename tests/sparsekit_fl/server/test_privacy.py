@@ -204,7 +204,7 @@ def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_no
     empty = next(round for round in range(1, 30) if not server.assign(round))
     before = dict(server.state.state)
     server.assign(empty)
-    server.aggregate([], needed=0)
+    server.aggregate([])
     assert not torch.equal(server.state.state["first.bias"], before["first.bias"])
 
 
