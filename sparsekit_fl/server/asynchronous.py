@@ -76,8 +76,8 @@ class Asynchronous(Steps):
                 step.done -= step.dropped.keys()
         # In the order of clients, so that the order in which they came in decides nothing.
         landed = sorted(step.landed, key=lambda arrival: arrival[0].client_id)
-        self._server.take(landed)
         step.updates = [update for update, _ in landed]
+        self._server.aggregate(step.updates, [age for _, age in landed])
         step.count(self._now() - began)
         ages = ", ".join(f"{update.client_id} ({age})" for update, age in step.landed)
         came = f"asynchronous: clients that came in, and the age of what they received: {ages}"

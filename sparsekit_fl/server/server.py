@@ -55,13 +55,8 @@ class ServerState:
     noise_seed: int | None = field(default=None, repr=False)
 
 
-Arrival = tuple[Update, int]
-"""An update that came in, and its age: aggregations since the client received its model."""
-
-
-def aged(arrival: Arrival, staleness: float) -> Update:
+def aged(update: Update, age: int, staleness: float) -> Update:
     """Return an update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
-    update, age = arrival
     if not age or not staleness:
         return update
     factor = (1 + age) ** -staleness
@@ -285,36 +280,31 @@ class Server:
             )
         return ctx if len(there) == len(ctx.roster) else ctx.reaching(there)
 
-    def aggregate(self, updates: Sequence[Update]) -> float | None:
+    def aggregate(self, updates: Sequence[Update], ages: Sequence[int] | None = None) -> float | None:
         """Aggregate updates that `validated` returned, and let the policies learn from them.
 
         Args:
-            updates: In the order of their assignments; at most one per client.
+            updates: In the order in which they are added up; at most one per client.
+            ages: Aggregations since the client of each received its model; None where the sampling policy says what counts.
 
         Returns:
             Simulated length of the round, where it does not wait for the slowest client.
         """
-        sampling, ctx = self.spec.method.sampling, self._now.scoped("sampling")
+        ctx, method, staleness = self._now, self.spec.method, self.spec.config.async_staleness
+        sampling = ctx.scoped("sampling")
         if updates or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
-            self._aggregate(sampling.arrivals(ctx, updates))
-        seconds = sampling.seconds(ctx)
-        self._learn(updates)
-        return seconds
-
-    def take(self, arrivals: Sequence[Arrival]) -> None:
-        """Aggregate updates that `validated` returned, in this order and by their age, and let the policies learn from them."""
-        staleness = self.spec.config.async_staleness
-        self._aggregate([(aged(arrival, staleness), arrival[1]) for arrival in arrivals])
-        self._learn([update for update, _ in arrivals])
-
-    def _learn(self, valid: Sequence[Update]) -> None:
-        ctx, method = self._now, self.spec.method
+            if ages is None:
+                arrivals = method.sampling.arrivals(sampling, updates)
+            else:
+                arrivals = [(aged(update, age, staleness), age) for update, age in zip(updates, ages, strict=True)]
+            self._aggregate(arrivals)
+        seconds = method.sampling.seconds(sampling)
         self.state.round = ctx.round
-        if not valid:
-            return
-        method.ratio.observe_all(ctx.scoped("ratio"), valid)
-        method.mask.observe(ctx.scoped("mask"), valid)
-        method.sampling.observe(ctx.scoped("sampling"), valid)
+        if updates:
+            method.ratio.observe_all(ctx.scoped("ratio"), updates)
+            method.mask.observe(ctx.scoped("mask"), updates)
+            method.sampling.observe(sampling, updates)
+        return seconds
 
     def with_scoring_time(self, update: Update) -> Update:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
@@ -335,7 +325,7 @@ class Server:
         delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
         return replace(update, delta=delta)
 
-    def _aggregate(self, arrivals: Sequence[Arrival]) -> None:
+    def _aggregate(self, arrivals: Sequence[tuple[Update, int]]) -> None:
         ctx, method, config = self._now, self.spec.method, self.spec.config
         chosen = rule_of(config)
         if self.state.noise_seed is not None:

@@ -12,7 +12,7 @@ from sparsekit_fl.client.messages import Assignment, Update, WorkCost
 from sparsekit_fl.engines.base import ClientPool, Reply, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
 from sparsekit_fl.results.state.store import MemoryRounds
-from sparsekit_fl.server.server import Arrival, Server
+from sparsekit_fl.server.server import Server
 
 REPEATS = 2
 """Number of times that clients who failed are asked again before a run stops."""
@@ -38,7 +38,7 @@ class Step:
         dropped: Client id → why its work does not count.
         notes: For the record: why clients were asked again, and who came in when.
         cost: The work of all replies.
-        landed: Of asynchronous steps what the server will aggregate, in the order in which it came in.
+        landed: Of asynchronous steps what the server will aggregate, with its age, in the order in which it came in.
         done: Clients that have answered; asynchronously they are not asked again.
     """
 
@@ -51,7 +51,7 @@ class Step:
     dropped: dict[int, Exception] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cost: WorkCost = field(default_factory=WorkCost)
-    landed: list[Arrival] = field(default_factory=list)
+    landed: list[tuple[Update, int]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
 
     def count(self, seconds: float | None) -> None:

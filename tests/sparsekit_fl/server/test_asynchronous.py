@@ -56,8 +56,8 @@ class Fake:
             Reply(client_id=one.client_id, update=update(one.client_id, self._seconds[one.client_id])) for one in assignments
         ]
 
-    def take(self, arrivals):
-        self.taken = [(update.client_id, age) for update, age in arrivals]
+    def aggregate(self, updates, ages):
+        self.taken = [(update.client_id, age) for update, age in zip(updates, ages, strict=True)]
 
 
 def test_the_fast_come_in_first_and_the_slow_are_older():
@@ -74,11 +74,11 @@ def test_the_fast_come_in_first_and_the_slow_are_older():
 
 
 def test_an_old_change_counts_less_and_integers_whole():
-    old = aged((update(0, value=3.0), 3), 0.5)
+    old = aged(update(0, value=3.0), 3, 0.5)
     assert old.delta["w"].item() == 1.5
     assert old.delta["steps"].item() == 4
-    assert aged((update(0, value=3.0), 0), 0.5).delta["w"].item() == 3.0
-    assert aged((update(0, value=3.0), 3), 0.0).delta["w"].item() == 3.0
+    assert aged(update(0, value=3.0), 0, 0.5).delta["w"].item() == 3.0
+    assert aged(update(0, value=3.0), 3, 0.0).delta["w"].item() == 3.0
 
 
 def config(rounds=6, **options):
