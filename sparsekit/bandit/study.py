@@ -294,7 +294,7 @@ def _locked(out: Path) -> FileLock:
     Raises:
         InvalidValueError: another process has it.
     """
-    lock = FileLock(out / ".lock", timeout=0)
+    lock = FileLock(out / ".lock", timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout as error:

@@ -76,14 +76,11 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "men
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, TypeError) and len(frames) == 1:
             raise InvalidValueError(f"{name!r} cannot be called{how}: {error}; {advice}") from error
-        last = frames[-1]
-        where = (
-            f"{error.filename}, line {error.lineno}"
-            if isinstance(error, SyntaxError)
-            else f"{last.filename}, line {last.lineno}"
-        )
-        told = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({where})") from error
+        if isinstance(error, SyntaxError):
+            told, file, line = error.msg, error.filename, error.lineno
+        else:
+            told, file, line = str(error), frames[-1].filename, frames[-1].lineno
+        raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({file}, line {line})") from error
 
 
 def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

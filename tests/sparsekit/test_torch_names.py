@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import pickle
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -23,14 +19,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.instancenorm:_InstanceNorm": ("_get_no_batch_dim",),
     "torch.nn.utils.parametrizations": ("_WeightNorm", "_SpectralNorm", "_Orthogonal"),
     "torch:_C": ("_functorch",),
-    "torch._C:_functorch": (
-        "_add_batch_dim",
-        "get_unwrapped",
-        "is_functorch_wrapped_tensor",
-        "maybe_current_level",
-        "maybe_get_bdim",
-        "peek_interpreter_stack",
-    ),
+    "torch._C:_functorch": ("is_functorch_wrapped_tensor", "peek_interpreter_stack"),
     "torch": (
         "_foreach_add",
         "_foreach_add_",
@@ -43,7 +32,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_foreach_zero_",
     ),
     "torch.backends.mha": ("get_fastpath_enabled", "set_fastpath_enabled"),
-    "torch.optim:Optimizer": ("__setstate__", "add_param_group"),
     "torch.nn:RNNBase": ("_init_flat_weights", "_update_flat_weights"),
 }
 """Module, or module:attribute → what it must have."""
@@ -68,30 +56,3 @@ def test_torch_has_the_private_names_where_they_are_looked_for() -> None:
         missing += [f"{name} in {place}" for name in names if not hasattr(holder, name)]
     missing += [f"{name} in {what}" for what, (one, names) in ATTRIBUTES.items() for name in names if not hasattr(one, name)]
     assert missing == [], f"torch {torch.__version__} has no longer what sparsekit/_torch.py expects"
-
-
-def _optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-
-
-ENDS: dict[str, tuple[str, Callable[[], object]]] = {
-    "made": ("add_param_group", _optimizer),
-    "loaded": ("__setstate__", lambda: (made := _optimizer()).load_state_dict(made.state_dict())),
-    "copied": ("__setstate__", lambda: copy.deepcopy(_optimizer())),
-    "unpickled": ("__setstate__", lambda: pickle.loads(pickle.dumps(_optimizer()))),
-}
-"""What happens to an optimiser → (the method of the base class that it must end in, how it is done)."""
-
-
-@pytest.mark.parametrize("what", ENDS)
-def test_an_optimizer_is_heard_of_however_it_comes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, happen = ENDS[what]
-    called, original = [], getattr(torch.optim.Optimizer, method)
-
-    def noted(optimizer: torch.optim.Optimizer, given: object) -> None:
-        called.append(optimizer)
-        original(optimizer, given)
-
-    monkeypatch.setattr(torch.optim.Optimizer, method, noted)
-    happen()
-    assert called, f"torch {torch.__version__} does not call Optimizer.{method} when one is {what}; mend sparsekit/_torch.py"

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 NETS = """
+from collections import OrderedDict
+
 import torch
 from torch import nn
 
@@ -20,6 +22,17 @@ def plain():
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
 
 ready = plain()
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection_of_the_first_block, self.other, self.out = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out((self.projection_of_the_first_block(x) + self.other(x)).relu())
+
+def long_names():
+    return nn.Sequential(OrderedDict(a_module_with_a_long_name=Inner())), (torch.zeros(2, 4),)
 
 def no_units():
     return nn.Linear(4, 3), torch.zeros(1, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 import typer
@@ -24,27 +23,13 @@ def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]
 
 
 def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    nets: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "tied_" + "".join(filter(str.isalnum, tmp_path.name))
-    (tmp_path / f"{name}.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Inner(nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n"
-        "        self.projection_of_the_first_block = nn.Linear(4, 8)\n        self.other = nn.Linear(4, 8)\n"
-        "        self.out = nn.Linear(8, 2)\n"
-        "    def forward(self, x):\n"
-        "        return self.out((self.projection_of_the_first_block(x) + self.other(x)).relu())\n\n\n"
-        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.a_module_with_a_long_name = Inner()\n"
-        "    def forward(self, x):\n        return self.a_module_with_a_long_name(x)\n\n\n"
-        "def make():\n    return Net(), (torch.zeros(2, 4),)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.execute(["units", f"{name}:make"]) == 0
+    assert cli.execute(["units", f"{nets}:long_names"]) == 0
     out = capsys.readouterr().out
     assert "a_module_with_a_long_name.projection_of_the_first_block" in out
-    assert cli.execute(["units", f"{name}:make", "--json"]) == 0
+    assert cli.execute(["units", f"{nets}:long_names", "--json"]) == 0
     (group,) = json.loads(capsys.readouterr().out)["groups"]
     assert group["ties"] == [f"a_module_with_a_long_name.{part}" for part in ("projection_of_the_first_block", "other", "out")]
 

@@ -12,7 +12,7 @@ import torch
 
 from sparsekit.cli.main import execute
 
-BOOM = "'nets.py:boom' failed with RuntimeError: no weights here (nets.py, line 26)"
+BOOM = "'nets.py:boom' failed with RuntimeError: no weights here (nets.py, line 39)"
 LINES = {
     "": [
         ("fedavg", "fedavg is a method; type: sparsekit run fedavg"),
