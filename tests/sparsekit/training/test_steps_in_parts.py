@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -91,39 +90,3 @@ def test_a_step_that_fails_does_not_hold_the_mask() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step(fail)
     assert masked.unit_mask() != before
-
-
-@pytest.mark.parametrize("mask_first", [True, False])
-@pytest.mark.same_bits
-def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again(mask_first: bool) -> None:
-    """Loaded in the other order than they were made in."""
-
-    def step(masked: LearnableMask, optimizers: list[Any], x: Tensor, y: Tensor, seed: int) -> None:
-        shake(masked, seed)
-        for number, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            ((1 + number) * F.cross_entropy(masked(x), y)).backward()
-            optimizer.step()
-
-    def make(masked: LearnableMask) -> list[Any]:
-        return [torch.optim.SGD(masked.parameters(), lr=0.1, momentum=momentum) for momentum in (0.9, 0.5)]
-
-    model, x, y = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
-    optimizers = make(masked)
-    for seed in range(5):
-        step(masked, optimizers, x, y, seed)
-    twin = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
-    others = make(twin)
-    saved = copy.deepcopy((masked.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
-    assert any(name.endswith(":2.0.weight") for name in saved[0])
-    loading = [lambda: twin.load_state_dict(saved[0]), *(lambda i=i: others[i].load_state_dict(saved[1][i]) for i in (1, 0))]
-    for load in loading if mask_first else reversed(loading):
-        load()
-    for other in others:
-        twin.track(other)
-    for seed in range(5, 9):
-        step(masked, optimizers, x, y, seed)
-        step(twin, others, x, y, seed)
-        for name, tensor in twin.dense_state().items():
-            assert torch.equal(tensor, masked.dense_state()[name]), (seed, name)
