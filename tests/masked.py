@@ -125,10 +125,10 @@ class _MaskedMask(LearnableMask):
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
-        self._execution.before_step(list(self.optimizers))
+        self.execution.before_step(list(self.optimizers))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._execution.after_step(list(self.optimizers))
+        self.execution.after_step(list(self.optimizers))
         super().after_step(optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -146,7 +146,6 @@ class _MaskedExecution:
         self._dense = DenseModel(self.module, graph, self.mask)
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self.narrow_model = self.fused = self
-        self.shape_changes = 0
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, bool of its dropped entries) for those of `names` that units touch, under the mask or another."""

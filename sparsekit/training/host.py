@@ -64,17 +64,13 @@ class Host(nn.Module):
         self.joined = False
         """Whether every parameter must take part in every step, as DistributedDataParallel demands."""
         self.model = execution.module
-        self._execution = execution
+        self.execution = execution
+        """What runs the model; for rules."""
         self._ratio = ratio
         self._widths: dict[str, int] | None = None
         self._costs = costs
         self._moved = False
         """Whether the mask has changed since an optimiser may have been loaded."""
-
-    @property
-    def execution(self) -> Execution:
-        """What runs the model; for rules."""
-        return self._execution
 
     @property
     def ratio(self) -> float:
@@ -129,7 +125,7 @@ class Host(nn.Module):
         """Change the mask, for rules: weights and optimiser state follow."""
         refuse_history(self.optimizers, self.weights())
         self._moved = True
-        self._execution.fused.remask(mask, list(self.optimizers))
+        self.execution.fused.remask(mask, list(self.optimizers))
         settle(self.optimizers)
 
     def weights(self) -> list[nn.Parameter]:
@@ -195,7 +191,7 @@ class Host(nn.Module):
         self.optimizers.add(optimizer)
         if isinstance(optimizer, Optimizer):
             introduce(optimizer)
-        self._execution.narrow_model.claim_saved(optimizer)
+        self.execution.narrow_model.claim_saved(optimizer)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep the mask as it is within a block, in which an optimiser steps in two parts.

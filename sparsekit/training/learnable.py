@@ -133,7 +133,7 @@ class LearnableMask(Host):
         self.learning = learning
         self._fixed = False
         """Whether the mask was given, and stays."""
-        self.scores = nn.Parameter(self._targets(self._execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
+        self.scores = nn.Parameter(self._targets(self.execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
@@ -182,7 +182,7 @@ class LearnableMask(Host):
     def extra_repr(self) -> str:
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
         limit = f"ratio={self._ratio:g}" if self.budget is None else f"budget={self.budget}"
-        kept = f"{sum(self._execution.mask.counts().values())} of {self.graph.units} units kept"
+        kept = f"{sum(self.execution.mask.counts().values())} of {self.graph.units} units kept"
         state = "settled" if self.settled else "still learning"
         return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
 
@@ -258,10 +258,10 @@ class LearnableMask(Host):
             self.ratio = ratio
         self.optimizers, self._moved, self._fixed = OptimizerSet(), False, mask is not None
         if mask is not None:
-            self._execution.narrow_model.load(state, mask)
+            self.execution.narrow_model.load(state, mask)
             return
         self.graph.check_state(state)
-        magnitudes = self._execution.fused.magnitudes_of(state)
+        magnitudes = self.execution.fused.magnitudes_of(state)
         if importance is None:
             importance = self._targets(magnitudes)
         elif importance.shape != (self.graph.units,):
@@ -270,7 +270,7 @@ class LearnableMask(Host):
             self.scores.copy_(importance)
         self.scores.grad = None
         first = choose(self.graph, split_units(self.graph, self.scores.detach()), self.counts(), source="importance")
-        self._execution.load(state, first, magnitudes=magnitudes)
+        self.execution.load(state, first, magnitudes=magnitudes)
         self._rule = self.learning.rule(self)
         if is_learned(self.criterion):
             self._rule.load(self, {})
@@ -300,7 +300,7 @@ class LearnableMask(Host):
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
         self.sync()
-        return self._execution.mask
+        return self.execution.mask
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
@@ -331,25 +331,20 @@ class LearnableMask(Host):
     def compact(self) -> nn.Module:
         """The sparse model as a plain, smaller module with the same outputs; a copy."""
         self.sync()
-        return self._execution.compact()
+        return self.execution.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
-        return self._execution.narrow_model.dense_state()
+        return self.execution.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
         self.sync()
-        return self._execution.narrow_model.narrow_state()
+        return self.execution.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """The narrow weights under the model's own keys, a shared one once."""
-        return self._execution.narrow_model.named_parameters()
-
-    @property
-    def shape_changes(self) -> int:
-        """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
-        return self._execution.narrow_model.shape_changes
+        return self.execution.narrow_model.named_parameters()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
@@ -387,7 +382,7 @@ class LearnableMask(Host):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         self._rule.apply(fn)
-        self._execution.apply_to_tensors(fn)
+        self.execution.apply_to_tensors(fn)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -119,11 +119,12 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
     masked.joined = True
-    before = masked.shape_changes
+    narrow_model = masked.execution.narrow_model
+    before = narrow_model.shape_changes
 
     def check(*_: Any) -> None:
         masked.sync()
-        if masked.shape_changes != before:
+        if narrow_model.shape_changes != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
                 " DistributedDataParallel, which would no longer average their gradients; wrap it anew:"
