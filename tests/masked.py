@@ -89,10 +89,10 @@ def train_alike(
         options: Of the masks; of a class each gets an instance of its own.
     """
     generator = torch.Generator().manual_seed(1)
-    example, pair = draw(generator)[0], []
+    pair = []
     for which in ("compact", "masked"):
         own = {name: value() if isinstance(value, type) else value for name, value in options.items()}
-        pair.append(learnable_mask(model, example, execution=which, **own))
+        pair.append(learnable_mask(model, draw(generator)[0], execution=which, **own))
     optimizers = [make(masked.parameters()) for masked in pair]
     seen, before = 0, pair[0].unit_mask()
     for at in range(steps):
