@@ -212,14 +212,13 @@ class Comparison:
         for place, (method, number) in enumerate(places):
             level = self.levels[number]
             own = [trial for trial in self.trials if trial.method == method]
-            here = [trial for trial in own if trial.level == level]
             # What failed before it had a configuration counts at every level.
-            lost = [trial for trial in own if trial.error and not trial.config]
+            here = [trial for trial in own if trial.level == level or not trial.config]
             rows.append(
                 Row(
                     method, level, self.level_text(level),
                     n=int(scored.iloc[place]),
-                    of=sum(bool(trial.result or trial.error) for trial in here) + len(lost),
+                    of=sum(bool(trial.result or trial.error) for trial in here),
                     mean=mean.iloc[place].to_dict(),
                     deviation=deviation.iloc[place].to_dict(),
                     count=count.iloc[place].to_dict(),

@@ -85,6 +85,15 @@ def test_a_failed_seed_is_marked_in_every_file() -> None:
     assert [(line["method"], line["seed"], line["error"]) for line in lines][-1] == ("a", "2", "[red] it diverged")
 
 
+def test_what_failed_before_it_had_a_configuration_counts_once_at_every_level() -> None:
+    failed = Trial(method="a", seed=1, config={}, error="no such option")
+    levels = compare(result("a", heterogeneity="low"), result("a"), failed=(failed,))
+    assert [row.runs for row in levels.rows] == ["1 of 2", "1 of 2"]
+    own = result("a")
+    own["config"]["capability_levels"] = [1.0, 0.3]
+    assert [row.runs for row in compare(own, failed=(failed,)).rows] == ["1 of 2"]
+
+
 def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() -> None:
     one = result("a", accuracies={10: 0.4, 20: 0.6, 30: 0.5, 100: 0.9})
     for target, seconds in ((0.6, 20 * SECONDS), (0.61, 100 * SECONDS), (0.95, None)):
