@@ -13,6 +13,12 @@ from sparsekit_fl.results.report.tables import Published
 from sparsekit_fl.results.text import flops_text, share_text
 
 _NEAR = 0.01
+_OPTIONS = {
+    "classes_per_client": "{} classes a client",
+    "images_per_class": "{} images a shard",
+    "alpha": "Dirichlet α = {:g}",
+}
+_DISTINCT = {False: "shards of a client may share a class", True: "shards of a client have different classes"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +49,11 @@ class Part:
             parts.append(f"{training['local_epochs']} local epochs of batches of {training['batch_size']}")
             parts.append(f"learning rate {training['lr']:g}")
         parts += [f"{about['partition']} partition"] if about.get("partition") else []
-        options = about.get("partition_options", {})
-        parts += [f"{name.replace('_', ' ')}: {value}" for name, value in options.items() if name != "lack_classes"]
+        for name, value in about.get("partition_options", {}).items():
+            if name == "distinct":
+                parts.append(_DISTINCT[bool(value)])
+            elif name != "lack_classes":
+                parts.append(_OPTIONS[name].format(value) if name in _OPTIONS else f"{name.replace('_', ' ')}: {value}")
         parts += [f"capability {config['capability']}"] if "capability" in config else []
         return "; ".join(parts)
 
