@@ -96,13 +96,7 @@ class _OverClients(Part):
 class RoundScores(_OverClients):
     """Scores over the clients that were scored, each on its own data.
 
-    Args:
-        personal: Means, of the personal models on test data.
-        validation: Means, of the personal models on validation data.
-        shared: Means, of the global model on test data; None where not asked for. In files it is "global".
-        clients: Number of clients that were scored, in a run that scores a sample; None where it scores all.
-        weighted: "personal", "validation", "global" → means in which a client counts by its examples.
-        worst: The same → means over the worst tenth of the clients.
+    `weighted` and `worst` have the parts personal, validation and global.
     """
 
     validation: Means = about("the same on own validation data")
@@ -140,17 +134,7 @@ class RoundScores(_OverClients):
 
 
 class ClientScores(Part):
-    """The scores of one client, as they stand in files.
-
-    Args:
-        id: The client.
-        examples: Number of its test examples.
-        personal: Value of the headline metric.
-        shared: The same of the global model.
-        ratio: Ratio of the personal model; None where it is not sparse.
-        metrics: "personal", "validation", "global" → metric → value.
-        weights: The same → what a mean is over, where that is not the number of examples, as for tokens.
-    """
+    """The scores of one client, as they stand in files; `weights` is what a mean over tokens needs."""
 
     id: Count
     examples: Count = about("of its test data")
@@ -208,20 +192,11 @@ def _evaluations(value: Any) -> tuple[Evaluation, ...]:
 
 
 class FinalScores(_OverClients):
-    """The end of a run.
-
-    Args:
-        personal: Metric → mean over all clients of the personal model on own test data.
-        shared: The same of the global model. In files it is "global".
-        per_client: One evaluation per client that could be scored.
-        state_sha256: Digest of the final global state; see `sparsekit.graph.state.digest`.
-        weighted: "personal", "validation", "global" → means in which a client counts by its examples.
-        worst: The same → means over the worst tenth of the clients.
-    """
+    """Scores over all clients at the end of a run."""
 
     shared: Means = about("the same of the global model", validation_alias="global", serialization_alias="global")
     per_client: Annotated[tuple[Evaluation, ...], PlainValidator(_evaluations)] = about("clients that could be scored")
-    state_sha256: str
+    state_sha256: str = about("digest of the final global state")
 
     @computed_field(description="accuracy, or the first metric other than the loss, or the loss")  # type: ignore[prop-decorator]
     @property
