@@ -13,13 +13,12 @@ from sparsekit.registry import load_object
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import View
 from sparsekit_fl.problem.datasets import datasets
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.datasets.hub import PREFIX as HUB
 from sparsekit_fl.problem.datasets.hub import load_hub
 from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
-from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec
@@ -44,7 +43,7 @@ class Task(NamedTuple):
     problem: Problem
     clients: list[Client]
     own: bool
-    test: TensorData | LazyData | None = None
+    test: View | None = None
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:

@@ -16,8 +16,7 @@ from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.augment import Augment
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
-from sparsekit_fl.problem.lazy import LazyData
+from sparsekit_fl.problem.data import Batch, Positions, TensorData, View, as_tensor_data
 from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -40,9 +39,9 @@ def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
     Raises:
         DataError: the items cannot be made into tensors.
     """
-    if isinstance(split, LazyData):
+    if isinstance(split, View):
         return split.batch(positions)
-    if positions is None or isinstance(positions, slice) or isinstance(split, TensorData):
+    if positions is None or isinstance(positions, slice):
         return as_tensor_data(split).batch(positions)
     # Only what is asked for is read.
     return as_tensor_data(Subset(split, [int(position) for position in positions])).batch()
@@ -202,7 +201,7 @@ def check_fit(problem: Problem, client: Client) -> None:
                 " resize the data, or pass a model for this input"
             ) from error
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-            labels = split.labels() if isinstance(split, TensorData | LazyData) else targets
+            labels = split.labels() if isinstance(split, View) else targets
             if int(labels.max()) >= outputs.shape[-1]:
                 raise DataError(
                     f"client {client.id} has label {int(labels.max())}, but the model has {outputs.shape[-1]} outputs;"

@@ -50,16 +50,58 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.same_bits
-def test_a_used_folder_resumes_to_the_same_end_and_refuses_all_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["run", "fedavg", *TINY, "--out", str(tmp_path / "run")]
+def test_a_run_resumes_and_extends_by_its_folder_alone_and_refuses_all_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    run = ["run", "fedprox", *TINY, "--set", "local.proximal=0.5", "--lr", "0.05", "--seed", "3", *out]
     first = _json(run, capsys)
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"result.json", "rounds.jsonl", "models"}
     assert json.loads((tmp_path / "run/result.json").read_text())["final"] == first["final"]
-    assert _json([*run, "--resume"], capsys)["final"] == first["final"]
+    again = _json(["run", "--resume", *out], capsys)
+    assert again["final"] == first["final"]
+    assert (again["method"], again["seed"], again["config"]["training"]["lr"]) == ("fedprox", 3, 0.05)
     assert execute(run) == 2
     assert "--resume" in capsys.readouterr().err
-    assert execute([*run, "--resume", "--lr", "0.01"]) == 2
-    assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
+    longer = _json(["run", "--resume", *out, "--rounds", "4"], capsys)
+    assert (len(longer["rounds"]), longer["extended"]) == (4, [2])
+    assert execute(["run", "--resume", *out, "--lr", "0.1"]) == 2
+    assert "config.training.lr: was 0.05, now 0.1" in capsys.readouterr().err
+    assert len(_json(["run", "--resume", *out], capsys)["rounds"]) == 4
+
+
+FACTORIES = """
+import torch
+from torch import nn
+from sparsekit_fl import Client, ClientData, Problem, TensorData
+
+def net():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def data(seed):
+    clients = []
+    for id in range(4):
+        x = torch.randn(30, 5 if id == 2 else 3, generator=torch.Generator().manual_seed(id))
+        split = TensorData((x,), (x[:, 0] > 0).long())
+        clients.append(Client(id=id, data=ClientData(split, split, split)))
+    return Problem(model=net, example_inputs=(torch.zeros(1, 3),)), clients
+"""
+
+
+def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"unfit_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["run", "fedavg", "--dataset", f"{name}:data", "--rounds", "2", "--cohort", "4", "--workers", "1", "--quiet"]
+    assert execute(arguments) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 4 clients that were asked could never train" in text
+    assert "client 2: client 2 failed in round 2" in text
+    assert "client 2 was not scored" in text
+    assert execute([*arguments, "--json"]) == 3
+    assert [one["client"] for one in json.loads(capsys.readouterr().out)["failed_clients"]] == [2]
 
 
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
