@@ -124,7 +124,11 @@ def _describe_name(
         _describe_method(name, as_json=as_json)
         return
     homes = {kind: load_object(place) for kind, place in KINDS.items()}
-    abouts = [{"kind": kind, "name": name, "about": _documentation(home[name])} for kind, home in homes.items() if name in home]
+    abouts = []
+    for kind, home in homes.items():
+        if name in home:
+            texts = dict.fromkeys(_texts(home[name]))
+            abouts.append({"kind": kind, "name": name, "about": "\n\n".join(filter(None, texts))})
     if not abouts:
         known = list(dict.fromkeys(one for home in homes.values() for one in home))
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows what there is")
@@ -135,11 +139,11 @@ def _describe_name(
         typer.echo(f"{about['kind']}: {name}\n\n{about['about']}\n")
 
 
-def _documentation(found: object) -> str:
-    """What was written about an entry, all of it."""
-    own = inspect.getdoc(found if callable(found) else getattr(found, "build", found)) or ""
+def _texts(found: object) -> tuple[str, str]:
+    """What was written about the file of an entry, and about the entry."""
     home = inspect.getmodule(found)
-    return "\n\n".join(filter(None, dict.fromkeys((inspect.getdoc(home) or "" if home else "", own))))
+    own = inspect.getdoc(found if callable(found) else getattr(found, "build", found))
+    return (inspect.getdoc(home) or "" if home else "", own or "")
 
 
 def _describe_method(name: str, *, as_json: bool) -> None:
@@ -179,11 +183,9 @@ def _describe(registry: Registry) -> Iterator[tuple[str, str]]:
 
 def _about(found: object, homes: Counter[ModuleType | None]) -> str:
     """The first line of documentation: a class speaks for itself, a function's file says more unless it holds several."""
-    home = inspect.getmodule(found)
-    alone = callable(found) and not isinstance(found, type) and home is not None and homes[home] == 1
-    documented = home if alone else found if callable(found) else getattr(found, "build", found)
-    text = (inspect.getdoc(documented) or "").strip()
-    return text.splitlines()[0] if text else ""
+    home, own = _texts(found)
+    alone = callable(found) and not isinstance(found, type) and homes[inspect.getmodule(found)] == 1
+    return (home if alone and home else own).partition("\n")[0]
 
 
 list_names = command_app(

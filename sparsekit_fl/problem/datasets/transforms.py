@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekit.errors import DataError
-
 
 @dataclass(frozen=True)
 class ImageTransform:
@@ -19,26 +17,16 @@ class ImageTransform:
     what they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
 
     Args:
-        channels: Number of channels that come out.
+        channels: Number of channels that come out: those of the raw picture, unless that is grey.
         size: Height and width that come out.
         mean: Per channel of the raw picture, in [0, 1].
         std: Likewise.
-
-    Raises:
-        DataError: the channels cannot be made to fit.
     """
 
     channels: int
     size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.mean) not in (1, self.channels):
-            raise DataError(
-                f"images have {len(self.mean)} channels and the model takes {self.channels};"
-                " only grey images can be turned into others"
-            )
 
     def __call__(self, images: Tensor) -> Tensor:
         """`(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
@@ -58,12 +46,3 @@ class ImageTransform:
         )
         pixels = pixels.sub_(mean).div_(std)
         return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)
-
-
-@dataclass(frozen=True)
-class TokenTransform:
-    """Token ids, stored small, to the int64 that embeddings take."""
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """`(batch, T)` integers → int64 `(batch, T)`."""
-        return tokens.long()
