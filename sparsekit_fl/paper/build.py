@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.paper.presets import Preset
@@ -20,7 +18,7 @@ from sparsekit_fl.problem.datasets import datasets
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.datasets.hub import PREFIX as HUB
 from sparsekit_fl.problem.datasets.hub import load_hub
-from sparsekit_fl.problem.datasets.transforms import ImageTransform
+from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec
@@ -109,7 +107,7 @@ def build_task(
         channels, *size = takes.shape
         source = found.with_transform(ImageTransform(channels, (size[0], size[1]), found.mean, found.std))
     else:
-        source = found.with_transform(Tensor.long)
+        source = found.with_transform(TokenTransform())
     kind, keywords = _keywords(preset, source, clients, partition, options or {}, lack_classes)
     if kind.startswith(FLOWER):
         deal, keywords = flower_partition(kind, keywords), {}

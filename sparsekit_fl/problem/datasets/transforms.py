@@ -46,3 +46,12 @@ class ImageTransform:
         )
         pixels = pixels.sub_(mean).div_(std)
         return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)
+
+
+@dataclass(frozen=True)
+class TokenTransform:
+    """Token ids, stored small, to the int64 that embeddings take."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """`(batch, T)` integers → int64 `(batch, T)`."""
+        return tokens.long()
