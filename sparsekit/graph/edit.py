@@ -11,10 +11,9 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, UnitSlice
+from sparsekit.graph.groups import FixedUnits, NormSite, UnitSlice
 from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.norms import NormSite
 
 _REASON = "left out on purpose"
 

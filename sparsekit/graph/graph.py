@@ -18,10 +18,9 @@ from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import json_format
-from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSlice, group_order
+from sparsekit.graph.groups import FixedUnits, NormSite, SizeAttribute, UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import gate, narrow_shape
 from sparsekit.graph.layers import Layer
-from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
 _SHOWN = 6

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSlice
+from sparsekit.graph.groups import FixedUnits, NormSite, SizeAttribute, UnitGroup, UnitSlice
 from sparsekit.graph.layers import Layer
-from sparsekit.graph.norms import NormSite
 
 _FORMAT = 1
 

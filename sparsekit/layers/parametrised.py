@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -13,7 +12,7 @@ from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, P
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.labels.cause import Cause
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import Labels, TensorLabels
+from sparsekit.layers.labels.values import TensorLabels
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
@@ -89,12 +88,9 @@ class WholeWeightRule(LayerRule):
         tracer.fix(labels, reason)
         tracer.make(labels, 0)
         if weight.shape == original.shape:
-            tracer.set(weight, TensorLabels(tuple(_whole(axis) for axis in labels.axes), labels.entry))
+            axes = (None if axis is None else axis.without_zero() for axis in labels.axes)
+            tracer.set(weight, TensorLabels(tuple(axes), labels.entry))
         return weight
-
-
-def _whole(axis: Labels | None) -> Labels | None:
-    return None if axis is None else Labels(axis.nodes, np.zeros_like(axis.sources))
 
 
 def fix_hooked(tracer: Tracer, model: nn.Module) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from sparsekit._torch import ConvNd, NormBase, buffers_of
+from sparsekit._torch import ConvNd, NormBase, buffers_of, parameters_of
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.shapes import weight_shape
 
 _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
@@ -55,7 +56,7 @@ class SizedRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set the sizes; a norm without any tensor keeps its number, which its forward does not read."""
-        shape = weight_shape(module)
+        shape = _weight_shape(module)
         if shape is None and (mean := buffers_of(module).get("running_mean")) is not None:
             shape = mean.shape
         names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
@@ -63,3 +64,26 @@ class SizedRule(LayerRule):
         if shape is not None and sizes is not None:
             for attribute, value in sizes(module, shape).items():
                 setattr(module, attribute, value)
+
+
+def _weight_shape(module: nn.Module) -> torch.Size | None:
+    """The shape of the weight, or None if the module has none.
+
+    Args:
+        module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrised, or
+            computed by a hook, the shape is that of the parameter it is computed from: the direction of a normed weight, the
+            weight before it was masked or divided.
+    """
+    known = parameters_of(module).get("weight")
+    if known is not None:
+        return known.shape
+    for suffix in ("_v", "_orig"):  # torch.nn.utils.weight_norm; torch.nn.utils.spectral_norm and prune
+        if (own := parameters_of(module).get(f"weight{suffix}")) is not None:
+            return own.shape
+    if parametrize.is_parametrized(module, "weight"):
+        chain = module.get_submodule("parametrizations.weight")
+        # The last one: `original`, or of a normed weight `original1`, its direction.
+        for tensor in [*list(parameters_of(chain).values())[-1:], *list(buffers_of(chain).values())[-1:]]:
+            if tensor is not None and tensor.dim() > 0:
+                return tensor.shape
+    return None

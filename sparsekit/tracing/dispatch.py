@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_leaves
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import IntArray, TensorLabels
+from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs
@@ -136,18 +136,13 @@ class Dispatcher(DispatchMode):
 
     def _overwrite(self, tensors: list[Tensor], target: Tensor, after: TensorLabels) -> bool:
         """Label tensors on one memory after a write to one of them; False if that cannot be said exactly."""
-        found: list[tuple[Tensor, TensorLabels]] = []
-        pairs: list[tuple[IntArray, IntArray]] = []
-        tracer = self.tracer
-        for tensor in {id(t): t for t in tensors}.values():
-            before = tracer.joint_labels(tensor)
-            labels = written_over(tensor, before, target, after, lambda a, b: pairs.append((a, b)), tracer.both)
-            if labels is None:
-                return False
-            found.append((tensor, labels))
-        for a, b in pairs:
-            self.tracer.unite(a, b)
-        for tensor, labels in found:
+        shared = {id(tensor): tensor for tensor in tensors}.values()
+        found = [written_over(t, self.tracer.joint_labels(t), target, after, self.tracer.both) for t in shared]
+        if None in found:
+            return False
+        for tensor, (labels, pairs) in zip(shared, filter(None, found), strict=True):
+            for a, b in pairs:
+                self.tracer.unite(a, b)
             self.tracer.set(tensor, labels)
         return True
 

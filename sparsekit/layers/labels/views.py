@@ -14,9 +14,8 @@ def written_over(
     before: TensorLabels,
     target: Tensor,
     written: TensorLabels,
-    unite: Callable[[IntArray, IntArray], None],
     both: Callable[[IntArray, IntArray], IntArray],
-) -> TensorLabels | None:
+) -> tuple[TensorLabels, list[tuple[IntArray, IntArray]]] | None:
     """Labels of a tensor after `target`, a view of the same memory, was written to.
 
     Args:
@@ -24,11 +23,11 @@ def written_over(
         before: Its labels until now.
         target: What was written to.
         written: Labels of the values written.
-        unite: Makes the nodes of two runs one unit; called only if an answer is found.
         both: Sources of a value that is one of two values.
 
     Returns:
-        The labels; None if units would lie beside values that belong to no unit, or if axes cannot be matched.
+        The labels, and runs of nodes that become one unit; None if units would lie beside values that belong to no unit, or
+        if axes cannot be matched.
     """
     if before.parts or before.joint or before.entry or written.parts or written.joint:
         return None
@@ -54,9 +53,7 @@ def written_over(
     for own, new in zip(before.axes, axes, strict=True):
         if own is not None and not own.is_uniform and new is None:
             return None
-    for a, b in pairs:
-        unite(a, b)
-    return TensorLabels(tuple(axes))
+    return TensorLabels(tuple(axes)), pairs
 
 
 def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:

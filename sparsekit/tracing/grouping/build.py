@@ -40,27 +40,15 @@ class Built:
     sizes: tuple[SizeAttribute, ...]
 
 
-class _Axes:
-    """Every axis of every entry has a number; a node knows the number of its axis."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.of: list[tuple[Entry, int]] = []
-        self.number: dict[tuple[int, int], int] = {}
-        self.start: list[int] = []
-        axis_of = np.zeros(tracer.nodes, dtype=np.int64)
-        for entry in tracer.entries:
-            for dim, first in enumerate(entry.first):
-                if first is not None:
-                    axis_of[first : first + entry.shape[dim]] = len(self.of)
-                    self.number[(entry.number, dim)] = len(self.of)
-                    self.of.append((entry, dim))
-                    self.start.append(first)
-        self.axis_of = axis_of
-
-
 class _Builder:
+    """What the nodes of a trace come to. Every axis of every entry has a number."""
+
     def __init__(self, tracer: Tracer) -> None:
-        self.tracer, self.axes = tracer, _Axes(tracer)
+        self.tracer = tracer
+        self.axes = [(entry, dim) for entry in tracer.entries for dim, first in enumerate(entry.first) if first is not None]
+        self.number = {(entry.number, dim): axis for axis, (entry, dim) in enumerate(self.axes)}
+        sizes = [entry.shape[dim] for entry, dim in self.axes]
+        self.axis_of = np.repeat(np.arange(len(sizes)), sizes)  # of each node
         self.root = components(tracer.nodes, tracer.united)
         while tie_splits(tracer, self.root):
             self.root = components(tracer.nodes, tracer.united)
@@ -134,7 +122,7 @@ class _Builder:
                 self._mark(np.array([root]), cause)
             else:
                 gated = frozenset().union(*(self.tracer.gated_by(s) for s in sources[root]))
-                self.gates[root] = frozenset(self.axes.number[key] for key in gated if key in self.axes.number)
+                self.gates[root] = frozenset(self.number[key] for key in gated if key in self.number)
 
     def groups(self) -> list[list[int]]:
         """Roots of active units, grouped by signature, in forward order."""
@@ -145,7 +133,7 @@ class _Builder:
         self.members: dict[int, IntArray] = {}
         if not active.size:
             return []
-        axis_of = self.axes.axis_of
+        axis_of = self.axis_of
         active = active[np.lexsort((active, axis_of[active], self.root[active]))]
         roots, axes = self.root[active], axis_of[active]
         new_root = np.r_[True, roots[1:] != roots[:-1]]
@@ -173,7 +161,7 @@ class _Builder:
         nodes = np.stack([self.members[root] for root in roots])
         record = int(self.made_at[nodes].min())
         first = nodes[0][self.made_at[nodes[0]].argmin()]
-        entry, _ = self.axes.of[self.axes.axis_of[first]]
+        entry, _ = self.axes[self.axis_of[first]]
         kind: Kind = self.tracer.made[record][1] or ("channel" if len(entry.shape) > 2 else "feature")
         if roots[0] in self.heads:
             kind = "head"
@@ -184,17 +172,17 @@ class _Builder:
             name = f"{base}#{number}"
         taken.add(name)
         gates = self.gates.get(roots[0])
-        axis_of = self.axes.axis_of[nodes[0]]
+        axis_of = self.axis_of[nodes[0]]
         pieces: list[tuple[int, UnitSlice]] = []
         for axis in np.unique(axis_of).tolist():
             mine = np.sort(nodes[:, axis_of == axis], axis=1)
-            holder, dim = self.axes.of[axis]
+            holder, dim = self.axes[axis]
             made = bool(self.made[mine].any())
             if gates is None:
                 gated = bool(self.columns[mine].all()) and holder.is_parameter
             else:
                 gated = axis in gates and holder.is_parameter
-            index = torch.from_numpy(mine - self.axes.start[axis])
+            index = torch.from_numpy(mine - holder.first[dim])
             side = "out" if made or not self.columns[mine].any() else "in"
             when = int(self.made_at[mine].min()) if side == "out" else len(self.tracer.made) + axis
             for key in holder.names:
@@ -209,7 +197,7 @@ class _Builder:
         for nodes, _ in self.tracer.made:
             fresh = np.unique(self.root[nodes][left[self.root[nodes]]])
             left[fresh] = False
-            module = _owner(self.axes.of[self.axes.axis_of[nodes[0]]][0])
+            module = _owner(self.axes[self.axis_of[nodes[0]]][0])
             for cause, number in Counter(self.cause[fresh].tolist()).items():
                 counts[module, cause] = counts.get((module, cause), 0) + number
         return tuple((_as_fixed(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from sparsekit.graph.norms import NormSite
+from sparsekit.graph.groups import NormSite
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import IntArray
 
