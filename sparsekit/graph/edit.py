@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, NormSite, UnitSlice
+from sparsekit.graph.groups import FixedUnits, NormSite, UnitGroup, UnitSlice
 from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
 
@@ -33,16 +33,20 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
     """
     left_out = _checked(graph, groups)
-    norms = (
-        replace(site, places={name: at for name, at in site.places.items() if name not in left_out}) for site in graph.norms
-    )
     fixed = (FixedUnits(name, graph.groups[name].size, _REASON) for name in graph.groups if name in left_out)
+    kept = {name: group for name, group in graph.groups.items() if name not in left_out}
+    return replace(_with_groups(graph, kept), fixed=(*graph.fixed, *fixed))
+
+
+def _with_groups(graph: UnitGraph, groups: Mapping[str, UnitGroup]) -> UnitGraph:
+    """The graph with these groups and what concerns them alone."""
+    ties = (tuple(name for name in tied if name in groups) for tied in graph.ties)
+    norms = (replace(site, places={name: at for name, at in site.places.items() if name in groups}) for site in graph.norms)
     return replace(
         graph,
-        groups={name: group for name, group in graph.groups.items() if name not in left_out},
-        ties=tuple(tied for tied in graph.ties if not left_out & set(tied)),
-        fixed=(*graph.fixed, *fixed),
-        sizes=tuple(size for size in graph.sizes if size.group not in left_out),
+        groups=groups,
+        ties=tuple(tied for tied in ties if len(tied) > 1),
+        sizes=tuple(size for size in graph.sizes if size.group in groups),
         norms=tuple(site for site in norms if site.places),
     )
 
@@ -121,20 +125,13 @@ def remaining(graph: UnitGraph, names: Collection[str], modules: Collection[str]
         slices = tuple(piece for piece in group.slices if piece.name in names)
         if {piece.side for piece in slices} == {piece.side for piece in group.slices}:
             groups[name] = replace(group, slices=slices)
-    ties = (tuple(name for name in tied if name in groups) for tied in graph.ties)
-    norms = (
-        replace(site, places={name: at for name, at in site.places.items() if name in groups})
-        for site in graph.norms
-        if site.module in modules
-    )
+    rest = _with_groups(graph, groups)
     return replace(
-        graph,
-        groups=groups,
+        rest,
         shapes={name: shape for name, shape in graph.shapes.items() if name in names},
-        ties=tuple(tied for tied in ties if len(tied) > 1),
         fixed=tuple(item for item in graph.fixed if item.module in modules or item.module in names),
-        sizes=tuple(size for size in graph.sizes if size.group in groups and size.module in modules),
-        norms=tuple(site for site in norms if site.places),
+        sizes=tuple(size for size in rest.sizes if size.module in modules),
+        norms=tuple(site for site in rest.norms if site.module in modules),
         layers=tuple(layer for layer in graph.layers if layer.name in modules),
     )
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -101,17 +101,18 @@ def trace_units(
         raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
     tracer = Tracer(kept_norms=norm == "kept")
     with private_passes():
-        seen = _run(model, calls, tracer, rules)
+        training, refusal = _run(model, calls, tracer, rules)
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
         if verify and built.graph.groups:
             verifier = BlockVerifier if is_large(model) else Verifier
-            built = _verified(verifier(model, calls, rules, seen.training), tracer, built)
+            built = _verified(verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
-    if seen.unread:
-        shown = ", ".join(map(repr, seen.unread[:5])) + (f" and {len(seen.unread) - 5} more" if len(seen.unread) > 5 else "")
+    unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
+    if unread:
+        shown = ", ".join(map(repr, unread[:5])) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
         warnings.warn(
             f"no pass of {type(model).__name__} on the example inputs read {shown}: a branch that reads them is not traced and"
             " may fail or change after a cut. Pass further calls that take it in example_inputs=[…]. Where a lambda or a"
@@ -119,10 +120,10 @@ def trace_units(
             UnreadParametersWarning,
             stacklevel=2,
         )
-    if seen.error is not None:
+    if refusal is not None:
         warnings.warn(
-            f"{type(model).__name__} fails on the example inputs in train mode ({type(seen.error).__name__}:"
-            f" {seen.error}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
+            f"{type(model).__name__} fails on the example inputs in train mode ({type(refusal).__name__}:"
+            f" {refusal}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
             " wrong; pass inputs that it accepts in both modes, such as a batch of two",
             TrainModeWarning,
             stacklevel=2,
@@ -165,26 +166,15 @@ def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
     return {**example, **more}
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What the passes have shown beside labels.
-
-    Args:
-        training: The calls that train mode accepts: their numbers, and whether each is doubled.
-        unread: First names of the parameters that no pass read.
-        error: Why train mode refuses a call, even doubled; None if it does not.
-    """
-
-    training: tuple[tuple[int, bool], ...]
-    unread: tuple[str, ...]
-    error: Exception | None
-
-
 def _run(
     model: nn.Module, calls: Sequence[ModelInputs], tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None
-) -> _Seen:
-    """Trace passes in eval mode and in train mode, where auxiliary heads may run."""
-    parameters = _enter(model, tracer)
+) -> tuple[list[tuple[int, bool]], Exception | None]:
+    """Trace passes in eval mode and in train mode, where auxiliary heads may run.
+
+    Returns:
+        The calls that train mode accepts, as `Verifier` takes them, and why it refuses another, even doubled.
+    """
+    _enter(model, tracer)
     try:
         for inputs in calls:
             _pass(lent_copy(model).eval(), inputs, tracer, rules)
@@ -207,8 +197,7 @@ def _run(
                 refused = None
                 break
         failure = failure or refused
-    unread = tuple(tracer.entries[number].names[0] for number in sorted(parameters - tracer.used))
-    return _Seen(tuple(training), unread, failure)
+    return training, failure
 
 
 def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
@@ -239,19 +228,16 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
     )
 
 
-def _enter(model: nn.Module, tracer: Tracer) -> set[int]:
-    """Give the state its nodes; the numbers of the parameters."""
+def _enter(model: nn.Module, tracer: Tracer) -> None:
+    """Give the state its nodes."""
     names: dict[int, list[str]] = {}
     entries = named_entries(model)
     for name, tensor in entries.items():
         if tensor.dim() and tensor.numel():
             names.setdefault(id(tensor), []).append(name)
-    parameters = set()
     for aliases in names.values():
         tensor = entries[aliases[0]]
-        entry = tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
-        parameters |= {entry.number} if entry.is_parameter else set()
-    return parameters
+        tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
 
 
 def _pass(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:

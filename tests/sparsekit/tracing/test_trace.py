@@ -132,16 +132,6 @@ def test_a_branch_on_the_sum_of_units_is_exact_if_they_are_gated_where_they_are_
     assert {key for key, (_, gated, _) in slices(graph, "a").items() if gated} == {("a.weight", 0), ("a.bias", 0)}
 
 
-def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> None:
-    with pytest.raises(TraceError, match=r"Sequential fails on the example inputs.*mat1 and mat2") as caught:
-        trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.zeros(1, 5))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(TraceError, match=r"example inputs \(\(1, 1, 8, 8\) on cpu\).* 1 channels"):
-        trace_units(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.zeros(1, 1, 8, 8))
-    with pytest.raises(TraceError, match=r"the only input is a tuple: .* one by one, trace_units\(model, \*inputs\)"):
-        trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (torch.zeros(1, 3),))
-
-
 def test_batch_size_and_constant_inputs_make_no_difference() -> None:
     for name in ("vgg-small", "conv2d", "grouped", "instance-norm"):
         model, (x,), _ = zoo.build(name)
@@ -193,22 +183,51 @@ def test_a_weight_that_is_computed_by_an_unknown_operator_is_named() -> None:
     assert "'tril'" in messages[0]
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    model = zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning, match="linalg_qr"), pytest.raises(NoUnitsError, match="linalg_qr"):
-        trace_units(model, torch.randn(8, 3))
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(TraceError, match=r"the only input is a tuple: .* trace_units\(model, \*inputs\)"):
-        trace_units(model, (torch.zeros(1, 3),))
-    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got function"):
-        trace_units(lambda x: x, torch.zeros(1, 2))  # type: ignore[arg-type]
-    model = zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3))
-    with pytest.raises(UnsupportedModelError, match="returned no tensor"):
-        trace_units(model, torch.zeros(1, 2))
-    with pytest.raises(NoUnitsError, match="hidden layer"):
-        trace_units(nn.Linear(3, 2), torch.zeros(1, 3))
-    with pytest.raises(UnsupportedModelError, match="call the model once"):
-        trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
+PAIR = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "inputs of another width": (PAIR, torch.zeros(1, 5), TraceError, "Sequential fails on the example inputs.*mat1 and mat2"),
+    "inputs of other channels": (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        torch.zeros(1, 1, 8, 8),
+        TraceError,
+        r"example inputs \(\(1, 1, 8, 8\) on cpu\).* 1 channels",
+    ),
+    "a tuple": (
+        PAIR,
+        (torch.zeros(1, 3),),
+        TraceError,
+        r"input is a tuple: .* one by one, trace_units\(model, \*inputs\)",
+    ),
+    "no module": (lambda x: x, torch.zeros(1, 2), UnsupportedModelError, "expected a torch.nn.Module, got function"),
+    "no tensor": (
+        zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3)),
+        torch.zeros(1, 2),
+        UnsupportedModelError,
+        "returned no tensor",
+    ),
+    "no units": (nn.Linear(3, 2), torch.zeros(1, 3), NoUnitsError, "hidden layer"),
+    "an unknown operator": (
+        zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
+        torch.randn(8, 3),
+        NoUnitsError,
+        "linalg_qr",
+    ),
+    "lazy parameters": (
+        nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)),
+        torch.zeros(1, 3),
+        UnsupportedModelError,
+        "call the model once",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    model, x, error, told = REFUSED[name]
+    with pytest.raises(error, match=told) as caught:
+        trace_units(model, x)
+    assert error is not TraceError or isinstance(caught.value.__cause__, Exception)
 
 
 def test_a_compiled_model_is_traced_as_it_was_written() -> None:
