@@ -243,15 +243,7 @@ def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArr
 
 
 def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
-    """Make the graph.
-
-    Args:
-        tracer: What a trace has learnt.
-        shapes: State-dict key → shape of the whole state.
-
-    Returns:
-        The graph and what belongs to it.
-    """
+    """Make the graph of what a trace has learnt. `shapes`: state-dict key → shape of the whole state."""
     while True:
         builder = _Builder(tracer)
         taken: set[str] = set()

@@ -13,15 +13,17 @@ from sparsekit.layers.labels.values import IntArray
 
 
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
-    """The norms over units that stay in some group.
+    """The norms over units that stay in some group, one for each call that averages over them.
+
+    Where one and the same call saw different units from time to time, they are fixed.
 
     Args:
-        tracer: What a trace noted. Where one and the same call saw different units from time to time, they are fixed.
+        tracer: What a trace noted.
         root: The lowest node of each node's component.
         nodes: Group → the root of each of its units.
 
     Returns:
-        One site for each call that averages over units; None if units were fixed, so that groups must be built again.
+        None if units were fixed, so that groups must be built again.
     """
     sites, fixed = [], False
     units_of = nodes.items() if tracer.norms else ()

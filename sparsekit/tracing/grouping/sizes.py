@@ -47,10 +47,6 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
 
     Code such as `view(batch, groups, -1)` wants equally many units in every group, so the last axis is the one of the units.
 
-    Args:
-        tracer: What a trace has learnt; united further.
-        root: The lowest node of each node's component.
-
     Returns:
         True if anything was tied.
     """
@@ -76,14 +72,7 @@ def _varying(split: Split, root: IntArray) -> list[int]:
 def counted_sizes(
     tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[SizeAttribute, ...]:
-    """Attributes that count the units of one group; where they count those of several, verification keeps these whole.
-
-    Args:
-        tracer: What a trace has learnt.
-        root: The lowest node of each node's component.
-        group_of: Root → name of the group that it is a unit of.
-        groups: The groups.
-    """
+    """Attributes that count the units of one group; where they count those of several, verification keeps these whole."""
     found: dict[tuple[str, str], SizeAttribute] = {}
     for nodes, module, attribute in tracer.counts:
         names = {group_of.get(int(root[node])) if node >= 0 else None for node in nodes}
@@ -96,14 +85,7 @@ def counted_sizes(
 def find_sizes(
     tracer: Tracer, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
 ) -> tuple[SizeAttribute, ...]:
-    """All integers of modules that may follow the heads kept.
-
-    Args:
-        tracer: What a trace has learnt.
-        root: The lowest node of each node's component.
-        group_of: Root → name of the group that it is a unit of.
-        heads: Groups of attention heads → number of heads.
-    """
+    """All integers of modules that may follow the heads kept. `heads`: group of attention heads → number of heads."""
     found: dict[SizeAttribute, None] = {}
     for split in tracer.splits:
         varying = _varying(split, root) if split.numbers else []
@@ -145,16 +127,7 @@ def chosen_sizes(
 
 
 def try_other_sizes(tracer: Tracer, candidates: Sequence[SizeAttribute], group: str) -> bool:
-    """Choose other integers to follow the heads of a group whose removal was not exact.
-
-    Args:
-        tracer: Is told of the failure.
-        candidates: All that may follow.
-        group: Name of the group.
-
-    Returns:
-        False if there is no choice left.
-    """
+    """Choose other integers to follow the heads of a group whose removal was not exact; False if there is no choice left."""
     mine = [size for size in candidates if size.group == group]
     changed = False
     for module in {size.module for size in mine}:
