@@ -57,16 +57,20 @@ class LiveEntries:
 
         Args:
             graph: The units.
-            keep: Group name → bool (units,); groups left out are kept.
+            keep: Group name → bool (units,).
         """
-        self._restore(self._silenced.values())
-        self._silenced = {}
+        self.restore()
         for name, stays in keep.items():
             for piece in graph.groups[name].slices if not bool(stays.all()) else ():
                 if piece.gated:
                     value = self.values[piece.name]
                     self._silenced[id(value)] = value
                     value.index_fill_(piece.dim, piece.index[~stays].reshape(-1).to(value.device), 0)
+
+    def restore(self) -> None:
+        """Put back what was zeroed."""
+        self._restore(self._silenced.values())
+        self._silenced = {}
 
     def _restore(self, values: Iterable[Tensor]) -> None:
         for value in values:

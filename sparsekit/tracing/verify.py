@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import traceback
@@ -61,10 +60,6 @@ class Verifier:
             self._dense = copy_with(self.model, self._live.values)
             if self._accepts(with_tokens(self.model, self.calls, self._generator), dtype) or self._accepts(self.calls, dtype):
                 break
-        self._whole_in_training: list[Tensor] | None = None
-        if self.training:
-            with contextlib.suppress(Exception):  # a batch norm may refuse a single example
-                self._whole_in_training = self._run(self._dense, training=True)
         self._masks = _MASKS if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEWEST
         self.trials = 0
 
@@ -147,18 +142,16 @@ class Verifier:
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return f"the compacted model fails: {_described(error)}"
         buffers = [(buffer, buffer.clone()) for buffer in small.buffers()]
-        reason = self._compare(graph, keep, small, self._whole)
-        if reason is not None or not both_modes or self._whole_in_training is None:
+        reason = self._compare(graph, keep, small)
+        if reason is not None or not both_modes or not self.training:
             return reason
         for buffer, own in buffers:
             buffer.copy_(own)
-        reason = self._compare(graph, keep, small, self._whole_in_training, training=True)
+        reason = self._compare(graph, keep, small, training=True)
         # A model that is random in train mode is taken to be well there.
-        return None if reason is None or self._is_random(graph, self._whole_in_training) else f"in training, {reason}"
+        return None if reason is None or self._is_random_in_training() else f"in training, {reason}"
 
-    def _compare(
-        self, graph: UnitGraph, keep: Mapping[str, Tensor], small: nn.Module, whole: list[Tensor], *, training: bool = False
-    ) -> str | None:
+    def _compare(self, graph: UnitGraph, keep: Mapping[str, Tensor], small: nn.Module, *, training: bool = False) -> str | None:
         """Why the outputs of the gated and the narrow model differ, or None if they do not."""
         try:
             with kept_norms(self._dense, graph, keep):
@@ -171,13 +164,27 @@ class Verifier:
             return f"the compacted model fails: {_described(error)}"
         if [t.shape for t in expected] != [t.shape for t in found]:
             return "removing units changes the shape of the output"
-        wholes = whole if [t.shape for t in whole] == [t.shape for t in expected] else expected
-        reasons = (_judged(*tensors) for tensors in zip(wholes, expected, found, strict=True))
-        return next((reason for reason in reasons if reason is not None), None)
+        if _first_difference(expected, expected, found) is None:
+            return None  # whatever the mask has changed
+        whole = self._whole_in_training if training else self._whole
+        agree = whole is not None and [t.shape for t in whole] == [t.shape for t in expected]
+        return _first_difference(whole if whole is not None and agree else expected, expected, found)
 
-    def _is_random(self, graph: UnitGraph, whole: list[Tensor]) -> bool:
-        """Whether the outputs of the whole model in train mode depend on the random numbers that it draws."""
-        self._live.silence(graph, {})
+    @functools.cached_property
+    def _whole_in_training(self) -> list[Tensor] | None:
+        """Outputs with all units in train mode; None where the model refuses the inputs, as a batch norm may one example."""
+        self._live.restore()
+        try:
+            return self._run(self._dense, training=True)
+        except Exception:  # noqa: BLE001
+            return None
+
+    def _is_random_in_training(self) -> bool:
+        """Whether outputs depend on what the model draws in train mode; true as well where it refuses that mode."""
+        whole = self._whole_in_training
+        if whole is None:
+            return True
+        self._live.restore()
         again = self._run(self._dense, training=True, seed=1)
         return any(not torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
 
@@ -196,6 +203,11 @@ def _described(error: Exception) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}{user_line(frames)}"
+
+
+def _first_difference(wholes: Sequence[Tensor], expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    reasons = (_judged(*tensors) for tensors in zip(wholes, expected, found, strict=True))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _judged(whole: Tensor, expected: Tensor, found: Tensor) -> str | None:
