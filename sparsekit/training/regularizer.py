@@ -59,7 +59,7 @@ class ImportanceRegularizer:
     def weights(self, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
         """λ, or λ divided by the size of the unit's group: float (J,), of the dtype and on the device of `like`."""
         with torch.inference_mode(False):
-            counts = torch.tensor(sizes)
+            counts = torch.tensor(sizes, dtype=torch.long)
             per_group = torch.full(counts.shape, self.strength) if self.reduction == "sum" else self.strength / counts
             weights = per_group.to(torch.get_default_dtype()).repeat_interleave(counts)
             return weights if like is None else weights.to(like)
@@ -70,7 +70,7 @@ class ImportanceRegularizer:
 def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The group of each unit, and the size of each group."""
     with torch.inference_mode(False):
-        counts = torch.tensor(sizes)
+        counts = torch.tensor(sizes, dtype=torch.long)
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 

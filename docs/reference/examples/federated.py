@@ -63,7 +63,7 @@ class SignedPull(fl.LocalPolicy):
     def train(self, ctx, start, mask: Mask | None, ratio: float) -> fl.LocalResult:
         leaves: Leaves = load_leaves(ctx, start, mask)
         anchors = [leaf.detach().clone() for leaf in leaves.values()]
-        signs: Adjust = lambda gradients, places: [gradient.sign() for gradient in gradients]
+        signs: Adjust = lambda gradients: {leaf: gradient.sign() for leaf, gradient in gradients.items()}
         log = sgd(ctx, leaves, ctx.batches(), [signs, pull_towards(leaves, anchors, 0.1)])
         return fl.LocalResult.of(ctx, mask, log)
 
