@@ -204,3 +204,14 @@ def unpack_mask(
         return kinds[description["kind"]](entries)
     except (KeyError, TypeError, ValueError, InvalidValueError, AttributeError) as error:
         raise DataError(f"the message holds a malformed mask: {error}") from error
+
+
+def remember_mask(memory: dict[str, Any], mask: Mask | None) -> None:
+    """Save a mask in a memory, as bits."""
+    bits, description = pack_mask(mask)
+    memory.update(bits=bits, description=description)
+
+
+def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
+    """Return the mask that is saved in a memory; None where there is none."""
+    return unpack_mask(memory.get("bits", {}), memory.get("description"))

@@ -30,6 +30,7 @@ from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Assignment, Update, WorkCost, require_metrics
+from sparsekit_fl.client.packing import recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
@@ -47,7 +48,7 @@ from sparsekit_fl.policies import (
 )
 from sparsekit_fl.policies.aggregate import Arrivals
 from sparsekit_fl.policies.combine import Over, Rule, mean
-from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
+from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,45 +113,29 @@ class WithExits(nn.Module):
         return torch.stack(self.outputs(*inputs)).mean(0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Point:
-    """A place where an exit could be: before a layer.
-
-    Args:
-        place: Place of the layer, counted from 0.
-        module: That reads the input.
-        inputs: What it read, with its graph.
-    """
+class _Point(NamedTuple):
+    """A place where an exit could be: before a layer, counted from 0, that reads `inputs`, with its graph."""
 
     place: int
     module: nn.Module
     inputs: Tensor
 
-    @property
-    def is_convolution(self) -> bool:
-        return is_convolution(self.module)
-
-    @property
     def resolution(self) -> tuple[int, ...] | None:
         """Positions for which there are features; None where the input is no features, such as token ids."""
         if not self.inputs.is_floating_point():
             return None
-        return (len(self.inputs.shape), *(self.inputs.shape[2:] if self.is_convolution else self.inputs.shape[1:-1]))
+        return (len(self.inputs.shape), *(self.inputs.shape[2:] if is_convolution(self.module) else self.inputs.shape[1:-1]))
 
 
 def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> tuple[list[_Point], Any]:
     """Return every layer that is a module called once with a tensor, and the outputs of the pass."""
-    modules = dict(model.named_modules())
-    calls: dict[int, list[Tensor]] = {}
+    modules, calls = dict(model.named_modules()), dict[int, list[Any]]()
 
-    def note(place: int) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
-            calls.setdefault(place, []).extend([args[0]] if args and isinstance(args[0], Tensor) else [torch.empty(0)] * 2)
-
-        return before
+    def note(place: int, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+        calls.setdefault(place, []).append(args[0] if args else None)
 
     handles = [
-        modules[layer.name].register_forward_pre_hook(note(place))
+        modules[layer.name].register_forward_pre_hook(partial(note, place))
         for place, layer in enumerate(layers)
         if layer.name and layer.name in modules
     ]
@@ -165,8 +149,8 @@ def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) 
             handle.remove()
         for module, training in modes.items():
             module.training = training
-    points = [_Point(p, modules[layers[p].name], found[0]) for p, found in sorted(calls.items()) if len(found) == 1]
-    return points, outputs
+    once = ((place, *read) for place, read in sorted(calls.items()) if len(read) == 1 and isinstance(read[0], Tensor))
+    return [_Point(place, modules[layers[place].name], read) for place, read in once], outputs
 
 
 def _depends(point: _Point, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
@@ -219,11 +203,11 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
     shares = [flops / max(1, costs.forward_flops(None)) for flops in work]
     parameters = dict(model.named_parameters())
-    features = (point for point in points if point.place > 0 and point.resolution is not None and work[point.place] > 0)
+    features = (point for point in points if point.place > 0 and point.resolution() is not None and work[point.place] > 0)
     usable = [point for point in features if point.inputs.shape[0] == outputs.shape[0] and _depends(point, layers, parameters)]
     inner = [point for point in usable if point.place < len(layers) - 1] or usable
-    resolutions = {point.place: point.resolution for point in points}
-    changed = [p for p in inner if resolutions.get(p.place - 1, p.resolution) not in (None, p.resolution)]
+    resolutions = {point.place: point.resolution() for point in points}
+    changed = [p for p in inner if resolutions.get(p.place - 1, resolutions[p.place]) not in (None, resolutions[p.place])]
     chosen = _thin(changed or inner, shares, exits - 1)
     if not chosen:
         names = ", ".join(layer.name or "the model itself" for layer in layers)
@@ -232,7 +216,7 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
             " that is a module of its own, is called once per pass, and reads what all the layers before it have made"
         )
     places = [layers[point.place].name for point in chosen]
-    heads = [ExitHead(point.inputs.shape, outputs.shape, convolution=point.is_convolution) for point in chosen]
+    heads = [ExitHead(point.inputs.shape, outputs.shape, convolution=is_convolution(point.module)) for point in chosen]
     return WithExits(model, places, heads)
 
 

@@ -16,7 +16,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Kept, Mask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.client.packing import pack_mask, unpack_mask
+from sparsekit_fl.client.packing import recall_mask, remember_mask
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult
 
@@ -123,14 +123,9 @@ class LocalModel(PersonalPolicy):
             if quality < ctx.memory.get("quality", [float("-inf")]):
                 return
             ctx.memory["quality"] = quality
-        bits, description = pack_mask(result.mask)
-        ctx.memory.update(
-            state={name: tensor for name, tensor in result.state.items() if name not in ctx.frozen},
-            mask=dict(bits),
-            description=description,
-            ratio=ratio,
-            round=ctx.round,
-        )
+        own = {name: tensor for name, tensor in result.state.items() if name not in ctx.frozen}
+        ctx.memory.update(state=own, ratio=ratio, round=ctx.round)
+        remember_mask(ctx.memory, result.mask)
 
     def _sample(self, ctx: ClientContext, log: TrainingLog) -> Tensor:
         """Return positions of training examples, int64, those of the client's first participation."""
@@ -157,8 +152,7 @@ class LocalModel(PersonalPolicy):
         memory = ctx.memory
         if "state" not in memory:
             return PersonalModel(state=state)
-        mask = unpack_mask(memory["mask"], memory["description"])
-        own = memory["state"]
+        mask, own = recall_mask(memory), memory["state"]
         if ctx.frozen:
             kept = Kept(ctx.graph, mask if isinstance(mask, UnitMask) else None)
             own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in state.items()}

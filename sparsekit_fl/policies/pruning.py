@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, layer_weights
-from sparsekit_fl.client.context import ClientContext, Memory, Split
+from sparsekit_fl.client.context import ClientContext, Split
 from sparsekit_fl.client.kept import Kept, Mask, mask_state
 from sparsekit_fl.client.messages import Assignment, Update
-from sparsekit_fl.client.packing import pack_mask, unpack_mask
+from sparsekit_fl.client.packing import recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.checked import Fraction, Hint, Share
 from sparsekit_fl.policies.context import ServerContext, require_accuracy
@@ -20,17 +20,6 @@ from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.problem.problem import Problem
-
-
-def remember_mask(memory: Memory, mask: Mask | None) -> None:
-    """Save a mask in a memory, as bits."""
-    bits, description = pack_mask(mask)
-    memory.update(bits=dict(bits), description=description)
-
-
-def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
-    """Return the mask that is saved in a memory; None where there is none."""
-    return unpack_mask(memory.get("bits", {}), memory.get("description"))
 
 
 def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:

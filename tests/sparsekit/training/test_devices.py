@@ -118,7 +118,7 @@ def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> No
         "tests/sparsekit/training/test_devices.py",
         "tests/matrix/test_matrix.py",
         "tests/sparsekit/pruning/test_prune_on_devices.py",
-        "tests/sparsekit_fl/methods/test_every_device.py",
+        "tests/sparsekit_fl/methods/test_every_method.py::test_a_run_on_the_device_equals_that_on_the_cpu",
     ],
 )
 def test_the_same_tests_pass_on_a_device_that_is_not_the_cpu(tests: str, device: str) -> None:

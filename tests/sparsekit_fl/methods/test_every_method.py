@@ -77,6 +77,20 @@ def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name, tmp_path):
         assert name not in BY_ENTRY or not frozen & set(update.mask or ())
 
 
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_run_on_the_device_equals_that_on_the_cpu(name, device):
+    """With `--device cuda` or `--device elsewhere`."""
+    if device == "cpu":
+        pytest.skip("compares another device with the CPU")
+    config = replace(tiny_config(rounds=2), cohort=3)
+    here, there = (
+        fl.run(METHODS[name](), tiny_problem(), tiny_clients(4), replace(config, device=place)) for place in ("cpu", device)
+    )
+    assert there.environment["device"] == device
+    for key, tensor in here.state.items():
+        torch.testing.assert_close(there.state[key].cpu(), tensor, rtol=1e-3, atol=1e-4, msg=key)
+
+
 @pytest.mark.parametrize("make", [cs, fedspa, prunefl, METHODS["lotteryfl"]])
 def test_a_model_whose_hidden_layers_are_all_frozen_has_nothing_to_prune(make):
     def frozen() -> nn.Module:

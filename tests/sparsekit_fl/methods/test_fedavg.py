@@ -1,4 +1,4 @@
-"""FedAvg: the contract, and equality with a loop written by hand."""
+"""FedAvg equals a loop written by hand; local training shares nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.context import rngs_by_kind
-from sparsekit_fl.methods import fedavg
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods import fedavg, local
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
@@ -51,3 +52,11 @@ def test_equals_a_loop_written_by_hand():
             state[name] = (value if state[name].is_floating_point() else value.round()).to(state[name].dtype)
         assert result.rounds[round - 1].cohort == tuple(cohort)
     assert all(torch.equal(result.state[name], state[name]) for name in state)
+
+
+def test_the_global_model_never_moves_and_personal_models_learn():
+    config = tiny_config(rounds=8)
+    result = run(local(), tiny_problem(), tiny_clients(), config)
+    initial = RunSpec.build(local(), tiny_problem(), config).initial
+    assert all(torch.equal(result.state[name], initial[name]) for name in initial)
+    assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
