@@ -38,11 +38,6 @@ class Box:
     def __hash__(self) -> int:
         return hash(tuple(self.intervals.items()))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names, in the order of the coordinates."""
-        return tuple(self.intervals)
-
     def __contains__(self, point: Mapping[str, float]) -> bool:
         return point.keys() == self.intervals.keys() and all(
             point[name] in interval for name, interval in self.intervals.items()

@@ -8,10 +8,9 @@ command; it is imported only when it is asked for or listed, so it should import
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -20,6 +19,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
+from sparsekit.cli.output import log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import load_object
@@ -125,26 +125,6 @@ def _root(
     """Structured sparsity that is learned while a network trains."""
 
 
-class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is now, which a progress display replaces while it draws."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        typer.echo(prefix + record.getMessage(), err=True)
-
-
-def _prepare_process() -> None:
-    # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
-    for package in ("sparsekit", "sparsekit_fl"):
-        logger = logging.getLogger(package)
-        if not logger.handlers:
-            logger.addHandler(_StderrHandler())
-            logger.propagate = False
-
-
 def execute(arguments: Sequence[str] | None = None) -> int:
     """Run a command line.
 
@@ -189,5 +169,9 @@ def _in_words(error: OSError) -> str:
 
 def main() -> None:
     """The console script `sparsekit`."""
-    _prepare_process()
+    # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    # To whatever sys.stderr is then: a progress display replaces it while it draws.
+    log_to(functools.partial(typer.echo, err=True))
     sys.exit(execute())

@@ -1,7 +1,9 @@
-"""What the commands share towards a terminal: how one is declared, and tables in which nothing is cut off."""
+"""What the commands share towards a terminal: how one is declared, tables in which nothing is cut off, and the log."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import typer
@@ -39,3 +41,21 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
         table.add_row(*row)
     least = console.measure(table, options=console.options.update(max_width=10_000)).minimum
     Console(width=max(console.width, least)).print(table)
+
+
+def log_to(say: Callable[[str], None]) -> None:
+    """Hand the log messages of our packages, and all warnings, to a function from now on: a line each, with its kind."""
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    for package in ("sparsekit", "sparsekit_fl"):
+        logger = logging.getLogger(package)
+        logger.handlers, logger.propagate = [_Lines(say)], False
+
+
+class _Lines(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._say(prefix + record.getMessage())

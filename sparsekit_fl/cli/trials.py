@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import signal
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.cli.experiment import Experiment
@@ -245,24 +244,10 @@ def _killed(child: Child) -> Trial:
     return failed_trial(child.task.plan, child.task.described, error)
 
 
-class _LogToPipe(logging.Handler):
-    """Sends log messages to the process that draws."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self._connection = connection
-
-    def emit(self, record: logging.LogRecord) -> None:
-        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        self._connection.send({"said": prefix + record.getMessage()})
-
-
 def _run_one(connection: Connection, task: Task) -> None:
     """Run one trial, in a process of its own, and send events; the last one is the trial, or what stopped it."""
     end_with_parent()
-    for package in ("sparsekit", "sparsekit_fl"):
-        logging.getLogger(package).handlers = [_LogToPipe(connection)]
-    warnings.showwarning = lambda message, *_, **__: connection.send({"said": f"warning: {message}"})
+    log_to(lambda line: connection.send({"said": line}))
     # Where nobody listens any more, the trial stops; it goes on when its command line is given again.
     with contextlib.suppress(BrokenPipeError):
         try:
