@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, cast, get_args
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.limits import check_limits
 from sparsekit.allocation.worth import ranked_worth
 from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
@@ -22,11 +21,10 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
-from sparsekit.pruning.report import GroupReport
+from sparsekit.pruning.plans import for_rest
 from sparsekit.pruning.selection import Selector, select_groups, select_modules
-from sparsekit.pruning.steps import has_field
+from sparsekit.pruning.steps import Start
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.removed import Blocks, remove_blocks
 from sparsekit.tracing.inputs import ModelInputs
@@ -38,54 +36,6 @@ _BATCHES = 8  # of the batches of a criterion, on which each branch is left out 
 
 KINDS = ("block", "layer")
 """What goes whole: a residual branch, or all branches of a module that does nothing but add them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Start:
-    """What widths are cut from.
-
-    Args:
-        model: The dense model, or what is left of it.
-        graph: Its units.
-        costs: Its costs.
-        allocation: How many units stay in each group.
-        budget: What the small model may cost, in absolute numbers where branches are gone.
-        kind: What `branches` are.
-        branches: Name → the modules of which it consists.
-        gone: Names of those that are no part of the model.
-        notes: Notes of the report.
-    """
-
-    model: nn.Module
-    graph: UnitGraph
-    costs: CostModel
-    allocation: Allocation
-    budget: Budget | None
-    kind: str = "block"
-    branches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    gone: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-
-    def rows(self, dense: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
-        """The branches before and after, for the report.
-
-        Args:
-            dense: Costs of the dense model.
-            counts: Group name → units kept of what is left.
-        """
-        before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
-        after = self.costs.entry_costs(counts)
-
-        def total(entries: Mapping[str, Mapping[str, float]], modules: tuple[str, ...], what: str) -> float:
-            return sum(each[what] for key, each in entries.items() if key.startswith(tuple(f"{name}." for name in modules)))
-
-        return tuple(
-            GroupReport(
-                name, self.kind, 1, int(name not in self.gone), modules,
-                *(total(part, modules, what) for what in ("flops", "params") for part in (before, after)),
-            )
-            for name, modules in self.branches.items()
-        )  # fmt: skip
 
 
 def read_depth(
@@ -285,25 +235,13 @@ def _without(
 ) -> Start:
     """The model without some branches, and everything that belongs to it."""
     if not names:
-        return replace(start, budget=budget, allocation=_fitted(start.allocation, budget, frozenset()))
+        return replace(start, budget=budget, allocation=for_rest(start.allocation, budget, frozenset()))
     model = remove_blocks(start.model, found, names, share=True)
     graph = remaining(start.graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
     metrics = budget.metrics if budget is not None else ()
     costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
     gone = start.graph.groups.keys() - graph.groups.keys()
-    return Start(model, graph, costs, _fitted(start.allocation, budget, gone), budget)
-
-
-def _fitted(plan: Allocation, budget: Budget | None, gone: Set[str]) -> Allocation:
-    """An allocation for what is left: the budget in absolute numbers, and nothing about groups that are gone."""
-    if not is_dataclass(plan) or isinstance(plan, type):
-        return plan
-    changed: dict[str, Any] = {"budget": budget} if budget is not None and has_field(plan, "budget") else {}
-    for item in fields(plan):
-        value = getattr(plan, item.name)
-        if isinstance(value, Mapping) and not gone.isdisjoint(value):
-            changed[item.name] = {name: each for name, each in value.items() if name not in gone}
-    return cast(Allocation, replace(plan, **changed)) if changed else cast(Allocation, plan)
+    return Start(model, graph, costs, for_rest(start.allocation, budget, gone), budget)
 
 
 def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]], criterion: DataDriven) -> dict[str, float]:

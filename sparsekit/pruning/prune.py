@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.limits import Liked, Limits, Multiples, check_multiples, free_counts
+from sparsekit.allocation.limits import Liked, Limits, Multiples, check_multiples, free_counts, least_counts
 from sparsekit.allocation.schedule import Schedule
-from sparsekit.criteria.base import Criterion, is_comparable
+from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.by_name import as_criterion, with_data
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnsupportedModelError
@@ -26,11 +24,12 @@ from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
 from sparsekit.measure.widths import best_multiple
-from sparsekit.pruning.depth import Start, go_shallow, limits_of_widths, read_depth
+from sparsekit.pruning.depth import go_shallow, limits_of_widths, read_depth
+from sparsekit.pruning.plans import as_allocation, has_field
 from sparsekit.pruning.report import PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
-from sparsekit.pruning.steps import AfterCut, Repair, Steps, has_field
+from sparsekit.pruning.steps import AfterCut, Repair, Start, Steps
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import refuse_meta
@@ -130,7 +129,7 @@ def prune(
         _check_devices(model, inputs)
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
     wanted = None if budget is None else Budget.of(budget)
-    multiples = Liked(_best_multiple(model)) if multiple_of == "auto" else multiple_of
+    multiples = multiple_of if multiple_of != "auto" else Liked(_best_multiple(model))
     check_multiples(multiples)
     depth, width_limits = read_depth(model, limits or {})
     if graph is None:
@@ -148,7 +147,7 @@ def prune(
     keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
     of_widths = width_limits if depth is None else limits_of_widths(model, graph, width_limits)
     group_limits = read_limits(model, graph, keep, of_widths)
-    plan = _as_allocation(allocation, wanted, group_limits, multiples, chosen)
+    plan = as_allocation(allocation, wanted, group_limits, multiples, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
     if schedule.steps > 1 and (wanted is None or not has_field(plan, "budget")):
         raise InvalidValueError(
@@ -165,13 +164,9 @@ def prune(
         )
     steps = Steps(
         dense=model,
-        model=start.model,
+        start=start,
         call=call,
-        graph=start.graph,
         criterion=chosen,
-        allocation=start.allocation,
-        budget=start.budget,
-        costs=start.costs,
         schedule=schedule,
         generator=draws,
         rules=rules,
@@ -182,61 +177,57 @@ def prune(
         progress=progress,
     )
     small, mask, history = steps.run(finetune if cut else None)
-    limits_of_groups = {name: pair for name, pair in group_limits.items() if name in start.graph.groups}
-    report = _report(model, start, costs, mask, wanted, chosen, history, limits=limits_of_groups, multiple_of=multiples)
-    after = {**report.after, "latency_ms": steps.latency_ms} if steps.latency_ms is not None else report.after
+    report = _report(steps, small, mask, history, costs, wanted, group_limits, multiples)
+    return Pruned(small if cut else model, mask, start.graph, report)
+
+
+def _report(
+    steps: Steps,
+    small: nn.Module,
+    mask: UnitMask,
+    history: list[Mapping[str, float]],
+    costs: CostModel,
+    budget: Budget | None,
+    limits: Limits,
+    multiple_of: Multiples,
+) -> PruneReport:
+    start, dense, counts = steps.start, costs.dense_costs(), mask.counts()
+    own_limits: Limits = {name: pair for name, pair in limits.items() if name in start.graph.groups}
+    own_limits = getattr(start.allocation, "limits", own_limits)
+    own_multiples: Multiples = getattr(start.allocation, "multiple_of", multiple_of)
+    # What a device likes gives way where a budget asks for less.
+    free = free_counts(start.graph, own_limits, 1 if isinstance(own_multiples, Liked) else own_multiples)
+    groups, layers = describe(start.graph, start.costs, counts)
+    absolute = budget.limits(dense) if budget is not None else {}
     denormals = count_denormals(small)
-    notes = [*report.notes]
-    if isinstance(multiples, Liked):
-        notes.append(f"Widths are multiples of {multiples.step}, which suits this device, or less where the budget asks it.")
+    notes = [*start.notes]
+    if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
+        notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
+        warnings.warn(notes[-1], stacklevel=3)
+    if isinstance(multiple_of, Liked):
+        notes.append(f"Widths are multiples of {multiple_of.step}, which suits this device, or less where the budget asks it.")
     if denormals:
         notes.append(
             f"{denormals:,} weights are denormal numbers, smaller than any normal one, with which many processors compute"
             " several times as slowly; torch.set_flush_denormal(True) takes them for 0"
         )
-    unrounded = steps.unrounded if start.model is model else {}
-    report = replace(report, measured=steps.measured, after=after, denormals=denormals, notes=notes, unrounded=unrounded)
-    return Pruned(small if cut else model, mask, start.graph, report)
-
-
-def _report(
-    model: nn.Module,
-    start: Start,
-    costs: CostModel,
-    mask: UnitMask,
-    budget: Budget | None,
-    criterion: Criterion,
-    history: list[Mapping[str, float]],
-    *,
-    limits: Limits,
-    multiple_of: Multiples,
-) -> PruneReport:
-    dense, graph, plan = costs.dense_costs(), start.graph, start.allocation
-    own_limits: Limits = getattr(plan, "limits", limits)
-    own_multiples: Multiples = getattr(plan, "multiple_of", multiple_of)
-    # What a device likes gives way where a budget asks for less.
-    free = free_counts(graph, own_limits, 1 if isinstance(own_multiples, Liked) else own_multiples)
-    least = start.costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})
-    groups, layers = describe(graph, start.costs, mask.counts())
-    absolute = budget.limits(dense) if budget is not None else {}
-    notes = [*start.notes]
-    if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
-        notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
-        warnings.warn(notes[-1], stacklevel=3)
     return PruneReport(
-        model=type(model).__name__,
-        criterion=type(criterion).__name__,
-        allocation=type(plan).__name__,
+        model=type(steps.dense).__name__,
+        criterion=type(steps.criterion).__name__,
+        allocation=type(start.allocation).__name__,
         asked={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=dense,
-        after=start.costs.costs(mask.counts()),
-        least=least,
-        groups=(*start.rows(costs, mask.counts()), *groups),
+        after=start.costs.costs(counts) | ({} if steps.latency_ms is None else {"latency_ms": steps.latency_ms}),
+        least=start.costs.costs(least_counts(free)),
+        groups=(*start.rows(costs, counts), *groups),
         layers=layers,
-        fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed],
+        fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in start.graph.fixed],
         steps=history,
+        measured=steps.measured,
         notes=notes,
+        denormals=denormals,
+        unrounded=steps.unrounded if start.model is steps.dense else {},
     )
 
 
@@ -253,44 +244,3 @@ def _check_devices(model: nn.Module, call: ModelInputs) -> None:
             f"the model is on {own.pop()}, the example inputs are on {', '.join(sorted(given))};"
             " move one of them with .to(device)"
         )
-
-
-def _with_limits(allocation: Allocation, limits: Limits, multiple_of: Multiples) -> Allocation:
-    """A ready allocation with limits and multiples, where it can have them and has none of its own."""
-    changed: dict[str, Any] = {}
-    for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
-        if value == unset:
-            continue
-        if not has_field(allocation, name):
-            raise InvalidValueError(f"{type(allocation).__name__} has no {name}; leave out keep, limits and multiple_of")
-        if getattr(allocation, name) != unset:
-            raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {type(allocation).__name__}")
-        changed[name] = value
-    return replace(cast(Any, allocation), **changed) if changed else allocation
-
-
-def _as_allocation(
-    allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
-) -> Allocation:
-    if not isinstance(allocation, str):
-        if budget is not None and getattr(allocation, "budget", budget) != budget:
-            raise InvalidValueError(
-                f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
-            )
-        return _with_limits(allocation, limits, multiple_of)
-    name = "uniform_within" if allocation == "uniform" else allocation
-    kind = allocations.find(name)
-    known = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
-    if "budget" in known and budget is None:
-        raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
-    given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
-    if name == "global" and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
-        given["scale"] = "none"
-    try:
-        made: Allocation = kind(**{key: value for key, value in given.items() if key in known})
-    except TypeError as error:
-        raise InvalidValueError(
-            f"allocation {allocation!r} needs more than its name: {error}; build it, as in"
-            f" allocation=sparsekit.allocation.{getattr(kind, '__name__', allocation)}(...)"
-        ) from error
-    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -24,7 +24,9 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.calibration import meet_latency
 from sparsekit.pruning.compensation import compensate
+from sparsekit.pruning.plans import for_step, has_field, with_fields
 from sparsekit.pruning.recalibration import recalibrate
+from sparsekit.pruning.report import GroupReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import ModelInputs
@@ -36,18 +38,62 @@ Repair: TypeAlias = bool | Literal["compensate", "recalibrate"]
 """Whether a cut model is refitted and recalibrated; or which of the two is done."""
 
 
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What widths are cut from.
+
+    Args:
+        model: The dense model, or what is left of it.
+        graph: Its units.
+        costs: Its costs.
+        allocation: How many units stay in each group.
+        budget: What the small model may cost, in absolute numbers where branches are gone.
+        kind: What `branches` are.
+        branches: Name → the modules of which it consists.
+        gone: Names of those that are no part of the model.
+        notes: Notes of the report.
+    """
+
+    model: nn.Module
+    graph: UnitGraph
+    costs: CostModel
+    allocation: Allocation
+    budget: Budget | None
+    kind: str = "block"
+    branches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def rows(self, dense: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
+        """The branches before and after, for the report.
+
+        Args:
+            dense: Costs of the dense model.
+            counts: Group name → units kept of what is left.
+        """
+        before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
+        after = self.costs.entry_costs(counts)
+
+        def total(entries: Mapping[str, Mapping[str, float]], modules: tuple[str, ...], what: str) -> float:
+            return sum(each[what] for key, each in entries.items() if key.startswith(tuple(f"{name}." for name in modules)))
+
+        return tuple(
+            GroupReport(
+                name, self.kind, 1, int(name not in self.gone), modules,
+                *(total(part, modules, what) for what in ("flops", "params") for part in (before, after)),
+            )
+            for name, modules in self.branches.items()
+        )  # fmt: skip
+
+
 @dataclass(kw_only=True)
 class Steps:
     """From the dense model to the budget: score, allocate, cut, repair and train, once per step."""
 
     dense: nn.Module
-    model: nn.Module
+    start: Start
     call: ModelInputs
-    graph: UnitGraph
     criterion: Criterion
-    allocation: Allocation
-    budget: Budget | None
-    costs: CostModel
     schedule: Schedule
     generator: torch.Generator
     rules: Mapping[type[nn.Module], LayerRule] | None
@@ -62,8 +108,8 @@ class Steps:
 
     def run(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
         """The small model, its mask of the dense model, and the costs after each step."""
-        small, units, mask = self.model, self.graph, UnitMask.full(self.graph)
-        dense, present = self.costs.dense_costs(), self.costs
+        small, units, mask = self.start.model, self.start.graph, UnitMask.full(self.start.graph)
+        dense, present = self.start.costs.dense_costs(), self.start.costs
         history: list[Mapping[str, float]] = []
         if self.cut:
             self._score("of the dense model", self.dense)
@@ -75,19 +121,19 @@ class Steps:
         for step in range(1, self.schedule.steps + 1):
             view = View(weights=small.state_dict(), model=small, generator=self.generator)
             scores = score_units(self.criterion, units, view)
-            part = _for_step(self.allocation, self.schedule.progress(step), dense, self.graph, units)
+            part = for_step(self.start.allocation, self.schedule.progress(step), dense, self.start.graph, units)
             whole = small
             chosen, small = self._cut(whole, units, scores, part, present, last=step == self.schedule.steps)
             if step == self.schedule.steps and isinstance(getattr(part, "multiple_of", None), Liked):
-                self.unrounded = replace(cast(Any, part), multiple_of=1).counts(units, scores, present)
+                self.unrounded = with_fields(part, multiple_of=1).counts(units, scores, present)
             when = "" if self.schedule.steps == 1 else f" of step {step}"
             if small is not whole:
                 self._score(f"after the cut{when}", small)
                 self._mend(whole, small, units, chosen, when)
             mask = _inside(mask, chosen)
-            history.append(self.costs.costs(mask.counts()))
-            units = narrow(self.graph, mask)
-            present = self.costs.narrowed(units)
+            history.append(self.start.costs.costs(mask.counts()))
+            units = narrow(self.start.graph, mask)
+            present = self.start.costs.narrowed(units)
             if finetune is not None:
                 trained = finetune(small, step)
                 small = trained if isinstance(trained, nn.Module) else small
@@ -120,7 +166,7 @@ class Steps:
         *,
         last: bool,
     ) -> tuple[UnitMask, nn.Module]:
-        limits = self.budget.limits(self.costs.dense_costs()) if last and self.budget is not None else {}
+        limits = self.start.budget.limits(self.start.costs.dense_costs()) if last and self.start.budget is not None else {}
         limit_ms = limits.pop("latency_ms", None)
 
         def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
@@ -135,21 +181,21 @@ class Steps:
             found = to(allocation)
             pair = measure_turns(self.dense, found[1], self.call.args, self.call.kwargs)
             # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
-            share = self.budget is not None and isinstance(self.budget.latency_ms, str)
-            return found, self.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
+            share = self.start.budget is not None and isinstance(self.start.budget.latency_ms, str)
+            return found, self.start.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
 
         if limit_ms is None:
             return to(allocation)
         if has_field(allocation, "budget"):
-            budget: Budget = getattr(allocation, "budget")  # noqa: B009 - not part of the protocol
-            found, after = meet_latency(budget, limit_ms, lambda other: timed(replace(cast(Any, allocation), budget=other)))
+            budget: Budget = cast(Any, allocation).budget
+            found, after = meet_latency(budget, limit_ms, lambda other: timed(with_fields(allocation, budget=other)))
         else:
             found, after = timed(allocation)
             _check_within({"latency_ms": limit_ms}, {"latency_ms": after}, allocation)
-        meter, counts = self.costs.meters["latency_ms"], found[0].counts()
+        meter, counts = self.start.costs.meters["latency_ms"], found[0].counts()
         self.latency_ms = after
         self.measured |= {
-            "latency_ms before": self.costs.dense_costs()["latency_ms"],
+            "latency_ms before": self.start.costs.dense_costs()["latency_ms"],
             "latency_ms after": after,
             "latency_ms after, by the table": meter.at(counts),
             "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
@@ -177,29 +223,3 @@ def _inside(outer: UnitMask, inner: UnitMask) -> UnitMask:
         both[keep] = inner[name]
         found[name] = both
     return UnitMask(found)
-
-
-def _for_step(plan: Allocation, progress: float, dense: Mapping[str, float], graph: UnitGraph, units: UnitGraph) -> Allocation:
-    """The allocation for a step: a part of the budget in absolute numbers, and limits as shares of what is left."""
-    if not is_dataclass(plan) or isinstance(plan, type) or not has_field(plan, "budget"):
-        return plan
-    budget: Budget = getattr(plan, "budget")  # noqa: B009 - not part of the protocol
-    absolute = Budget(**budget.limits(dense)) if progress >= 1.0 else budget.part(progress, dense)
-    changed: dict[str, Any] = {"budget": absolute}
-    if has_field(plan, "limits"):
-        changed["limits"] = {
-            name: _of_rest(pair, graph.groups[name].size, units.groups[name].size)
-            for name, pair in getattr(plan, "limits").items()  # noqa: B009
-            if name in graph.groups
-        } | {name: pair for name, pair in getattr(plan, "limits").items() if name not in graph.groups}  # noqa: B009
-    return replace(plan, **changed)
-
-
-def _of_rest(pair: tuple[float, float], size: int, left: int) -> tuple[float, float]:
-    """(0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
-    return min(1.0, pair[0] * size / left), min(1.0, pair[1] * size / left)
-
-
-def has_field(plan: object, name: str) -> bool:
-    """Whether an allocation has a field of that name; none of them is part of the protocol."""
-    return is_dataclass(plan) and name in {item.name for item in fields(plan)}

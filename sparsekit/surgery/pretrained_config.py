@@ -30,7 +30,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
 
     Like layers must have kept equally many units: `sparsekit.graph.edit.tie_layers(graph)` before the mask is chosen sees
     to it, and so does one ratio for all groups. Layers that went whole, as with `prune(..., limits={"layer": …})`, leave their
-    list, and later ones are numbered anew; from then on `load_compact` cannot read what `save_compact` writes.
+    list, and later ones are numbered anew.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
@@ -58,7 +58,9 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
     with_gone = _lists_with_gone(small)
     for home, layers in with_gone.items():
-        left = nn.ModuleList(module for module in layers if not isinstance(module, Removed))
+        kept = [place for place, module in enumerate(layers) if not isinstance(module, Removed)]
+        left = nn.ModuleList(layers[place] for place in kept)
+        vars(left)["kept_layers"] = kept  # saved with the list, for `load_compact`
         small.set_submodule(home, left)
         pairs.add((len(layers), len(left)))
     spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}

@@ -141,12 +141,10 @@ def load_compact(
 
 
 def _without_branches(path: str | os.PathLike[str], model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
-    """The model with the modules of residual branches replaced that are gone in the file; itself where none is."""
-    parts = []
-    for name, (kind, attributes) in saved.items():
-        if kind == Removed.__qualname__:
-            parts.append(Removed.part_of(name, attributes))
-    if not parts:
+    """The model without the residual branches and the layers of lists that are gone in the file; itself where none is."""
+    parts = [Removed.part_of(name, values) for name, (kind, values) in saved.items() if kind == Removed.__qualname__]
+    lists = {name: values["kept_layers"] for name, (_, values) in saved.items() if "kept_layers" in values}
+    if not parts and not lists:
         return model
     known = dict(model.named_modules())
     for part in parts:
@@ -157,6 +155,15 @@ def _without_branches(path: str | os.PathLike[str], model: nn.Module, saved: Map
             )
     model = copy_with(model, named_entries(model))
     put_removed(model, parts)
+    for name, kept in lists.items():
+        layers = dict(model.named_modules()).get(name)
+        if not isinstance(layers, nn.ModuleList) or not max(kept, default=0) < len(layers):
+            raise CompactFileError(
+                f"{path} has layers of a list at {name!r} that the factory does not make; pass the factory of the dense model"
+            )
+        left = nn.ModuleList(layers[place] for place in kept)
+        vars(left)["kept_layers"] = kept
+        model.set_submodule(name, left)
     return model
 
 

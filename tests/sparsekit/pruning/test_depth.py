@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, InvalidValueError
 from sparsekit.graph.edit import remaining, tie_layers
+from sparsekit.measure.paired import TimePair
 from sparsekit.surgery.removed import remove_blocks
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.residual import find_blocks
@@ -210,6 +211,15 @@ def test_whole_layers_of_a_transformer_fit_a_configuration(tmp_path: Path) -> No
     assert sk.fit_config(small, pruned.graph, pruned.mask)["num_hidden_layers"] == sum(kept(pruned).values())
     small.save_pretrained(tmp_path)
     assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
+    sk.save_compact(small, tmp_path / "compact.safetensors")
+    loaded = sk.load_compact(tmp_path / "compact.safetensors", model).eval()
+    assert torch.equal(loaded(ids).logits, expected)
+    sk.save_compact(loaded, tmp_path / "again.safetensors")
+    assert torch.equal(sk.load_compact(tmp_path / "again.safetensors", model).eval()(ids).logits, expected)
+    config = transformers.LlamaConfig(**sizes | {"num_hidden_layers": 2}, num_attention_heads=4, num_key_value_heads=2)
+    shallow = transformers.LlamaForCausalLM(config)
+    with pytest.raises(CompactFileError, match="layers of a list"):
+        sk.load_compact(tmp_path / "compact.safetensors", shallow)
     parts = sk.prune(model, {"input_ids": ids}, budget="flops=70%", keep=WIDTHS, limits={"block": (0, 0.9)})
     with pytest.raises(sk.errors.UnsupportedModelError, match="fit_config"):
         parts.model.save_pretrained(tmp_path)  # type: ignore[operator]
@@ -240,3 +250,20 @@ def test_other_choices_hold_for_what_is_left(model: nn.Module, options: dict[str
     pruned = sk.prune(model, (torch.randn(2, 8),), **given_)
     assert sum(kept(pruned).values()) <= 4
     assert all(pruned.report.after[name] <= limit for name, limit in pruned.report.limits.items())
+
+
+def test_milliseconds_and_branches_share_a_budget(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time(module: nn.Module, *_: Any, **__: Any) -> float:
+        return float(sum(entry.numel() for entry in module.parameters()))
+
+    def turns(before: nn.Module, after: nn.Module, *_: Any) -> TimePair:
+        old, new = time(before), time(after)
+        return TimePair(2, 1, old, new, old / new, old / new, old / new, 1)
+
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("sparsekit.measure.latency.measure_latency", time)
+    monkeypatch.setattr("sparsekit.pruning.steps.measure_turns", turns)
+    pruned = sk.prune(model, (torch.randn(2, 8),), budget={"latency_ms": "50%"}, limits={"block": (0.5, 0.7)})
+    assert 3 <= sum(kept(pruned).values()) <= 4
+    assert any(group.after < group.before for group in pruned.report.groups if group.kind == "feature")
+    assert pruned.report.after["latency_ms"] <= pruned.report.limits["latency_ms"]

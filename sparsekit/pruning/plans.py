@@ -1,0 +1,97 @@
+"""Allocations as `prune` needs them: by name, with limits, for a step of a schedule, for what is left of a model.
+
+Budget, limits and multiples are no part of the protocol: an allocation has them if it is a dataclass with such fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+from sparsekit.allocation import registry
+from sparsekit.allocation.base import Allocation
+from sparsekit.allocation.limits import Limits, Multiples
+from sparsekit.criteria.base import Criterion, is_comparable
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget
+
+
+def has_field(plan: object, name: str) -> bool:
+    """Whether an allocation, or the class of one, has a field of that name."""
+    return is_dataclass(plan) and name in {item.name for item in fields(plan)}
+
+
+def with_fields(plan: Allocation, **values: Any) -> Allocation:
+    """The allocation with other values in those fields that it has."""
+    own = {name: value for name, value in values.items() if has_field(plan, name)}
+    return replace(cast(Any, plan), **own) if own else plan
+
+
+def as_allocation(
+    allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
+) -> Allocation:
+    """An allocation by its name, or a ready one with limits and multiples where it can have them and has none of its own.
+
+    Raises:
+        InvalidValueError: options that do not go together.
+        UnknownNameError: no such allocation.
+    """
+    if not isinstance(allocation, str):
+        if budget is not None and getattr(allocation, "budget", budget) != budget:
+            raise InvalidValueError(
+                f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
+            )
+        changed: dict[str, Any] = {}
+        for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
+            if value == unset:
+                continue
+            own = type(allocation).__name__
+            if not has_field(allocation, name):
+                raise InvalidValueError(f"{own} has no {name}; leave out keep, limits and multiple_of")
+            if getattr(allocation, name) != unset:
+                raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {own}")
+            changed[name] = value
+        return with_fields(allocation, **changed)
+    name = "uniform_within" if allocation == "uniform" else allocation
+    kind: Any = registry.find(name)
+    if has_field(kind, "budget") and budget is None:
+        raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
+    given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
+    if name == "global" and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
+        given["scale"] = "none"
+    try:
+        made: Allocation = kind(**{key: value for key, value in given.items() if has_field(kind, key)})
+    except TypeError as error:
+        raise InvalidValueError(
+            f"allocation {allocation!r} needs more than its name: {error}; build it, as in"
+            f" allocation=sparsekit.allocation.{getattr(kind, '__name__', allocation)}(...)"
+        ) from error
+    return made
+
+
+def for_step(plan: Allocation, progress: float, dense: Mapping[str, float], graph: UnitGraph, units: UnitGraph) -> Allocation:
+    """The allocation for a step: a part of the budget in absolute numbers, and limits as shares of what is left.
+
+    (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left.
+    """
+    if not has_field(plan, "budget"):
+        return plan
+    budget: Budget = cast(Any, plan).budget
+    limits = dict(getattr(plan, "limits", {}))
+    for name in limits.keys() & graph.groups.keys():
+        times = graph.groups[name].size / units.groups[name].size
+        limits[name] = tuple(min(1.0, share * times) for share in limits[name])
+    part = Budget(**budget.limits(dense)) if progress >= 1.0 else budget.part(progress, dense)
+    return with_fields(plan, budget=part, limits=limits)
+
+
+def for_rest(plan: Allocation, budget: Budget | None, gone: Set[str]) -> Allocation:
+    """An allocation for what is left: the budget in absolute numbers, and nothing about groups that are gone."""
+    changed: dict[str, Any] = {} if budget is None else {"budget": budget}
+    own: dict[str, Any] = vars(plan) if is_dataclass(plan) else {}
+    for item, value in own.items():
+        if isinstance(value, Mapping) and not gone.isdisjoint(value):
+            changed[item] = {name: each for name, each in value.items() if name not in gone}
+    return with_fields(plan, **changed)
