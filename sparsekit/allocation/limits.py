@@ -42,11 +42,7 @@ what a device likes."""
 
 
 def check_limits(limits: Limits) -> None:
-    """Raise unless every entry is a pair of shares in order.
-
-    Raises:
-        InvalidValueError: no pair, or not 0 ≤ least ≤ largest ≤ 1 with largest above 0.
-    """
+    """Raise InvalidValueError unless every entry is a pair with 0 ≤ least ≤ largest ≤ 1 and largest above 0."""
     for name, pair in limits.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(_is_share(share) for share in pair):
             raise InvalidValueError(
@@ -65,11 +61,7 @@ def _is_share(value: object) -> bool:
 
 
 def check_multiples(multiple_of: Multiples) -> None:
-    """Raise unless every number is a positive integer.
-
-    Raises:
-        InvalidValueError: it is not.
-    """
+    """Raise InvalidValueError unless every number is a positive integer."""
     if isinstance(multiple_of, Liked):
         multiple_of = multiple_of.step
     for value in multiple_of.values() if isinstance(multiple_of, Mapping) else (multiple_of,):

@@ -60,11 +60,7 @@ class Walk:
             self.tracker.move(self.widths[number].groups, self.widths[number].counts[place])
 
     def down(self, *, by_cost: bool) -> None:
-        """Take blocks away until the limits are met.
-
-        Args:
-            by_cost: Rank blocks by what they lose for what they save; else by what they lose for a unit.
-        """
+        """Take blocks away until the limits are met: those that lose least for what they save, or for a unit."""
         heap: list[tuple[float, float, int, int]] = []
 
         def priority(number: int) -> float | None:

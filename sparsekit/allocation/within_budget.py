@@ -94,12 +94,7 @@ class Problem:
         return Walk(widths, places, self.cost.tracker(counts, tuple(self.limits)), self.limits)
 
     def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
-        """Walk from the largest counts to the budget, then put back what still fits.
-
-        Args:
-            losses: Worth of what would be dropped.
-            by_cost: Whether blocks go by what they lose for what they save, or by what they lose for a unit.
-        """
+        """Walk from the largest counts to the budget, by what blocks lose for their cost or for a unit; then fill."""
         walk = self._walk(spread(self.free, lambda _, counts: counts[-1]), losses)
         walk.down(by_cost=by_cost)
         walk.fill()
@@ -109,10 +104,7 @@ class Problem:
     def fill(self, counts: Counts, losses: Losses, *, tight: bool = True) -> Counts:
         """Put back what still fits into counts that are within the budget, the most worth for its cost first.
 
-        Args:
-            counts: What is kept.
-            losses: Worth of what would be dropped.
-            tight: Then take units from one group for others where much of the budget is left, which may cost worth.
+        `tight` then takes units from one group for others where much of the budget is left, which may cost worth.
         """
         walk = self._walk(counts, losses)
         walk.fill()
@@ -198,17 +190,7 @@ class WithinBudget(ABC):
 
 @dataclass(frozen=True)
 class RankedWithinBudget(WithinBudget):
-    """The same, for allocations that compare units of different groups.
-
-    Args:
-        budget: What the model may cost.
-        limits: Group name → (least, largest) share of its units that stays.
-        multiple_of: What the counts are multiples of: one number, or kind or group name → number.
-        scale: How scores of different groups are made comparable, as in `ranked_worth`; "none" where they are already.
-
-    Raises:
-        InvalidValueError: a limit, multiple or scale that is not allowed.
-    """
+    """The same, for allocations that compare units of different groups: `scale` makes their scores comparable."""
 
     budget: Budget
     limits: Limits = field(default_factory=dict)

@@ -27,22 +27,13 @@ _HUGE = 1e30
 
 
 def check_scale(scale: object) -> None:
-    """Raise unless `scale` is one of the names.
-
-    Raises:
-        InvalidValueError: it is not.
-    """
+    """Raise InvalidValueError unless `scale` is one of the names."""
     if scale not in get_args(Scale):
         raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
 
 
 def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
     """The units' worth from the best of each group to its worst, at least 0 and comparable between groups.
-
-    Args:
-        graph: The groups.
-        scores: Group name → float (units,); larger stays.
-        scale: What makes groups comparable.
 
     Returns:
         Group name → float64 (units,), from the unit that goes last to the first: scores 3, 1 and 2 on scale "mean" give
@@ -80,16 +71,7 @@ def _makers(graph: UnitGraph, group: str) -> int:
 
 
 def block_losses(worth: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
-    """What is lost at each step down a list of counts.
-
-    Args:
-        worth: As from `ranked_worth`.
-        groups: Those that go down together.
-        counts: Numbers of units, ascending.
-
-    Returns:
-        As many numbers as counts: at place i what goes from `counts[i]` to `counts[i - 1]` units; 0 at place 0.
-    """
+    """What is lost at each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
     losses = [0.0]
     for fewer, more in pairwise(counts):
         losses.append(float(sum(worth[name][fewer:more].sum() for name in groups)))

@@ -79,15 +79,9 @@ def is_learned(criterion: object) -> bool:
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
-    """Raise unless `scores` has a float vector of the right length for each group. Values are not read.
+    """Raise InvalidValueError unless `scores` has a float vector of the right length for each group. Values are not read.
 
-    Args:
-        graph: The groups.
-        scores: Group name → float (units,).
-        source: Name of what made the scores, for the message.
-
-    Raises:
-        InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
+    `source` names what made the scores, for the message.
     """
     for name, group in graph.groups.items():
         found = scores.get(name)
@@ -108,13 +102,10 @@ def refuse_nan(values: Tensor, what: str) -> None:
 
 
 def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str, Tensor]:
-    """Ask `criterion` for its scores and check their shapes.
-
-    Returns:
-        Group name → float (units,), in the order of the graph.
+    """Ask `criterion` for its scores, in the order of the graph, and check their shapes.
 
     Raises:
-        InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
+        InvalidValueError: no criterion, or scores that `check_scores` refuses.
     """
     if not callable(getattr(criterion, "scores", None)) or isinstance(criterion, type):
         raise InvalidValueError(

@@ -109,11 +109,7 @@ def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
 
 
 def check_finite(name: str, values: Tensor, source: str) -> Tensor:
-    """Return the values, or raise.
-
-    Raises:
-        InvalidValueError: a value is NaN or infinite; the message has the group and the first such unit.
-    """
+    """Return the values, or raise InvalidValueError with the group and the first unit whose value is not finite."""
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         unit = int(bad.nonzero()[0])
@@ -132,14 +128,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def read_batches(
     batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool = False
 ) -> Iterator[Batch]:
-    """Yield batches that are on the device of the model.
-
-    Args:
-        batches: Where they come from.
-        model: What they are for.
-        what: Names the work, in front of the progress bar and in messages.
-        limit: Batches to yield at most; None yields all.
-        progress: Whether to draw a progress bar on stderr.
+    """Yield batches that are on the device of the model, `limit` at most; `what` names the work in messages.
 
     Raises:
         DataError: there is no batch, or one is on another device than the model.

@@ -49,12 +49,7 @@ def with_data(
 ) -> Criterion | type:
     """The criterion, with the data where it reads data and has none of its own; `Fisher` where none is given.
 
-    Args:
-        criterion: One, or its class, or its name.
-        batches: Training data that can be read again.
-        loss: `loss(outputs, target)`; None takes `outputs.loss`.
-        limit: Batches to score on at most, unless the criterion says so itself.
-        progress: Whether to draw progress bars on stderr.
+    `limit` is the number of batches to score on at most, unless the criterion has one itself.
 
     Raises:
         UnknownNameError: no such criterion.

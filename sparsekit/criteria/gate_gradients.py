@@ -51,22 +51,21 @@ def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
     return None
 
 
-def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] | None]:
-    """The layers whose inputs are the units of a group.
-
-    Args:
-        model: The dense model.
-        graph: Its units.
-
-    Returns:
-        Group name → readers, or None where units are also read in another way, such as by a norm's scale, a grouped
-        convolution or a parametrised weight.
-    """
-    owners: dict[int, list[nn.Module]] = {}
+def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Identity of a parameter → the modules that have it."""
+    found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for entry in module.parameters(recurse=False):
-            owners.setdefault(id(entry), []).append(module)
-    entries = dict(model.named_parameters(remove_duplicate=False))
+            found.setdefault(id(entry), []).append(module)
+    return found
+
+
+def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] | None]:
+    """Group name → the layers whose inputs are its units.
+
+    None where units are also read in another way, such as by a norm's scale, a grouped convolution or a parametrised weight.
+    """
+    owners, entries = owners_of(model), dict(model.named_parameters(remove_duplicate=False))
 
     def readers(group: UnitGroup) -> list[Reader] | None:
         found: dict[tuple[nn.Module, int], Reader] = {}
@@ -88,12 +87,7 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] |
 
 
 class InputViews:
-    """While active, notes the input of each call of some layers.
-
-    Args:
-        layers: Which layers.
-        differentiable: Whether the inputs are made to carry gradients.
-    """
+    """While active, notes the input of each call of some layers, and makes it carry gradients if it is to be differentiable."""
 
     def __init__(self, layers: set[nn.Module], *, differentiable: bool) -> None:
         self._layers = layers
@@ -133,12 +127,6 @@ def gate_moments(
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
     examples on the first axis of their input. Elsewhere the gradient g of a batch of B examples stands for B examples: the
     mean square is estimated by B·g², which is exact in expectation where the mean is zero.
-
-    Args:
-        criterion: Has the batches and the loss.
-        model: The dense model; its parameters, gradients, modes and flags stay as they are.
-        graph: Its units.
-        reduction: How the loss treats the examples of a batch.
 
     Returns:
         Group name → moments, on the CPU, float64.

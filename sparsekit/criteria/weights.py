@@ -64,14 +64,7 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
 
 
 def unit_sums(group: UnitGroup, weights: StateDict, slices: Iterable[int], *, order: Order) -> Tensor:
-    """Σ |θ| or Σ θ² over some slices of each unit: float (units,), 0 where there are none.
-
-    Args:
-        group: The units.
-        weights: The dense state.
-        slices: Positions in `group.slices`.
-        order: 1 for absolute values, 2 for squares.
-    """
+    """Σ |θ| or Σ θ² over the slices at some positions in `group.slices`: float (units,), 0 where there are none."""
     total: Tensor | None = None
     for i in slices:
         piece = group.slices[i]

@@ -45,14 +45,7 @@ def measure_shrinkage(
     """Find with which groups each call shrinks.
 
     A call that the lengths of narrow passes do not explain counts as one that no mask changes, so that costs are then too high
-    and never too low.
-
-    Args:
-        model: The dense model.
-        graph: Its units.
-        dense: A pass of it.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
+    and never too low. `dense` is a pass of the model.
 
     Returns:
         Number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not change.

@@ -1,4 +1,4 @@
-"""How long a call takes, and times of layers that were measured before, in the cache folder of the platform."""
+"""How long a call takes, a model in eval mode meanwhile, and times of layers that were measured before, kept on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,19 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
         return time.perf_counter() - start
 
     return timed
+
+
+@contextlib.contextmanager
+def evaluated(*models: nn.Module) -> Iterator[None]:
+    """Eval mode meanwhile; each module goes back to its own."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def cache_folder() -> Path:

@@ -25,7 +25,7 @@ from sparsekit.measure.shapes import Array, Axes, Volumes
 from sparsekit.measure.tracker import CostTracker, Meter
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
-from sparsekit.tracing.inputs import map_tensors
+from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,6 @@ class CostModel:
         )
 
 
-def _first_tensor(values: Any) -> Tensor | None:
-    if isinstance(values, Tensor):
-        return values
-    items = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
-    return next((found for found in map(_first_tensor, items) if found is not None), None)
-
-
 def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **example_kwargs: Any) -> CostModel:
     """Run the model once and note which weight is used at how many positions.
 
@@ -281,7 +274,7 @@ def _copies(
 def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
     recorder = record_pass(copied, args, kwargs)
-    first = _first_tensor([*args, *kwargs.values()])
+    first = next(iter(find_tensors([*args, *kwargs.values()])), None)
     moves = measure_shrinkage(copied, graph, recorder, args, kwargs)
     return CostModel(
         graph=graph,

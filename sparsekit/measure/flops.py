@@ -140,12 +140,7 @@ def entry_keys(model: nn.Module) -> dict[int, str]:
 
 
 def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-    """Run the model once and watch.
-
-    Args:
-        model: In the mode that is to be counted.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
+    """Run the model once, in its mode, and watch.
 
     Raises:
         TraceError: the model fails on the inputs.

@@ -118,15 +118,7 @@ class LatencyMeter:
 def measure_latency(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float = 0.5, least: int = 5
 ) -> float:
-    """Median milliseconds of a forward pass without gradients, after two passes to warm up.
-
-    Args:
-        model: In the mode that is to be measured.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        seconds: Passes are repeated for about as long,
-        least: and at least so often.
-    """
+    """Median milliseconds of a forward pass without gradients, after two to warm up; takes `seconds`, and `least` passes."""
     timed = stopwatch(device_of(model, args))
     times: list[float] = []
     with torch.no_grad():
@@ -143,15 +135,7 @@ def measure_table(
     graph: UnitGraph,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
 ) -> LatencyMeter:
-    """Measure the layers of a model at some widths, or read what was measured before.
-
-    Args:
-        model: The dense model; not changed.
-        args: Positional inputs: the batch whose latency is meant.
-        kwargs: Keyword inputs.
-        graph: The units.
-        rules: Rules for layers of your own.
-    """
+    """Measure the layers of the dense model at some widths, on the batch that is meant, or read what was measured before."""
     copied = copy_with(model, {}).eval()
     try:
         light = without_data(copied, args, kwargs)

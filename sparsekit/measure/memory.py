@@ -110,14 +110,7 @@ def measure_memory(
     graph: UnitGraph,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
 ) -> MemoryMeter:
-    """Make the meter of a model.
-
-    Args:
-        model: The dense model; not changed.
-        args: Positional inputs: the batch that the peak is of.
-        kwargs: Keyword inputs.
-        graph: The units.
-        rules: Rules for layers of your own.
+    """Make the meter of the dense model, for the batch that the peak is of.
 
     Raises:
         TraceError: the model fails on the inputs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sparsekit._torch import DispatchMode, operator_packet
-from sparsekit.measure.clock import device_of, stopwatch
+from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.measure.runtimes import prepare
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
@@ -63,19 +63,15 @@ def measure_pair(
 ) -> tuple[TimePair, ...]:
     """Time two models in turns: for one example and for all of the inputs, with one thread and with all.
 
-    Args:
-        before: The dense model; runs in eval mode and is left in its own.
-        after: The pruned model, likewise.
-        args: Positional inputs. Where a model does not take one example of them, only all are timed.
-        kwargs: Keyword inputs.
-        seconds: How long each of the at most four measurements takes; one turn at least.
+    Where a model does not take one example, only all are timed. Each of the at most four measurements takes `seconds`, and one
+    turn at least.
     """
     everything = (args, dict(kwargs))
     batch = next((len(tensor) for tensor in find_tensors(everything) if tensor.dim()), 1)
     inputs = {batch: everything}
     if batch > 1:
         one = map_tensors(lambda tensor: tensor[:1] if tensor.dim() and len(tensor) == batch else tensor, everything)
-        with contextlib.suppress(Exception), _evaluated(before, after):  # a model may be made for one size of batch
+        with contextlib.suppress(Exception), evaluated(before, after):  # a model may be made for one size of batch
             before(*one[0], **one[1])
             inputs = {1: one, **inputs}
     threads = sorted({1, torch.get_num_threads()}) if device_of(before, *everything).type == "cpu" else [0]
@@ -88,14 +84,7 @@ def measure_pair(
 
 def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
     """Milliseconds of each module that has weights of its own in a forward pass: name → the least of all passes, with "" for
-    a whole pass.
-
-    Args:
-        model: Runs in eval mode and is left in its own.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        passes: Number of passes, after one to warm up.
-    """
+    a whole pass. A pass before warms up."""
     synchronize = torch.get_device_module(device_of(model, args, kwargs)).synchronize
     begun: dict[str, float] = {}
     spent: dict[str, float] = {}
@@ -109,7 +98,7 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         synchronize()
         spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun[name]
 
-    with torch.no_grad(), _evaluated(model), contextlib.ExitStack() as hooks:
+    with torch.no_grad(), evaluated(model), contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if name and not any(module.children()) and any(True for _ in module.parameters()):
                 hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: begin(name)).remove)
@@ -140,16 +129,9 @@ class _Copies(DispatchMode):
 
 
 def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 3) -> float:
-    """Milliseconds of a forward pass in which tensors are joined or laid out anew: the least of all passes.
-
-    Args:
-        model: Runs in eval mode and is left in its own.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        passes: Number of passes, the first of which warms up.
-    """
+    """Milliseconds of a forward pass in which tensors are joined or laid out anew: the least of all passes."""
     found = []
-    with torch.no_grad(), _evaluated(model):
+    with torch.no_grad(), evaluated(model):
         for _ in range(passes):
             with _Copies(device_of(model, args, kwargs)) as copies:
                 model(*args, **kwargs)
@@ -168,11 +150,11 @@ def measure_turns(
     seconds: float = 0.5,
     runtime: str = "eager",
 ) -> TimePair:
-    """Time two models in turns.
+    """Time two models in turns, both in eval mode meanwhile.
 
     Args:
-        before: The dense model; runs in eval mode and is left in its own.
-        after: The pruned model, likewise.
+        before: The dense model.
+        after: The pruned model.
         args: Positional inputs.
         kwargs: Keyword inputs.
         batch: Number of examples, for the record.
@@ -189,7 +171,7 @@ def measure_turns(
     try:
         if threads:
             torch.set_num_threads(threads)
-        with torch.no_grad(), _evaluated(before, after):
+        with torch.no_grad(), evaluated(before, after):
             first, second = (prepare(model, runtime, args, kwargs) for model in (before, after))
             for _ in range(_WARM):
                 timed(first), timed(second)
@@ -202,16 +184,3 @@ def measure_turns(
     old, new = 1000 * np.median(np.array(turns), axis=0)
     low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
     return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns), runtime)
-
-
-@contextlib.contextmanager
-def _evaluated(*models: nn.Module) -> Iterator[None]:
-    """Eval mode meanwhile; each module goes back to its own."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

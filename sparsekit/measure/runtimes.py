@@ -16,13 +16,7 @@ RUNTIMES = ("eager", "compile", "export", "onnx")
 
 
 def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
-    """A call without arguments that runs a model on its inputs.
-
-    Args:
-        model: In eval mode.
-        runtime: One of `RUNTIMES`.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
+    """A call without arguments that runs a model, in eval mode, on its inputs.
 
     Raises:
         InvalidValueError: another runtime.

@@ -115,7 +115,7 @@ def probe_shapes(
         rules: Rules for layers of your own.
 
     Returns:
-        How the shapes follow the widths, of tied groups by the name of the first.
+        The shapes, of tied groups by the name of the first.
     """
     dense = list(run(model))
     first, sizes = _widths(graph)

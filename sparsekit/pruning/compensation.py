@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.batches import Batch, read_batches, scoring, split_batch
-from sparsekit.criteria.gate_gradients import InputViews
+from sparsekit.criteria.gate_gradients import InputViews, owners_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -29,7 +29,7 @@ _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True, eq=False)
 class _Reader:
-    """A layer that loses inputs: float columns of its inputs (rows, features), and which of them stay."""
+    """A layer that loses inputs."""
 
     name: str
     layer: nn.Linear | ConvNd
@@ -38,10 +38,6 @@ class _Reader:
 
     def rows(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Random rows of the matrix of inputs of one call, a column for each weight of an output.
-
-        Args:
-            x: The input of the call.
-            generator: The source of randomness.
 
         Returns:
             float (rows, features), spread over examples and positions, and int64 (rows,): the place on the first axis of `x`.
@@ -168,10 +164,7 @@ def compensate(
 
 def _readers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[_Reader]:
     indices = graph.kept_indices(mask)
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for entry in module.parameters(recurse=False):
-            owners[id(entry)] = owners.get(id(entry), 0) + 1
+    owners = owners_of(model)
     averaged = {name for site in graph.norms for name in site.places}
     found = []
     for name, module in model.named_modules():
@@ -180,7 +173,7 @@ def _readers(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> list[_Reader
         )
         key = f"{name}.weight" if name else "weight"
         weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if not plain or weight is None or owners[id(weight)] > 1:
+        if not plain or weight is None or len(owners[id(weight)]) > 1:
             continue
         groups = {group for group, piece in graph.slices_of.get(key, ()) if piece.dim == 1 and piece.side == "in"}
         kept = indices.get(key, {}).get(1)

@@ -23,7 +23,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.model import cost_model
 from sparsekit.pruning.plans import for_rest
-from sparsekit.pruning.selection import Selector, select_groups, select_modules
+from sparsekit.pruning.selection import Selector, makers, select_groups, select_modules
 from sparsekit.pruning.steps import Start
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.removed import Blocks, remove_blocks
@@ -91,9 +91,7 @@ def go_shallow(
         asked: Kind, least and largest share of them that stays.
         keep: Selections of which no branch goes.
         limits: Selection → (least, largest); the least holds for the branches of the selection, too.
-        criterion: What a unit is worth.
-        generator: The source of randomness of criteria that draw.
-        rules: Rules for layers of your own.
+        criterion, generator, rules: As for `prune`.
 
     Returns:
         What is left, with allocation and budget for it.
@@ -261,10 +259,7 @@ def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]
 
 def _sums(start: Start, found: Blocks, units: Mapping[str, tuple[str, ...]], worth: Mapping[str, Any]) -> dict[str, float]:
     """What the units inside are worth together; without units nothing is known, and the branch goes last."""
-    homes = {
-        name: {piece.name.rpartition(".")[0] for piece in group.slices if piece.side == "out"}
-        for name, group in start.graph.groups.items()
-    }
+    homes = makers(start.graph)
     sums = {}
     for unit, blocks in units.items():
         own = [part.module for block in blocks for part in found.blocks[block].parts] or list(

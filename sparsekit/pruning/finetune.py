@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split_batch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import clone
+from sparsekit.measure.clock import evaluated
 from sparsekit.pruning.checkpoint import loader_generators, read_checkpoint, write_checkpoint
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import UnitRegularizer
@@ -148,7 +149,8 @@ def finetune(
         autocast=lambda: torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext(),
     )
     path = None if checkpoint is None else Path(checkpoint)
-    with _modes_put_back(model, distillation), torch_scope(np.random.default_rng(seed)):
+    teachers = [] if distillation is None else [distillation.teacher]
+    with evaluated(model, *teachers), torch_scope(np.random.default_rng(seed)):
         progress_made = _Progress([], None, None, 0)
         if path is not None and resume and path.exists():
             progress_made = _load(path, run, batches)
@@ -166,19 +168,6 @@ def finetune(
         if progress_made.best is not None:
             model.load_state_dict(progress_made.best)
     return FineTuned(model, tuple(progress_made.history), progress_made.best_epoch or len(progress_made.history))
-
-
-@contextlib.contextmanager
-def _modes_put_back(model: nn.Module, distillation: Distillation | None) -> Iterator[None]:
-    modules = [*model.modules(), *(distillation.teacher.modules() if distillation is not None else ())]
-    modes = [(module, module.training) for module in modules]
-    try:
-        if distillation is not None:
-            distillation.teacher.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @dataclass

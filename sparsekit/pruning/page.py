@@ -25,15 +25,7 @@ _TEXTS = {"metric", "a pass of", "what", "step", "group", "kind", "module", "rea
 
 
 def draw_widths(layers: Sequence[LayerReport], *, what: str = "width") -> str:
-    """A bar for each layer: pale for the dense model, dark for what is kept.
-
-    Args:
-        layers: In forward order.
-        what: "width" for output widths, "flops" for FLOPs of one example.
-
-    Returns:
-        An SVG element.
-    """
+    """An SVG element: a bar for the output "width" or the "flops" of each layer, pale where dense and dark for what is kept."""
     names = [_short(layer.name) for layer in layers]
     left = 12 + 7 * max((len(name) for name in names), default=0)
     row, wide, right = 18, 460, 270

@@ -209,13 +209,7 @@ def count_denormals(model: nn.Module) -> int:
 def describe(
     graph: UnitGraph, costs: CostModel, counts: Mapping[str, int]
 ) -> tuple[tuple[GroupReport, ...], tuple[LayerReport, ...]]:
-    """Groups and layers before and after.
-
-    Args:
-        graph: Units of the dense model.
-        costs: Costs of the dense model.
-        counts: Group name → units kept.
-    """
+    """Groups and layers of the dense model, with its costs, before and after."""
     dense = {name: group.size for name, group in graph.groups.items()}
     before, after = costs.entry_costs(dense), costs.entry_costs(counts)
     made = makers(graph)

@@ -21,13 +21,10 @@ _KINDS = get_args(Kind)
 
 def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
     """Group name → names of the modules that make its units, in the order of the slices."""
-    found: dict[str, dict[str, None]] = {}
-    for group in graph.groups.values():
-        own = found.setdefault(group.name, {})
-        for piece in group.slices:
-            if piece.side == "out":
-                own[piece.name.rpartition(".")[0]] = None
-    return {name: tuple(own) for name, own in found.items()}
+    return {
+        name: tuple(dict.fromkeys(piece.name.rpartition(".")[0] for piece in group.slices if piece.side == "out"))
+        for name, group in graph.groups.items()
+    }
 
 
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
@@ -36,11 +33,6 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     A name stands for a group or for a module with all that is inside it. "channel", "feature", "cell" and "head" stand for all
     units of the kind, where no module has that name. Any other text is a regular expression that must match the whole name of a
     group or of a module that makes its units.
-
-    Args:
-        model: The model that was traced.
-        graph: Its units.
-        selector: What is meant.
 
     Returns:
         Names of groups, in the order of the graph: none where the units of what is meant are all fixed, as those of an output
@@ -71,32 +63,26 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
     """
     modules = dict(model.named_modules())
     if isinstance(selector, str):
-        if selector in others:
-            chosen = {selector} | set(_inside(modules, (selector,)))
-        elif selector in modules:
-            chosen = set(_inside(modules, (selector,)))
-        else:
-            chosen = _matching(selector, {*modules, *others} - {""})
-    elif isinstance(selector, type) and issubclass(selector, nn.Module):
+        if selector not in others and selector not in modules:
+            return _matching(selector, {*modules, *others} - {""})
+        return {selector, *_inside(modules, (selector,))}
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
         chosen = {name for name, module in modules.items() if isinstance(module, selector)}
-        if not chosen:
-            types = {type(module).__name__ for module in modules.values()}
-            raise UnknownNameError(
-                f"the model has no module of type {selector.__name__!r}; {nearest(selector.__name__, types)}"
-            )
-    elif isinstance(selector, nn.Module):
+        if chosen:
+            return chosen
+        types = {type(module).__name__ for module in modules.values()}
+        raise UnknownNameError(f"the model has no module of type {selector.__name__!r}; {nearest(selector.__name__, types)}")
+    if isinstance(selector, nn.Module):
         homes = [name for name, module in modules.items() if module is selector]
-        if not homes:
-            raise UnknownNameError(
-                f"this {type(selector).__name__} is no module of the {type(model).__name__} that is pruned;"
-                " pass a module of that very model, or its name"
-            )
-        chosen = set(_inside(modules, homes))
-    else:
-        raise InvalidValueError(
-            f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
+        if homes:
+            return set(_inside(modules, homes))
+        raise UnknownNameError(
+            f"this {type(selector).__name__} is no module of the {type(model).__name__} that is pruned;"
+            " pass a module of that very model, or its name"
         )
-    return chosen
+    raise InvalidValueError(
+        f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
+    )
 
 
 def _inside(modules: Mapping[str, nn.Module], roots: Iterable[str]) -> list[str]:
@@ -129,16 +115,7 @@ def _shortlist(name: str, known: set[str]) -> str:
 def read_limits(
     model: nn.Module, graph: UnitGraph, keep: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
 ) -> Limits:
-    """Limits by group from selections.
-
-    Args:
-        model: The model that was traced.
-        graph: Its units.
-        keep: What stays whole, with the groups that must keep equally many units.
-        limits: Selection → (least, largest) share; where several select a group, all hold.
-
-    Returns:
-        Group name → (least, largest) share.
+    """Limits by group from selections: all hold that select a group, and `keep` goes over them, with the groups tied to it.
 
     Raises:
         UnknownNameError: a selection means nothing.
@@ -147,15 +124,6 @@ def read_limits(
     if isinstance(keep, str | type | nn.Module):
         raise InvalidValueError(f"keep must be a list of selections, got {keep!r}; pass [{keep!r}]")
     found: dict[str, tuple[float, float]] = {}
-
-    def narrow(name: str, least: float, largest: float, source: object) -> None:
-        old = found.get(name, (0.0, 1.0))
-        found[name] = max(old[0], least), min(old[1], largest)
-        if found[name][0] > found[name][1]:
-            raise InvalidValueError(
-                f"the limits of group {name!r} contradict each other, with {source!r} last; keep goes over limits"
-            )
-
     for selector, pair in limits.items():
         check_limits({str(selector): pair})
         groups = select_groups(model, graph, selector)
@@ -165,7 +133,12 @@ def read_limits(
                 " groups and why others are fixed"
             )
         for name in groups:
-            narrow(name, *pair, selector)
+            old = found.get(name, (0.0, 1.0))
+            found[name] = max(old[0], pair[0]), min(old[1], pair[1])
+            if found[name][0] > found[name][1]:
+                raise InvalidValueError(
+                    f"the limits of group {name!r} contradict each other, with {selector!r} last; keep goes over limits"
+                )
     kept = {name for selector in keep for name in select_groups(model, graph, selector)}
     for groups in graph.tied_sets:
         if kept & set(groups):

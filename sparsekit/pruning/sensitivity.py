@@ -14,6 +14,7 @@ from sparsekit.criteria.base import check_scores
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
+from sparsekit.measure.clock import evaluated
 from sparsekit.progress import track
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import find_tensors
@@ -35,14 +36,8 @@ def output_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """
 
     def run(module: nn.Module) -> Tensor:
-        training = module.training
-        module.eval()
-        try:
-            with torch.no_grad():
-                found = [t.double().reshape(-1) for t in find_tensors(module(*args, **kwargs)) if t.is_floating_point()]
-        finally:
-            module.train(training)
-        return torch.cat(found)
+        with torch.no_grad(), evaluated(module):
+            return torch.cat([t.double().reshape(-1) for t in find_tensors(module(*args, **kwargs)) if t.is_floating_point()])
 
     dense = run(model)
     return lambda small: -float((run(small) - dense).norm() / dense.norm().clamp_min(1e-30))

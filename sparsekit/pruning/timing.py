@@ -34,14 +34,7 @@ def with_times(
 ) -> PruneReport:
     """The report with times before and after, the five layers where most time is left, and the likely reason if it is slow.
 
-    Args:
-        report: Report of the cut.
-        before: The dense model.
-        after: The pruned model.
-        graph: The units of the dense model.
-        args: Positional example inputs.
-        kwargs: Keyword example inputs.
-        runtimes: What else runs both models, on all example inputs and threads; one that cannot leaves a note.
+    `runtimes` are what else runs both models, on all example inputs and threads; one that cannot leaves a note.
     """
     times = measure_pair(before, after, args, kwargs)
     notes = [*report.notes]
