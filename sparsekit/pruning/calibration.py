@@ -17,10 +17,7 @@ _CLOSE = 0.95
 def meet_latency(budget: Budget, limit_ms: float, cut: Callable[[Budget], tuple[T, float]]) -> tuple[T, float]:
     """Ask the table for other milliseconds until the narrow model, measured, is within the limit and near it.
 
-    Args:
-        budget: What was asked, in absolute numbers.
-        limit_ms: The limit that the measured model must meet.
-        cut: Budget → what comes of it, and its measured milliseconds.
+    `cut` makes of a budget, in absolute numbers, what comes of it and its measured milliseconds.
 
     Returns:
         What came nearest to the limit without exceeding it, and its milliseconds.

@@ -155,11 +155,6 @@ def test_what_cannot_be_meant_is_refused(net: nn.Module, limits: Any, message: s
         sk.prune(net, (torch.randn(2, 8),), budget="flops=50%", limits=limits)
 
 
-def examples_of(args: Any, kwargs: Any) -> int:
-    first: Tensor = [*args, *kwargs.values()][0]
-    return len(first)
-
-
 NAMES = ["bert", "gpt", "llama", "resnet-small", "transformer-encoder", "vit-separate"]
 
 
@@ -174,9 +169,8 @@ def test_no_budget_is_exceeded(name: str, share: float, stays: float, alone: boo
         )
     except sk.BudgetError:
         return
-    assert sk.count_cost(pruned.model, *args, **kwargs).flops_compact == pruned.report.after["flops"] * examples_of(
-        args, kwargs
-    )
+    examples = len([*args, *kwargs.values()][0])
+    assert sk.count_cost(pruned.model, *args, **kwargs).flops_compact == pruned.report.after["flops"] * examples
     assert pruned.report.after["flops"] <= pruned.report.limits["flops"]
     with torch.no_grad():
         call.call(pruned.model)

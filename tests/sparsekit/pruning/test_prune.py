@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import Schedule
-from sparsekit.errors import (
-    InvalidValueError,
-    MissingImportanceError,
-    UnknownNameError,
-)
+from sparsekit.errors import InvalidValueError, MissingImportanceError, UnknownNameError
 from sparsekit.graph.edit import narrow
 from sparsekit.pruning.report import PruneReport
 
@@ -141,10 +137,7 @@ def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None
 def test_the_graph_of_a_narrow_model_is_what_a_trace_of_it_finds(name: str) -> None:
     model, args, kwargs = zoo.build(name)
     graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-    keep = {}
-    for group in graph.groups.values():
-        keep[group.name] = torch.arange(group.size) % 2 == 0
-    mask = sk.UnitMask(keep)
+    mask = sk.UnitMask({name: torch.arange(group.size) % 2 == 0 for name, group in graph.groups.items()})
     small = narrow(graph, mask)
     half = sk.UnitMask({name: torch.arange(group.size) < max(1, group.size // 2) for name, group in small.groups.items()})
     both = dict(mask)

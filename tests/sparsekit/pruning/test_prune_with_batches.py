@@ -84,13 +84,8 @@ def test_every_step_of_a_schedule_is_repaired_before_it_is_trained_on() -> None:
     model, batches = trained()
     losses = []
     sk.prune(
-        model,
-        batches[0][0][:1],
-        budget="flops=25%",
-        batches=batches,
-        loss=F.cross_entropy,
-        schedule=Schedule("linear", 3),
+        model, batches[0][0][:1], budget="flops=25%", batches=batches, loss=F.cross_entropy, schedule=Schedule("linear", 3),
         finetune=lambda small, step: losses.append(loss_of(small, batches)),
-    )
+    )  # fmt: skip
     assert len(losses) == 3
     assert max(losses) < 1.0
