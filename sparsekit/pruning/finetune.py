@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -151,43 +151,27 @@ def finetune(
     path = None if checkpoint is None else Path(checkpoint)
     teachers = [] if distillation is None else [distillation.teacher]
     with evaluated(model, *teachers), torch_scope(np.random.default_rng(seed)):
-        progress_made = _Progress([], None, None, 0)
         if path is not None and resume and path.exists():
-            progress_made = _load(path, run, batches)
-        for epoch in range(len(progress_made.history) + 1, epochs + 1):
+            run.load(path, batches)
+        for epoch in range(len(run.history) + 1, epochs + 1):
             begun = time.perf_counter()
             mean = run.train(read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress))
             score = None if validation is None else run.score(validation)
             run.end_epoch(mean if score is None else -score)
             rate = float(optimizer.param_groups[0]["lr"])
-            progress_made.add(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun), model)
+            run.add(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
             if path is not None:
-                _save(path, run, batches, progress_made)
+                run.save(path, batches)
             if on_epoch is not None:
-                on_epoch(progress_made.history[-1])
-        if progress_made.best is not None:
-            model.load_state_dict(progress_made.best)
-    return FineTuned(model, tuple(progress_made.history), progress_made.best_epoch or len(progress_made.history))
-
-
-@dataclass
-class _Progress:
-    """What has been reached: the records, and the best state so far."""
-
-    history: list[EpochRecord]
-    best: dict[str, Tensor] | None
-    best_score: float | None
-    best_epoch: int
-
-    def add(self, record: EpochRecord, model: nn.Module) -> None:
-        self.history.append(record)
-        if record.score is not None and (self.best_score is None or record.score > self.best_score):
-            self.best, self.best_score, self.best_epoch = clone(model.state_dict()), record.score, record.epoch
+                on_epoch(run.history[-1])
+        if run.best is not None:
+            model.load_state_dict(run.best)
+    return FineTuned(model, tuple(run.history), run.best_epoch or len(run.history))
 
 
 @dataclass
 class _Run:
-    """The parts of a training step."""
+    """The parts of a training step, the records, and the best state so far."""
 
     model: nn.Module
     loss: Loss | None
@@ -199,11 +183,10 @@ class _Run:
     regularizer: UnitRegularizer | None
     clip_norm: float | None
     autocast: Callable[[], Any]
-
-    def parts(self) -> dict[str, Any]:
-        """What has a state."""
-        found = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "regularizer")}
-        return {name: part for name, part in found.items() if part is not None}
+    history: list[EpochRecord] = field(default_factory=list)
+    best: dict[str, Tensor] | None = None
+    best_score: float | None = None
+    best_epoch: int = 0
 
     def train(self, batches: Iterator[Batch]) -> float:
         """One epoch; the mean loss over its batches."""
@@ -219,14 +202,16 @@ class _Run:
             total, count = total + value, count + 1
         return total / count
 
-    def _step(self, batch: Batch) -> float:
+    def _loss(self, batch: Batch, distillation: Distillation | None = None) -> Tensor:
         args, kwargs, target = split_batch(batch, keep_target=self.loss is None)
         with self.autocast():
-            teacher = None if self.distillation is None else self.distillation.teach(args, kwargs)
+            teacher = None if distillation is None else distillation.teach(args, kwargs)
             outputs = self.model(*args, **kwargs)
             value = loss_of(outputs, target, self.loss)
-            if self.distillation is not None and teacher is not None:
-                value = self.distillation.combine(value, outputs, teacher)
+            return value if distillation is None or teacher is None else distillation.combine(value, outputs, teacher)
+
+    def _step(self, batch: Batch) -> float:
+        value = self._loss(batch, self.distillation)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(value).backward()
         if self.clip_norm is not None or self.regularizer is not None:
@@ -259,43 +244,50 @@ class _Run:
             if callable(validation):
                 found = float(validation(self.model))
             else:
-                losses = []
-                for batch in read_batches(validation, self.model, "Validation"):
-                    args, kwargs, target = split_batch(batch, keep_target=self.loss is None)
-                    with self.autocast():
-                        losses.append(float(loss_of(self.model(*args, **kwargs), target, self.loss)))
+                losses = [float(self._loss(batch)) for batch in read_batches(validation, self.model, "Validation")]
                 found = -sum(losses) / len(losses)
         if math.isnan(found):
             raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
         return found
 
+    def add(self, record: EpochRecord) -> None:
+        self.history.append(record)
+        if record.score is not None and (self.best_score is None or record.score > self.best_score):
+            self.best, self.best_score, self.best_epoch = clone(self.model.state_dict()), record.score, record.epoch
 
-def _save(path: Path, run: _Run, batches: Any, made: _Progress) -> None:
-    state = {name: part.state_dict() for name, part in run.parts().items()}
-    progress = {**vars(made), "history": [asdict(record) for record in made.history]}
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    loader = [generator.get_state() for generator in loader_generators(batches)]
-    write_checkpoint(
-        path, {"state": state, "progress": progress, "rng": torch.random.get_rng_state(), "cuda": cuda, "loader": loader}
-    )
+    def _parts(self) -> dict[str, Any]:
+        """What has a state."""
+        found = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "regularizer")}
+        return {name: part for name, part in found.items() if part is not None}
 
+    def save(self, path: Path, batches: Any) -> None:
+        found = {
+            "state": {name: part.state_dict() for name, part in self._parts().items()},
+            "history": [asdict(record) for record in self.history],
+            "best": (self.best, self.best_score, self.best_epoch),
+            "rng": torch.random.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            "loader": [generator.get_state() for generator in loader_generators(batches)],
+        }
+        write_checkpoint(path, found)
 
-def _load(path: Path, run: _Run, batches: Any) -> _Progress:
-    found = read_checkpoint(path)
-    own = {name: entry.shape for name, entry in run.model.state_dict().items()}
-    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
-    if own != theirs:
-        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-        raise InvalidValueError(
-            f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or resume=False"
-        )
-    for name, part in run.parts().items():
-        if name in found["state"]:
-            part.load_state_dict(found["state"][name])
-    torch.default_generator.set_state(found["rng"])
-    if found["cuda"]:
-        torch.cuda.set_rng_state_all(found["cuda"])
-    for generator, state in zip(loader_generators(batches), found["loader"]):
-        generator.set_state(state)
-    made = found["progress"]
-    return _Progress(**{**made, "history": [EpochRecord(**record) for record in made["history"]]})
+    def load(self, path: Path, batches: Any) -> None:
+        found = read_checkpoint(path)
+        own = {name: entry.shape for name, entry in self.model.state_dict().items()}
+        theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
+        if own != theirs:
+            differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+            raise InvalidValueError(
+                f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or"
+                " resume=False"
+            )
+        for name, part in self._parts().items():
+            if name in found["state"]:
+                part.load_state_dict(found["state"][name])
+        torch.default_generator.set_state(found["rng"])
+        if found["cuda"]:
+            torch.cuda.set_rng_state_all(found["cuda"])
+        for generator, state in zip(loader_generators(batches), found["loader"]):
+            generator.set_state(state)
+        self.history = [EpochRecord(**record) for record in found["history"]]
+        self.best, self.best_score, self.best_epoch = found["best"]
