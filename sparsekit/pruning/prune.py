@@ -21,7 +21,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
 from sparsekit.measure.widths import best_multiple
 from sparsekit.pruning.depth import go_shallow, limits_of_widths, read_depth
@@ -164,6 +163,8 @@ def prune(
         )
     steps = Steps(
         dense=model,
+        costs=costs,
+        asked=wanted,
         start=start,
         call=call,
         criterion=chosen,
@@ -177,7 +178,7 @@ def prune(
         progress=progress,
     )
     small, mask, history = steps.run(finetune if cut else None)
-    report = _report(steps, small, mask, history, costs, wanted, group_limits, multiples)
+    report = _report(steps, small, mask, history, group_limits, multiples)
     return Pruned(small if cut else model, mask, start.graph, report)
 
 
@@ -186,12 +187,10 @@ def _report(
     small: nn.Module,
     mask: UnitMask,
     history: list[Mapping[str, float]],
-    costs: CostModel,
-    budget: Budget | None,
     limits: Limits,
     multiple_of: Multiples,
 ) -> PruneReport:
-    start, dense, counts = steps.start, costs.dense_costs(), mask.counts()
+    start, budget, dense, counts = steps.start, steps.asked, steps.costs.dense_costs(), mask.counts()
     own_limits: Limits = {name: pair for name, pair in limits.items() if name in start.graph.groups}
     own_limits = getattr(start.allocation, "limits", own_limits)
     own_multiples: Multiples = getattr(start.allocation, "multiple_of", multiple_of)
@@ -220,7 +219,7 @@ def _report(
         before=dense,
         after=start.costs.costs(counts) | ({} if steps.latency_ms is None else {"latency_ms": steps.latency_ms}),
         least=start.costs.costs(least_counts(free)),
-        groups=(*start.rows(costs, counts), *groups),
+        groups=(*start.rows(steps.costs, counts), *groups),
         layers=layers,
         fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in start.graph.fixed],
         steps=history,

@@ -91,6 +91,8 @@ class Steps:
     """From the dense model to the budget: score, allocate, cut, repair and train, once per step."""
 
     dense: nn.Module
+    costs: CostModel  # of the dense model
+    asked: Budget | None
     start: Start
     call: ModelInputs
     criterion: Criterion
@@ -181,8 +183,8 @@ class Steps:
             found = to(allocation)
             pair = measure_turns(self.dense, found[1], self.call.args, self.call.kwargs)
             # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
-            share = self.start.budget is not None and isinstance(self.start.budget.latency_ms, str)
-            return found, self.start.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
+            share = self.asked is not None and isinstance(self.asked.latency_ms, str)
+            return found, self.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
 
         if limit_ms is None:
             return to(allocation)
@@ -195,7 +197,7 @@ class Steps:
         meter, counts = self.start.costs.meters["latency_ms"], found[0].counts()
         self.latency_ms = after
         self.measured |= {
-            "latency_ms before": self.start.costs.dense_costs()["latency_ms"],
+            "latency_ms before": self.costs.dense_costs()["latency_ms"],
             "latency_ms after": after,
             "latency_ms after, by the table": meter.at(counts),
             "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
