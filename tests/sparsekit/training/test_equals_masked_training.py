@@ -113,7 +113,7 @@ EAGER = sk.LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
 def test_importance_that_is_measured_in_the_loss(model: Any, draw: Any, optimizer: str) -> None:
     torch.manual_seed(0)
     train_alike(
-        model().double(), draw, OPTIMIZERS[optimizer], steps=40, ratios={26: 0.3, 33: 0.7}, changes=4,
+        model().double(), draw, OPTIMIZERS[optimizer], steps=56, ratios={26: 0.3, 41: 0.7}, changes=4,
         norm="kept", ratio=0.5, learning=EAGER, relative=1e-8,
     )  # fmt: skip
 
