@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import pytest
-import torch
 from personal import server_context
 
 import sparsekit_fl as fl
@@ -15,20 +14,6 @@ from sparsekit_fl.policies import Constant, Full, LearnableSgd
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
-
-
-def test_the_proximal_shortcut_equals_the_added_gradient() -> None:
-    """Without momentum the pull is an interpolation in place; weight decay of almost nothing takes the other way."""
-    results = []
-    for decay in (0.0, 1e-30):
-        training = dataclasses.replace(tiny_config(rounds=2).training, weight_decay=decay)
-        method = dataclasses.replace(
-            fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1)
-        )
-        config = dataclasses.replace(tiny_config(rounds=2), training=training)
-        results.append(fl.run(method, tiny_problem(), tiny_clients(), config).state)
-    for name, value in results[0].items():
-        assert torch.allclose(value.double(), results[1][name].double(), atol=1e-5), name
 
 
 def test_only_kept_entries_travel() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from personal import training, watched
 
-from sparsekit_fl.methods import fedprox, with_settings
+from sparsekit_fl.methods import fedlps, fedprox, with_settings
+from sparsekit_fl.policies import Constant, LearnableSgd
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -24,13 +27,17 @@ def test_a_stronger_term_holds_clients_nearer(weak, strong) -> None:
     assert sums[1] < sums[0]
 
 
-def test_the_shortcut_in_place_equals_the_longer_gradient() -> None:
-    """Plain SGD interpolates the leaves; weight decay of almost nothing takes the other way."""
-    states = []
-    for decay in (0.0, 1e-30):
-        config = training(tiny_config(rounds=2), weight_decay=decay)
-        states.append(run(with_settings(fedprox(), {"local.proximal": 0.5}), tiny_problem(), tiny_clients(), config).state)
-    assert all(torch.allclose(value.double(), states[1][name].double(), atol=1e-5) for name, value in states[0].items())
+LEARNED = replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1))
+
+
+@pytest.mark.parametrize("method", [with_settings(fedprox(), {"local.proximal": 0.5}), LEARNED], ids=["fedprox", "fedlps"])
+def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
+    """Plain SGD interpolates the leaves, in fedlps under a moving mask; weight decay of almost nothing takes the other way."""
+    near, far = (
+        run(method, tiny_problem(), tiny_clients(), training(tiny_config(rounds=2), weight_decay=decay)).state
+        for decay in (0.0, 1e-30)
+    )
+    assert all(torch.allclose(value.double(), far[name].double(), atol=1e-5) for name, value in near.items())
 
 
 def test_stragglers_do_fewer_epochs() -> None:
