@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from zoo_base import Lambda, add, images, tokens
+from zoo_base import add, images, tokens
 
 add("mlp", images(4, 5), {"0": 8, "2": 6})(
     lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -132,21 +132,19 @@ add("siamese", images(4, 3), {"body.0": 6, "body.2": 4})(
 )
 add("lstm", images(5, 2, 3), {"rnn": 6})(lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6), head=(6, 2))
 add("lstm-stacked", images(2, 5, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
-    lambda: Lambda(
-        lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(3, 6, num_layers=2, batch_first=True), head=nn.Linear(6, 2)
-    )
+    lambda m, x: m.head(m.rnn(x)[0][:, -1]), rnn=lambda: nn.LSTM(3, 6, num_layers=2, batch_first=True), head=(6, 2)
 )
 add("lstm-bidirectional", images(2, 5, 3), {"rnn": 6})(
     lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6, bidirectional=True, batch_first=True), head=(12, 2)
 )
 add("lstm-last-state", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[1][0][-1]), rnn=nn.LSTM(3, 6, num_layers=2), head=nn.Linear(6, 2))
+    lambda m, x: m.head(m.rnn(x)[1][0][-1]), rnn=lambda: nn.LSTM(3, 6, num_layers=2), head=(6, 2)
 )
 add("gru", tokens(9, 5, 2), {"embed": 4, "rnn": 6})(
     lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=lambda: nn.Embedding(9, 4), rnn=lambda: nn.GRU(4, 6), head=(6, 2)
 )
 add("gru-deep", images(5, 2, 3), {"rnn": 4, "rnn#2": 4}, ties=(("rnn", "rnn#2"),))(
-    lambda: Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(3, 4, num_layers=2, bidirectional=True), head=nn.Linear(8, 2))
+    lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.GRU(3, 4, num_layers=2, bidirectional=True), head=(8, 2)
 )
 add("rnn-packed", images(3, 4, 3), {"embed": 4, "rnn": 6})(
     lambda m, x: m.head(m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 3, 1]), batch_first=True))[1][0]),

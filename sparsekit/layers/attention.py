@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -14,16 +15,7 @@ from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 
-_ARGUMENTS = (
-    "query",
-    "key",
-    "value",
-    "key_padding_mask",
-    "need_weights",
-    "attn_mask",
-    "average_attn_weights",
-    "is_causal",
-)
+_ARGUMENTS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
 
 
 def _projections(module: nn.MultiheadAttention) -> list[Tensor]:

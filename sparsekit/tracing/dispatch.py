@@ -15,6 +15,7 @@ from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs
+from sparsekit.tracing.passes import arguments_of
 
 _MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
 _WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
@@ -43,7 +44,7 @@ class Dispatcher(DispatchMode):
         if not self.tracer.watching:
             return result
         schema = operator_schema(func)
-        arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        arguments = dict(zip(arguments_of(func)[0], args, strict=False)) | kwargs
         outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         name = schema.name.split("::")[-1]
         mutates = schema.is_mutable
@@ -98,11 +99,8 @@ class Dispatcher(DispatchMode):
         return True
 
     def _mutate(self, call: Call, after: TensorLabels | None) -> None:
-        written = [
-            call.arguments[argument.name]
-            for argument in operator_schema(call.func).arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in call.arguments
-        ]
+        names, changed = arguments_of(call.func)
+        written = [call.arguments[name] for name in names if name in changed and name in call.arguments]
         for tensor in written:
             if not isinstance(tensor, Tensor):
                 call.fix_inputs(f"operator {call.name!r} writes into several tensors")

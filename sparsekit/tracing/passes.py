@@ -32,7 +32,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 @cache
-def _arguments(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     """The arguments of an operator, and those that it writes to."""
     arguments = operator_schema(func).arguments
     names = tuple(argument.name for argument in arguments)
@@ -57,7 +57,7 @@ class ReadOnly(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        names, written = _arguments(func)
+        names, written = arguments_of(func)
         if written:
             args = tuple(self._apart(v) if name in written else v for name, v in zip(names, args, strict=False))
             kwargs = {name: self._apart(v) if name in written else v for name, v in kwargs.items()}
