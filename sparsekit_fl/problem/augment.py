@@ -130,23 +130,22 @@ def make_augment(text: str) -> Augment:
         UnknownNameError: no augmentation of that name.
         InvalidValueError: a number out of range, or an object that cannot be called.
     """
-    steps: list[Augment] = []
-    for part in (part.strip() for part in text.split(",")):
-        name, colon, number = part.partition(":")
-        if name not in AUGMENTATIONS:
-            if not colon:
-                raise UnknownNameError(
-                    f"unknown augmentation {part!r}; {nearest(part, AUGMENTATIONS)}, or package.module:object"
-                )
-            found = load_object(part)
-            found = found() if isinstance(found, type) else found
-            if not callable(found):
-                raise InvalidValueError(f"augmentation {part!r} must be callable, got {type(found).__name__}")
-            steps.append(found)
-            continue
+    steps = tuple(_named(part.strip()) for part in text.split(","))
+    return steps[0] if len(steps) == 1 else Augmentations(steps)
+
+
+def _named(text: str) -> Augment:
+    name, colon, number = text.partition(":")
+    if name in AUGMENTATIONS:
         try:
             arguments = () if not colon else (int(number),) if name == "crop" else (float(number),)
         except ValueError:
             raise InvalidValueError(f"augmentation {name!r} takes a number, got {number!r}") from None
-        steps.append(AUGMENTATIONS[name](*arguments))
-    return steps[0] if len(steps) == 1 else Augmentations(tuple(steps))
+        return AUGMENTATIONS[name](*arguments)
+    if not colon:
+        raise UnknownNameError(f"unknown augmentation {text!r}; {nearest(text, AUGMENTATIONS)}, or package.module:object")
+    found = load_object(text)
+    made: Augment = found() if isinstance(found, type) else found
+    if not callable(made):
+        raise InvalidValueError(f"augmentation {text!r} must be callable, got {type(made).__name__}")
+    return made
