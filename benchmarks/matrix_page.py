@@ -114,17 +114,18 @@ def page(measured: str) -> str:
     beside = "\n".join(["| with | how | test |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in BESIDE)])
     return f"""# What trains as it should
 
-Each cell compares a `LearnableMask` with masked dense training that is written down plainly (`tests/matrix/reference.py`).
-**yes**: the two agree through a change of mask, a change of ratio, and saving and loading, with `torch.compile` inside and
-without it. Any other combination raises an error that says what to use instead. `autocast float16` has a `GradScaler`, one step
-of which overflows and is skipped. `AdamW8bit` is torchao's; others work where their state lies entry by entry.
+Each cell compares a `LearnableMask` with a plain loop that trains the dense model under the same mask
+(`tests/matrix/reference.py`). **yes**: both agree through a change of mask, a change of ratio, and saving and loading, with and
+without `torch.compile` inside. Any other combination raises an error that says what to use instead. `autocast float16` has a
+`GradScaler`, one step of which overflows and is skipped. `AdamW8bit` is torchao's; others work if they keep one
+number for each weight.
 
 {table()}
 
 ## How near
 
-The distance is the norm of the difference of all weights after seven steps, over the norm of what training has changed. Where
-the state of an optimiser does not follow the mask, it is .06 to .46 (a test breaks it on purpose).
+The distance is the norm of the difference of all weights after seven steps, over the norm of their change by training. It is
+.06 to .46 where the state of an optimiser does not follow the mask (a test breaks it on purpose).
 
 {MARK}
 {measured}
@@ -134,9 +135,8 @@ the state of an optimiser does not follow the mask, it is .06 to .46 (a test bre
 
 {beside}
 
-**A fault of torch** was found on the way: `torch.optim.SGD(fused=True)` of torch 2.13 on a CPU leaves most entries of bfloat16
-and float16 parameters unchanged, without a word. `sparsekit/training/optimizer_hooks.py` tries the kernel once for each dtype
-and device, and refuses it where it fails.
+**A fault of torch**: `torch.optim.SGD(fused=True)` of torch 2.13 on a CPU silently leaves most entries of bfloat16 and float16
+parameters as they are. The kernel is tried once for each dtype and device, and refused where it fails.
 
 ```
 pytest tests/matrix                              # {few} cells: every pair of values of two axes

@@ -1,4 +1,4 @@
-"""Every method on every engine: the same bits? Prints the table of docs/evidence/parity.md.
+"""Every method on every engine: the same bits? docs/howto/devices.md has the answer.
 
     python benchmarks/parity.py                                             all methods, all engines
     python benchmarks/parity.py --methods fedlps fedper --out runs/parity.jsonl
