@@ -15,17 +15,18 @@ more. Tables are Markdown, a row as soon as it is known; docs/evidence/robustnes
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import show
+from replies import Changed
+
 import sparsekit_fl as fl
-from sparsekit_fl.engines.base import ClientPool, Reply
-from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.base import Reply
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 
@@ -38,41 +39,16 @@ RULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class _HostilePool:
-    """A pool of which some clients multiply the changes that they send."""
+def hostile_engine(ids: frozenset[int], factor: float) -> Changed:
+    """An engine in which these clients multiply the changes that they send."""
 
-    def __init__(self, pool: ClientPool, ids: frozenset[int], factor: float) -> None:
-        self._pool, self._ids, self._factor = pool, ids, factor
-        self.workers = pool.workers
-        self.evaluate = pool.evaluate
+    def multiplied(reply: Reply, _round: int) -> Reply:
+        if reply.update is None or reply.client_id not in ids:
+            return reply
+        delta = {name: d * factor if d.is_floating_point() else d for name, d in reply.update.delta.items()}
+        return replace(reply, update=replace(reply.update, delta=delta))
 
-    def map(self, assignments: Sequence[Any], memory_rounds: Mapping[int, int]) -> Iterator[Reply]:
-        """Train; see `ClientPool.map`."""
-        for reply in self._pool.map(assignments, memory_rounds):
-            if reply.update is None or reply.client_id not in self._ids:
-                yield reply
-                continue
-            delta = {name: d * self._factor if d.is_floating_point() else d for name, d in reply.update.delta.items()}
-            yield replace(reply, update=replace(reply.update, delta=delta))
-
-
-@dataclass(frozen=True)
-class Hostile:
-    """An engine in which some clients train as everybody does and send something else.
-
-    Args:
-        ids: Who is hostile.
-        factor: What they multiply their changes by.
-        inner: Runs the clients.
-    """
-
-    ids: frozenset[int]
-    factor: float
-    inner: Embedded = field(default_factory=Embedded)
-
-    def run(self, rounds: Callable[[ClientPool], fl.RunResult], **given: Any) -> fl.RunResult:
-        """Run the loop."""
-        return self.inner.run(lambda pool: rounds(_HostilePool(pool, self.ids, self.factor)), **given)
+    return Changed(multiplied)
 
 
 Settings = tuple[Any, list[Any], fl.RunConfig]
@@ -110,11 +86,9 @@ def _accuracy(scores: Mapping[str, tuple[float, float]] | None) -> float:
 
 def _run(name: str, factor: float, hostile: frozenset[int], settings: Settings, **changes: Any) -> Any:
     problem, clients, config = settings
-    return fl.run(fl.methods.registry[name](), problem, clients, replace(config, **changes), engine=Hostile(hostile, factor))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return fl.run(
+        fl.methods.registry[name](), problem, clients, replace(config, **changes), engine=hostile_engine(hostile, factor)
+    )
 
 
 def attacks(options: argparse.Namespace) -> Iterator[Row]:
@@ -134,8 +108,8 @@ def attacks(options: argparse.Namespace) -> Iterator[Row]:
                         row["stopped"] += 1
                         continue
                     honest = [one for one in result.final.per_client if one.client_id not in hostile]
-                    row["global"].append(_mean([_accuracy(one.shared) for one in honest]))
-                    row["personal"].append(_mean([_accuracy(one.personal) for one in honest]))
+                    row["global"].append(statistics.mean([_accuracy(one.shared) for one in honest]))
+                    row["personal"].append(statistics.mean([_accuracy(one.personal) for one in honest]))
                 yield row
 
 
@@ -170,15 +144,14 @@ TABLES = {"attacks": attacks, "privacy": privacy, "uploads": uploads}
 PERCENT = ("global", "personal")
 
 
-def _cell(row: Row, name: str) -> str:
-    value = row[name]
-    if name in PERCENT or name == "megabytes":
-        if not value:
-            return "–"
-        scale, unit = (100.0, " %") if name in PERCENT else (1.0, "")
-        spread = f" ± {scale * statistics.stdev(value):.1f}" if len(value) > 1 else ""
-        return f"{scale * statistics.mean(value):.1f}{spread}{unit}"
-    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+def _told(row: Row, name: str) -> Any:
+    """Mean ± deviation of the seeds, where there are several numbers."""
+    if not isinstance(row[name], list):
+        return row[name]
+    scale, unit = (100.0, " %") if name in PERCENT else (1.0, "")
+    numbers = [scale * value for value in row[name]]
+    spread = f" ± {statistics.stdev(numbers):.1f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.1f}{spread}{unit}" if numbers else None
 
 
 def main() -> None:
@@ -200,13 +173,8 @@ def main() -> None:
     options = parser.parse_args()
     # Each refused update is a warning, and there are many.
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
-    for number, row in enumerate(TABLES[options.what](options)):
-        if options.json:
-            print(json.dumps(row), flush=True)
-            continue
-        if not number:
-            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
-        print(f"| {' | '.join(_cell(row, name) for name in row)} |", flush=True)
+    rows = TABLES[options.what](options)
+    show(rows if options.json else ({name: _told(row, name) for name in row} for row in rows), options.json)
 
 
 if __name__ == "__main__":

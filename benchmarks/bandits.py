@@ -1,4 +1,4 @@
-"""Regret and time of the bandits in `sparsekit.bandit`, beside PyXAB's algorithms and Optuna's samplers.
+"""Regret and time of the bandits in `sparsekit.bandit`, beside PyXAB's algorithms.
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to benchmarks/bandit_results.json
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
@@ -7,7 +7,7 @@
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
 Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on the objective and the seed alone, so that all
-algorithms meet the same. Needs the extra `bench`, and Optuna for its samplers.
+algorithms meet the same. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -89,23 +89,6 @@ def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
     return ask, lambda reward: algorithm.receive_reward(clock[0], reward), lambda: list(algorithm.get_last_point())
 
 
-def optuna_sampler(name: str, axes: int, seed: int) -> Play:
-    """A sampler of Optuna with its default parameters."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    sampler = {"TPE": optuna.samplers.TPESampler, "GP": optuna.samplers.GPSampler}[name](seed=seed)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    trials: list[Any] = []
-    names = [f"x{axis}" for axis in range(axes)]
-
-    def ask() -> list[float]:
-        trials.append(study.ask())
-        return [trials[-1].suggest_float(axis, 0.0, 1.0) for axis in names]
-
-    return ask, lambda reward: study.tell(trials[-1], reward), lambda: [study.best_params[axis] for axis in names]
-
-
 def at_random(axes: int, seed: int) -> Play:
     """Points drawn uniformly; recommends the one of largest reward."""
     rng = np.random.default_rng(seed)
@@ -122,7 +105,6 @@ def at_random(axes: int, seed: int) -> Play:
 # Those that need to be told the horizon are run once for each; the others once for the longest.
 WITH_HORIZON = {"T_HOO", "POO", "PCT", "VPCT", "StoSOO", "VROOM", "P-UCBV"}
 PYXAB_NAMES = ("T_HOO", "HCT", "VHCT", "POO", "PCT", "VPCT", "Zooming", "StoSOO", "VROOM")
-OPTUNA_NAMES = ("Optuna-TPE", "Optuna-GP")
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV": ("split-ucbv", {}),
     "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
@@ -131,7 +113,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that search an interval alone.
 ONE_AXIS = {"P-UCBV", "E-UCB"}
-NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA_NAMES, "Random")
+NAMES = (*OURS, *PYXAB_NAMES, "Random")
 
 
 def player(name: str, axes: int, horizon: int, seed: int) -> Play:
@@ -140,8 +122,6 @@ def player(name: str, axes: int, horizon: int, seed: int) -> Play:
         return ours(*OURS[name], axes, horizon, seed)
     if name in PYXAB_NAMES:
         return pyxab(name, axes, horizon, seed)
-    if name in OPTUNA_NAMES:
-        return optuna_sampler(name.removeprefix("Optuna-"), axes, seed)
     return at_random(axes, seed)
 
 
@@ -173,18 +153,18 @@ def summary(values: list[float]) -> list[float]:
     return [round(float(np.mean(values)), 5), round(error, 5) if len(values) > 1 else 0.0, len(values)]
 
 
-def measure(name: str, titles: list[str], seeds: int, horizons: tuple[int, ...], out: Path) -> None:
+def measure(name: str, titles: list[str], seeds: int, out: Path) -> None:
     """Play, and put mean, standard error and number of seeds into the file; what is there for the same is replaced."""
     for title in titles:
         if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
-        games: dict[int, list[tuple[float, float]]] = {horizon: [] for horizon in horizons}
+        games: dict[int, list[tuple[float, float]]] = {horizon: [] for horizon in HORIZONS}
         for seed in range(seeds):
             if name in WITH_HORIZON:
-                for horizon in horizons:
+                for horizon in HORIZONS:
                     games[horizon] += trace(name, title, seed, horizon, (horizon,))
             else:
-                for horizon, mark in zip(horizons, trace(name, title, seed, max(horizons), horizons)):
+                for horizon, mark in zip(HORIZONS, trace(name, title, seed, max(HORIZONS), HORIZONS)):
                     games[horizon].append(mark)
         results = json.loads(out.read_text()) if out.exists() else {}
         for horizon, found in games.items():
@@ -272,8 +252,6 @@ def main() -> None:
         if command == "measure":
             sub.add_argument("names", nargs="+", choices=NAMES)
             sub.add_argument("--seeds", type=int, default=20)
-            sub.add_argument("--horizons", type=int, nargs="+", default=list(HORIZONS))
-            sub.add_argument("--only", nargs="+", help="some objectives of the set")
         if command == "time":
             sub.add_argument("--names", nargs="+", default=["SplitUCBV"])
             sub.add_argument("--axes", type=int, nargs="+", default=[1, 2])
@@ -285,11 +263,8 @@ def main() -> None:
     given = parser.parse_args()
     titles = list(SETS[given.set]) if hasattr(given, "set") else []
     if given.command == "measure":
-        strange = sorted(set(given.only or ()) - set(titles))
-        if strange:
-            parser.error(f"--only {', '.join(strange)} is not in the set {given.set!r}; there are {', '.join(titles)}")
         for name in given.names:
-            measure(name, given.only or titles, given.seeds, tuple(given.horizons), given.file)
+            measure(name, titles, given.seeds, given.file)
     elif given.command == "table":
         results = json.loads(given.file.read_text())
         for what in ("cumulative", "simple"):

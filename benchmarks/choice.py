@@ -3,7 +3,6 @@
     python benchmarks/choice.py planted --seeds 3                      a minute per family
     python benchmarks/choice.py images --ratios 0.25 --epochs 4        CIFAR-10, a part of it; `--train 50000` takes all
     python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
-    python benchmarks/choice.py images --network vgg --starts trained --ratios 0.5 0.25 0.125 --epochs 2
     python benchmarks/choice.py tasks --seeds 3                        real data where structure says that choice should matter
     python benchmarks/choice.py planted --trainable --batch 4          the planted layers train too; few examples in a batch
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
@@ -12,11 +11,9 @@ Every run is a line in `--out` (choice.jsonl); lines that are there are not run 
 explores, trains fewer steps by what that cost, as it is spent, so that all arms of a cell have the same FLOPs. `start` is
 "scratch", or "trained": three epochs of the dense network, which are no arm's cost.
 
-The arms: `learned` (a LearnableMask as it comes, in a plain loop; `learned-steps` knows the length of the training), `paper`
-(GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for
-planted units; with a budget of the same FLOPs in place of one ratio: `widths` (learned), `widths-fixed` (its first widths),
-`widths-scratch` (the narrow network of its last widths, from scratch); of tasks `scratch` (the narrow network from scratch, in
-as many FLOPs as the others after the cut; the dense network before it is given to them).
+The arms: `learned` (a LearnableMask as it comes, in a plain loop), `paper` (GradientImportance), `random`, `ordered`,
+`magnitude`, `taylor`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for planted units, and of tasks `scratch` (the
+narrow network from scratch, in as many FLOPs as the others after the cut; the dense network before it is given to them).
 """
 
 from __future__ import annotations
@@ -27,12 +24,15 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from choice_cells import NETWORKS, PLANTED, TASKS, Cell, images, planted, task
+from choice_cells import PLANTED, TASKS, Cell, images, planted, task
+from common import add, read
 
 import sparsekit as sk
 
@@ -44,6 +44,11 @@ FIXED: dict[str, Callable[[Any], Any]] = {
     "taylor": lambda data: sk.criteria.Taylor(data, F.cross_entropy),
     "fisher": lambda data: sk.criteria.Fisher(data, F.cross_entropy),
     "torch-pruning": lambda _: _torch_pruning(),
+}
+ARMS = {
+    "planted": ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"],
+    "images": ["learned", "paper", *FIXED],
+    "tasks": ["learned", "scratch", "random", "magnitude", "taylor", "fisher"],
 }
 
 
@@ -85,11 +90,14 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple
     return right / len(x), taken
 
 
-def _pretrain(cell: Cell, steps: int, seed: int) -> None:
-    """Train the dense network in place."""
-    masked = sk.LearnableMask(cell.model, (cell.train[0][:2],), explore=0.0)
-    _train(masked, cell, steps, seed)
-    cell.model.load_state_dict(masked.dense_state())
+def _pretrained(kept: Path, cell: Cell, options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
+    """The dense network after three epochs, which are trained once for all arms."""
+    if not kept.exists():
+        masked = sk.LearnableMask(cell.model, (cell.train[0][:2],), explore=0.0)
+        _train(masked, cell, 3 * options.train // BATCH, seed)
+        torch.save(masked.dense_state(), kept)
+    state: dict[str, torch.Tensor] = torch.load(kept, weights_only=True)
+    return state
 
 
 def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str, Any]:
@@ -101,38 +109,29 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     uniform = sk.allocation.Uniform(ratio).counts(graph, {})
     narrow = costs.costs(uniform)["flops"]
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
-    budget = sk.Budget(flops=float(narrow))
-    scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
+    scored = arm in ("taylor", "fisher")
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
-    learns = arm in ("learned", "learned-steps", "widths")
-    explores = learns or arm == "paper"
-    planned = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
-    if arm.startswith("widths"):
-        options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
     if arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
-    elif learns and arm != "learned":
-        options |= {"steps": planned, "explore": EXPLORE}
-    elif not learns:  # `learned` is what the class does by itself, in a plain loop
+    elif arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options["explore"] = 0.0
     if arm in FIXED:
         options["start"] = FIXED[arm](data)
     torch.manual_seed(2000 + seed)
     options["generator"] = torch.Generator().manual_seed(3000 + seed)
-    if learns and cell.good:
+    if arm == "learned" and cell.good:
         options["start"] = sk.criteria.Random()
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
     if arm == "oracle":
         _keep(masked, cell.good)
-    first = masked.unit_mask().counts()
     accuracy, taken = _train(masked, cell, max(2, own), seed)
     mask = masked.unit_mask()
     found = [len(units & set(mask[name].nonzero().flatten().tolist())) / len(units) for name, units in _good(cell, mask)]
     return {
         "accuracy": accuracy, "steps": taken, "explored": masked.explored, "widths": list(mask.counts().values()),
-        "first_widths": list(first.values()), "flops": costs.costs(mask.counts())["flops"] / dense,
+        "flops": costs.costs(mask.counts())["flops"] / dense,
         "swapped": getattr(masked._rule, "clock", {}).get("swapped", 0),
         "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),
     }  # fmt: skip
@@ -153,105 +152,46 @@ def _keep(masked: sk.LearnableMask, good: dict[str, set[int]]) -> None:
     masked.resample()
 
 
-def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+def _cells(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[float, int, str], dict[str, Any]]]]:
+    """Name → what trains an arm, of a ratio and a seed."""
     if options.what == "planted":
-        arms = options.arms or ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"]
         for family in options.families:
-            for seed in range(options.seeds):
-                for arm in arms:
-                    name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
-                    name += ", trainable" if options.trainable else ""
-                    key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
-                    yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
-        return
-    if options.what == "tasks":
+            name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
+            yield name + (", trainable" if options.trainable else ""), partial(_planted_run, options, family)
+    elif options.what == "tasks":
         for name in TASKS:
-            for ratio in options.ratios:
-                for seed in range(options.seeds):
-                    for arm in options.arms or ["learned", "scratch", "random", "magnitude", "taylor", "fisher"]:
-                        key = {
-                            "cell": f"task {name} {options.train} images {options.epochs} epochs",
-                            "ratio": ratio,
-                            "arm": arm,
-                            "seed": seed,
-                        }
-                        yield key, lambda n=name, a=arm, s=seed, r=ratio: _task_run(options, n, a, r, s)
-        return
-    arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "paper", *FIXED]
-    for start in options.starts:
-        for ratio in options.ratios:
-            for seed in range(options.seeds):
-                for arm in arms:
-                    key = {"cell": _name(options, start), "ratio": ratio, "arm": arm, "seed": seed}
-                    yield key, lambda a=arm, s=seed, r=ratio, t=start: _image_run(options, a, t, r, s)
+            yield f"task {name} {options.train} images {options.epochs} epochs", partial(_task_run, options, name)
+    else:
+        pixels = "" if options.pooled == 1 else f" {32 // options.pooled} pixels"
+        for start in options.starts:
+            name = f"{options.data}{pixels} {start} {options.train} images {options.epochs} epochs"
+            yield name, partial(_image_run, options, start)
 
 
-def _planted_run(options: argparse.Namespace, arm: str, family: str, seed: int) -> dict[str, Any]:
+def _planted_run(options: argparse.Namespace, family: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
     cell = dataclasses.replace(planted(family, seed, options.device), batch=options.batch)
     if options.trainable:
         cell.model.requires_grad_()
-    return _run(arm, cell, 0.25, options.steps, seed)
+    return _run(arm, cell, ratio, options.steps, seed)
 
 
-def _name(options: argparse.Namespace, start: str) -> str:
-    network = "" if options.network == "small" else f" {options.network}"
-    pixels = "" if options.pooled == 1 else f" {32 // options.pooled} pixels"
-    return f"{options.data}{network}{pixels} {start} {options.train} images {options.epochs} epochs"
+def _image_run(options: argparse.Namespace, start: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
+    sizes = {"train": options.train, "test": options.test, "pooled": options.pooled}
+    cell = images(options.data, seed, options.device, **sizes)
+    if start == "trained":
+        kept = options.out.parent / f"dense-{options.data}-small-{options.train}-{options.pooled}-{seed}.pt"
+        cell.model.load_state_dict(_pretrained(kept, cell, options, seed))
+    return _run(arm, cell, ratio, options.epochs * (options.train // BATCH), seed)
 
 
-def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, seed: int) -> dict[str, Any]:
-    cell = images(
-        options.data,
-        seed,
-        options.device,
-        train=options.train,
-        test=options.test,
-        network=options.network,
-        pooled=options.pooled,
-    )
-    per_epoch = options.train // BATCH
-    if start == "trained" and arm != "widths-scratch":
-        kept = Path(options.out).parent / f"dense-{options.data}-{options.network}-{options.train}-{options.pooled}-{seed}.pt"
-        if kept.exists():
-            cell.model.load_state_dict(torch.load(kept, weights_only=True))
-        else:
-            _pretrain(cell, 3 * per_epoch, seed)
-            torch.save(cell.model.state_dict(), kept)
-    if arm == "widths-scratch":
-        return _scratch(options, cell, start, ratio, seed)
-    return _run(arm, cell, ratio, options.epochs * per_epoch, seed)
-
-
-def _task_run(options: argparse.Namespace, name: str, arm: str, ratio: float, seed: int) -> dict[str, Any]:
+def _task_run(options: argparse.Namespace, name: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
     before, cell = task(name, seed, options.device, train=options.train, test=options.test)
     if arm == "scratch":
         arm = "random"
     else:
-        kept = Path(options.out).parent / f"dense-{name}-{options.train}-{seed}.pt"
-        if not kept.exists():
-            _pretrain(before, 3 * options.train // BATCH, seed)
-            torch.save(before.model.state_dict(), kept)
-        cell.model.load_state_dict(torch.load(kept, weights_only=True))
+        kept = options.out.parent / f"dense-{name}-{options.train}-{seed}.pt"
+        cell.model.load_state_dict(_pretrained(kept, before, options, seed))
     return _run(arm, cell, ratio, options.epochs * len(cell.train[0]) // BATCH, seed)
-
-
-def _scratch(options: argparse.Namespace, cell: Cell, start: str, ratio: float, seed: int) -> dict[str, Any]:
-    """The narrow network with the widths that `widths` has learned, from scratch."""
-    wanted = {"cell": _name(options, start), "ratio": ratio, "arm": "widths", "seed": seed}
-    widths = next(line["widths"] for line in _lines(options.out) if {key: line[key] for key in wanted} == wanted)
-    graph = sk.trace_units(cell.model, cell.train[0][:2])
-    counts = dict(zip(graph.groups, widths, strict=True))
-    scores = {
-        group: torch.rand(units.size, generator=torch.Generator().manual_seed(seed)) for group, units in graph.groups.items()
-    }
-    narrow = sk.compact(cell.model, graph, sk.choose(graph, scores, counts))
-    masked = sk.LearnableMask(narrow, (cell.train[0][:2],), explore=0.0)
-    accuracy, _ = _train(masked, cell, options.epochs * (options.train // BATCH), seed)
-    return {"accuracy": accuracy, "widths": list(masked.unit_mask().counts().values()), "found": None, "explored": 0.0}
-
-
-def _lines(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
 
 
 def _table(lines: list[dict[str, Any]]) -> Iterator[str]:
@@ -291,7 +231,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH, help="examples in a batch, of planted units; few are noise")
     parser.add_argument("--trainable", action="store_true", help="the layers that make the planted units train as well")
     parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
-    parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--starts", nargs="+", choices=["scratch", "trained"], default=["scratch", "trained"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.125, 0.0625])
     parser.add_argument("--epochs", type=int, default=4)
@@ -299,19 +238,19 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=4000, help="test images")
     parser.add_argument("--pooled", type=int, default=1, help="2 averages images to 16 × 16, at a quarter of the work")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", default="benchmarks/choice.jsonl")
+    parser.add_argument("--out", type=Path, default="benchmarks/choice.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what != "table":
-        done = [{key: line[key] for key in ("cell", "ratio", "arm", "seed")} for line in _lines(options.out)]
-        for key, run in _jobs(options):
-            if key in done:
-                continue
-            line = {**key, **run()}
-            with Path(options.out).open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(json.dumps(line), flush=True)
-    print("\n".join(_table(_lines(options.out))))
+        done = [(line["cell"], line["ratio"], line["seed"], line["arm"]) for line in read(options.out)]
+        ratios = [0.25] if options.what == "planted" else options.ratios
+        every = product(_cells(options), ratios, range(options.seeds), options.arms or ARMS[options.what])
+        for (cell, run), ratio, seed, arm in every:
+            if (cell, ratio, seed, arm) not in done:
+                line = {"cell": cell, "ratio": ratio, "arm": arm, "seed": seed, **run(ratio, seed, arm)}
+                add(options.out, line)
+                print(json.dumps(line), flush=True)
+    print("\n".join(_table(read(options.out))))
 
 
 if __name__ == "__main__":

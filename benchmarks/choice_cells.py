@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "PLANTED", "TASKS", "Cell", "images", "planted", "task"]
+__all__ = ["PLANTED", "TASKS", "Cell", "images", "planted", "task"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ PLANTED: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], int, str, 
 
 def planted(family: str, seed: int, device: str) -> Cell:
     """A quarter of the units see the signal, each a part of its own, so that no other set can do without one of them."""
-    make, axes, inputs, _, lr = PLANTED[family]
+    make, axes, inputs, name, lr = PLANTED[family]
     units = 8 if family == "heads" else 16
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -116,8 +116,7 @@ def planted(family: str, seed: int, device: str) -> Cell:
     signal = level[:, seen].relu().sum(1)
     y = (signal > signal.median()).long()
     x, y = x.contiguous().to(device), y.to(device)
-    names = {"lstm": "lstm", "heads": "attention"}.get(family, "0")
-    return Cell(model.to(device), (x[:4000], y[:4000]), (x[4000:], y[4000:]), lr, {names: set(good.tolist())})
+    return Cell(model.to(device), (x[:4000], y[:4000]), (x[4000:], y[4000:]), lr, {name: set(good.tolist())})
 
 
 def _read(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
@@ -144,25 +143,10 @@ def _small(classes: int) -> nn.Module:
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, classes))
 
 
-def _vgg(classes: int) -> nn.Module:
-    """VGG11 of half the usual channels: eight convolutions, of which the first are narrow and the last need little."""
-    parts, entering = [], 3
-    for stage in ((32,), (64,), (128, 128), (256, 256), (256, 256)):
-        for leaving in stage:
-            parts += _block(entering, leaving)
-            entering = leaving
-        parts.append(nn.MaxPool2d(2))
-    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(256, classes))
-
-
-NETWORKS = {"small": _small, "vgg": _vgg}
-"""Name → network of a number of classes, for images of 32 × 32."""
-
-
-def images(name: str, seed: int, device: str, *, train: int, test: int, network: str = "small", pooled: int = 1) -> Cell:
-    """A network on the first images of CIFAR-10 or CIFAR-100, averaged over squares of `pooled` pixels."""
+def images(name: str, seed: int, device: str, *, train: int, test: int, pooled: int = 1) -> Cell:
+    """The small network on the first images of CIFAR-10 or CIFAR-100, averaged over squares of `pooled` pixels."""
     torch.manual_seed(seed)
-    model = NETWORKS[network](100 if name == "cifar100" else 10).to(device)
+    model = _small(100 if name == "cifar100" else 10).to(device)
     (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
     x, xt = (nn.functional.avg_pool2d(pictures, pooled) for pictures in (x, xt))
     return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
+from common import in_turns, over, show
+from step import LR, MODELS
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -42,38 +44,26 @@ from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.server.server import Server
 
-LR = 1e-3
 BATCH = 20
 ROUND = 3
 
 
-def cnn(examples: int) -> tuple[Problem, TensorData]:
-    """The MNIST network and pictures of noise."""
-    return Problem(
-        model=Cnn, example_inputs=(torch.zeros(2, 1, 28, 28),), metrics={"accuracy": accuracy}, channels_last=True
-    ), TensorData((torch.randn(examples, 1, 28, 28),), torch.randint(0, 10, (examples,)))
+METRICS = {"cnn": accuracy, "vgg11": accuracy, "lstm": TokenAccuracy(())}
 
 
-def vgg11(examples: int) -> tuple[Problem, TensorData]:
-    """VGG11 on CIFAR shapes."""
-    return Problem(
-        model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(2, 3, 32, 32),), metrics={"accuracy": accuracy}
-    ), TensorData((torch.randn(examples, 3, 32, 32),), torch.randint(0, 10, (examples,)))
-
-
-def lstm(examples: int) -> tuple[Problem, TensorData]:
-    """The two-layer LSTM on nine tokens."""
-    return Problem(
-        model=NextWordLstm, example_inputs=(torch.zeros(2, 9, dtype=torch.long),), metrics={"accuracy": TokenAccuracy(())}
-    ), TensorData((torch.randint(0, 10_000, (examples, 9)),), torch.randint(0, 10_000, (examples, 9)))
-
-
-MODELS = {"cnn": cnn, "vgg11": vgg11, "lstm": lstm}
+def task(name: str, examples: int) -> tuple[Problem, TensorData]:
+    """A model of `step.py` and noise to train it on."""
+    make, data, _ = MODELS[name]
+    inputs, targets = data(examples)
+    problem = Problem(
+        model=make,
+        example_inputs=(torch.zeros_like(inputs[:2]),),
+        metrics={"accuracy": METRICS[name]},
+        channels_last=name == "cnn",
+    )
+    return problem, TensorData((inputs,), targets)
 
 
 @dataclass
@@ -157,11 +147,11 @@ def timed_loops(times: list[float]) -> Iterator[None]:
     real = context.fit
 
     def timed(*arguments: Any, **options: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             return real(*arguments, **options)
         finally:
-            times[-1] += time.perf_counter() - began
+            times[-1] += time.process_time() - began
 
     context.fit = timed
     try:
@@ -175,7 +165,7 @@ class Case:
 
     def __init__(self, method: str, model: str, ratio: float, steps: int) -> None:
         torch.manual_seed(0)
-        problem, data = MODELS[model](steps * BATCH)
+        problem, data = task(model, steps * BATCH)
         training = TrainingConfig(local_epochs=1, batch_size=BATCH, lr=LR)
         config = RunConfig(rounds=100, cohort=2, training=training)
         self.spec = RunSpec.build(registry[method](), problem, config)
@@ -263,25 +253,24 @@ def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> 
         update = case.once()
     reference = Reference(case, record, update)
     reference.run()
-    loops, rounds, plain = [], [], []
-    for _ in range(repeats):
+    loops: list[float] = []
+
+    def client_round_timed() -> None:
         loops.append(0.0)
-        began = time.perf_counter()
         with timed_loops(loops):
             case.once()
-        rounds.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        reference.run()
-        plain.append(time.perf_counter() - began)
+
+    times = in_turns({"round": client_round_timed, "plain": reference.run}, repeats)
+    times["step"] = loops
     return {
         "model": model,
         "method": method,
         "ratio": round(update.ratio, 4),
-        "step_over_reference": round(statistics.median(a / b for a, b in zip(loops, plain, strict=True)), 3),
-        "round_over_reference": round(statistics.median(a / b for a, b in zip(rounds, plain, strict=True)), 3),
+        "step_over_reference": round(over(times, "step", "plain")[1], 3),
+        "round_over_reference": round(over(times, "round", "plain")[1], 3),
         "flops_over_reference": round(update.cost.flops_compact_training / reference.flops(), 3),
         "passes_per_batch": round(len(record.passes) / steps, 2),
-        "reference_milliseconds": round(1e3 * statistics.median(plain) / len(record.passes), 3),
+        "reference_milliseconds": round(1e3 * statistics.median(times["plain"]) / len(record.passes), 3),
     }
 
 
@@ -289,7 +278,7 @@ def main() -> int:
     """Read the options and print; 1 where a step is over the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=list(registry), help="default: all that are registered")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["cnn"])
+    parser.add_argument("--models", nargs="+", choices=METRICS, default=["cnn"])
     parser.add_argument("--ratio", type=float, default=0.5, help="capability of the client (default 0.5)")
     parser.add_argument("--steps", type=int, default=10, help="batches of 20 per round (default 10)")
     parser.add_argument("--repeats", type=int, default=9, help="measured rounds (default 9)")
@@ -297,28 +286,19 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if not options.json:
-        print(f"{'model':>6} {'method':>16} {'ratio':>6} {'step':>6} {'round':>6} {'flops':>6} {'passes':>6} {'plain ms':>9}")
     slow = []
-    for model in options.models:
-        for method in options.methods:
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for model, method in product(options.models, options.methods):
             try:
                 row = measure(method, model, options.ratio, options.steps, options.repeats)
             except SparsekitError as error:
                 row = {"model": model, "method": method, "refused": str(error)}
             if options.limit is not None and row.get("step_over_reference", 0.0) > options.limit:
                 slow.append(f"{method} on {model}")
-            if options.json:
-                print(json.dumps(row), flush=True)
-            elif "refused" in row:
-                print(f"{model:>6} {method:>16} {row['refused']}", flush=True)
-            else:
-                print(
-                    f"{model:>6} {method:>16} {row['ratio']:>6.3g} {row['step_over_reference']:>6.2f}"
-                    f" {row['round_over_reference']:>6.2f} {row['flops_over_reference']:>6.2f} {row['passes_per_batch']:>6.1f}"
-                    f" {row['reference_milliseconds']:>9.2f}",
-                    flush=True,
-                )
+            yield row
+
+    show(rows(), options.json)
     if slow:
         print(f"over {options.limit}: {', '.join(slow)}", file=sys.stderr)
     return 1 if slow else 0

@@ -14,7 +14,7 @@ warm up, and the last, which scores all clients. `start` is everything else but 
 `scale` starts a process for each case. Every client has a batch of 16 images and takes one step; clients share their images,
 so what grows with K is what is kept per client. `main_cpu_seconds` are those that a round takes of the process that holds
 the server, all its threads together: they depend less than wall seconds on what else the machine does. Memory is the largest
-resident set of each process (VmHWM, Linux), shared pages counted in each. `memories` are the files of the clients' memories,
+resident set of that process (VmHWM, Linux). `memories` are the files of the clients' memories,
 on the disk and in no process.
 """
 
@@ -22,22 +22,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
+import multiprocessing
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import show
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
@@ -116,9 +115,9 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, Load]:
 
     plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, cohort=10)
     clients = PRESETS[preset].clients
-    own = replace(plan, method="engines:idle", problem="engines:vgg_problem", cohort=4)
+    own = plan.replaced(method="engines:idle", problem="engines:vgg_problem", cohort=4)
     return {
-        "messages": Load(replace(plan, method="engines:idle"), clients),
+        "messages": Load(plan.replaced(method="engines:idle"), clients),
         "bytes": Load(own, 4, data="engines:vgg_client"),
         preset: Load(plan, clients),
     }
@@ -174,13 +173,13 @@ def _deployed(load: Load) -> Timing:
             deployment.start_superlink()
             for number, ids in enumerate((f"0-{half - 1}", f"{half}-{load.clients - 1}")):
                 deployment.start_node(f"node-{number}", ids, data=load.data, data_dir=load.plan.data_dir)
-            deployment.submit(replace(load.plan, out=str(out)))
+            deployment.submit(load.plan.replaced(out=str(out)))
             deployment.await_result(out)
         total = time.perf_counter() - began
         return Timing.of([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
 
 
-def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
+def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each engine and load."""
     preset = "mnist" if options.data_dir else "digits"
     known = loads(preset, "" if options.data_dir is None else str(Path(options.data_dir).resolve()), options.rounds)
@@ -191,122 +190,81 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
             timing = _deployed(known[load]) if engine == "deployment" else _here(engine, known[load])
             found[load, engine].append(timing)
             print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
-    rows = []
     for (load, engine), timings in found.items():
         rounds = [seconds for timing in timings for seconds in timing.rounds]
-        rows.append(
-            {
-                "load": load,
-                "engine": engine,
-                "seconds": round(statistics.median(rounds), 4),
-                "least": round(min(rounds), 4),
-                "most": round(max(rounds), 4),
-                "rounds": len(rounds),
-                "megabytes": round(timings[0].bytes / 1e6, 2),
-                "start": round(statistics.median(timing.start for timing in timings), 2),
-            }
-        )
-    return rows
+        yield {
+            "load": load,
+            "engine": engine,
+            "seconds": round(statistics.median(rounds), 4),
+            "least": round(min(rounds), 4),
+            "most": round(max(rounds), 4),
+            "rounds": len(rounds),
+            "megabytes": round(timings[0].bytes / 1e6, 2),
+            "start": round(statistics.median(timing.start for timing in timings), 2),
+        }
 
 
-def _mib(pid: int | str, field: str) -> float:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def _below(pid: int) -> dict[int, str]:
-    """Process id → command line of everything that a process started."""
-    parents, commands = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return {child: commands[child] for child in found[1:]}
+def _peak_mib() -> float:
+    """The largest resident set of this process so far."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 class Watch(Callback):
     """Notes times and memory as a run goes on."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
+    def __init__(self) -> None:
         self.round_ends: list[float] = []
         self.cpu: list[float] = []
-        self.trained = self.scored = self.trained_cpu = self.scored_cpu = 0.0
-        self.early = self.late = self.training_peak = self.peak = 0.0
-        self.workers: list[float] = []
-        self.others = 0.0
+        self.trained = self.scored = self.training_peak = self.peak = 0.0
 
     def on_client_end(self, run: RunView, client_id: int, update: Update | Evaluation | None) -> None:
         """The last update ends the training; the first evaluation begins the scoring, and the last ends it."""
         del run, client_id
         if not isinstance(update, Evaluation):
-            self.trained, self.trained_cpu = time.perf_counter(), time.process_time()
+            self.trained = time.perf_counter()
             return
         if not self.scored:
-            self.late, self.training_peak = _mib("self", "VmRSS"), _mib("self", "VmHWM")
-        self.scored, self.scored_cpu = time.perf_counter(), time.process_time()
+            self.training_peak = _peak_mib()
+        self.scored = time.perf_counter()
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round is over."""
+        del run, record
         self.round_ends.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        if record.round == 2:
-            self.early = _mib("self", "VmRSS")
-        if record.round == self._rounds:
-            self.peak = _mib("self", "VmHWM")
-            below = _below(os.getpid())
-            sizes = {pid: _mib(pid, "VmHWM") for pid in below}
-            ours = [pid for pid, command in below.items() if "ClientAppActor" in command or str(HERE) in command]
-            self.workers = [sizes[pid] for pid in ours]
-            self.others = sum(size for pid, size in sizes.items() if pid not in ours)
+        self.peak = _peak_mib()
 
 
-def one(options: argparse.Namespace) -> dict[str, Any]:
+def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
     """One case of `scale`, in this process."""
+    torch.set_num_threads(1)
     splits = _shared_splits((1, 28, 28), 64, (16, 4, 4))
-    clients = [fl.Client(id=id, data=splits[id % 64]) for id in range(options.clients[0])]
+    clients = [fl.Client(id=id, data=splits[id % 64]) for id in range(count)]
     problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
     config = fl.RunConfig(
-        rounds=options.rounds,
+        rounds=rounds,
         cohort=10,
         training=fl.TrainingConfig(local_epochs=1, batch_size=16, lr=0.01),
-        eval_every=options.rounds,
+        eval_every=rounds,
         capability="dynamic",
         capability_levels=(1.0, 0.5, 0.25, 0.125, 0.0625),
     )
-    watch = Watch(options.rounds)
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-        method, engine = fl.methods.registry[options.method](), _engine(options.engines[0])
         began = time.perf_counter()
-        fl.run(method, problem, clients, config, engine=engine, callbacks=[watch], out=folder)
+        fl.run(fl.methods.registry[method](), problem, clients, config, engine=_engine(name), callbacks=[watch], out=folder)
         memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
         checkpoint = Path(folder, "checkpoint.safetensors").stat().st_size
-    ends = watch.round_ends
-    rounds = _gaps(ends)
-    half = len(rounds) // 2
     return {
-        "engine": options.engines[0],
-        "clients": len(clients),
-        "seconds": round(statistics.median(rounds), 4),
+        "engine": name,
+        "clients": count,
+        "seconds": round(statistics.median(_gaps(watch.round_ends)), 4),
         "main_cpu_seconds": round(statistics.median(_gaps(watch.cpu)), 4),
-        "first_half": round(statistics.median(rounds[:half]), 4),
-        "second_half": round(statistics.median(rounds[half:]), 4),
-        "start": round(ends[0] - began, 2),
-        "scoring_ms_per_client": round(1000 * (watch.scored - watch.trained) / len(clients), 2),
-        "scoring_main_cpu_ms_per_client": round(1000 * (watch.scored_cpu - watch.trained_cpu) / len(clients), 2),
-        "main_early_mib": round(watch.early),
-        "main_late_mib": round(watch.late),
+        "start": round(watch.round_ends[0] - began, 2),
+        "scoring_ms_per_client": round(1000 * (watch.scored - watch.trained) / count, 2),
         "main_training_peak_mib": round(watch.training_peak),
         "main_peak_mib": round(watch.peak),
-        "worker_peak_mib": round(max(watch.workers, default=0.0)),
-        "others_peak_mib": round(watch.others),
         "memories_mib": round(memories / 2**20, 1),
         "checkpoint_mib": round(checkpoint / 2**20, 2),
     }
@@ -314,43 +272,18 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
 
 def scale(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each engine and number of clients, each from a process of its own."""
-    for engine in options.engines:
-        for count in options.clients:
-            command = [
-                sys.executable,
-                str(HERE),
-                "one",
-                "--engines",
-                engine,
-                "--clients",
-                str(count),
-                "--method",
-                options.method,
-            ]
-            done = subprocess.run([*command, "--rounds", str(options.rounds)], stdout=subprocess.PIPE, text=True, check=True)
-            row = json.loads(done.stdout.splitlines()[-1])
-            print(f"{count} clients on {engine}: {row['seconds']:.3f} s a round", file=sys.stderr)
-            yield row
-
-
-def _show(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        return
-    rows = list(rows)
-    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    for line in cells:
-        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-        if line is cells[0]:
-            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    spawn = multiprocessing.get_context("spawn")
+    for engine, count in product(options.engines, options.clients):
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            row = pool.submit(one, engine, count, options.rounds, options.method).result()
+        print(f"{count} clients on {engine}: {row['seconds']:.3f} s a round", file=sys.stderr)
+        yield row
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{overhead,scale}")
+    commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("overhead", help="seconds per round of every engine")
     costs.add_argument("--engines", nargs="+", default=["embedded-1", "embedded-2", "ray", "deployment"])
     costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
@@ -358,22 +291,17 @@ def main() -> None:
     costs.add_argument("--repeats", type=int, default=3, help="default 3")
     costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
     growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
-    single = commands.add_parser("one")
-    for command in (growth, single):
-        command.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
-        command.add_argument("--engines", nargs="+", default=["embedded-1", "ray"])
-        command.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
-        command.add_argument("--method", default="fedlps", help="default fedlps")
+    growth.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
+    growth.add_argument("--engines", nargs="+", default=["embedded-1", "ray"])
+    growth.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
+    growth.add_argument("--method", default="fedlps", help="default fedlps")
     for command in (costs, growth):
         command.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     # So that what was started is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if options.command == "one":
-        print(json.dumps(one(options)))
-    else:
-        _show((overhead if options.command == "overhead" else scale)(options), options.json)
+    show((overhead if options.command == "overhead" else scale)(options), options.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import os
 import signal
@@ -26,11 +25,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
+from common import add, in_turns, over, read
 from nets import DenseNet121, ResNet50, VisionTransformer, mobilenet_v2, vgg16
 from torch import Tensor, nn
 
@@ -185,30 +186,24 @@ def cut(arm: str, dense: nn.Module, x: Tensor, share: float) -> nn.Module:
     return sk.prune(dense, (x,), budget=budget, multiple_of=multiple).model
 
 
-def in_turns(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[str, dict[str, float]]:
+def timed(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[str, dict[str, float]]:
     """Name → median milliseconds, and median and quartiles of the time of "dense" ÷ its own in the same turn."""
-    order = np.random.default_rng(0)
     synchronize = torch.get_device_module(x.device).synchronize
     clock = time.process_time if x.device.type == "cpu" else time.perf_counter
-    names, rows = list(models), []
+
+    def took(run: Callable[[], Any]) -> float:
+        synchronize()
+        start = clock()
+        run()
+        synchronize()
+        return clock() - start
+
     with torch.no_grad():
-        begun = time.perf_counter()
-        while len(rows) < 5 or (len(rows) < 101 and time.perf_counter() - begun < seconds):
-            row = np.zeros(len(names))
-            for place in order.permutation(len(names)):
-                synchronize()
-                start = clock()
-                models[names[place]](x)
-                synchronize()
-                row[place] = 1000 * (clock() - start)
-            rows.append(row)
-    times = np.array(rows[1:])  # the first warms up
-    dense = times[:, names.index("dense")]
+        times = in_turns({name: partial(models[name], x) for name in models}, 100, warm=1, limit=seconds, seconds=took)
     found = {}
-    for place, name in enumerate(names):
-        low, middle, high = (float(q) for q in np.quantile(dense / times[:, place], [0.25, 0.5, 0.75]))
-        milliseconds = float(np.median(times[:, place]))
-        found[name] = {"ms": milliseconds, "faster": middle, "low": low, "high": high, "turns": len(times)}
+    for name, own in times.items():
+        low, middle, high = over(times, "dense", name)
+        found[name] = {"ms": 1000 * median(own), "faster": middle, "low": low, "high": high, "turns": len(own)}
     return found
 
 
@@ -239,10 +234,10 @@ def measure(options: argparse.Namespace) -> None:
                     facts[arm] = {"error": f"{type(error).__name__}: {error}"[:200]}
                     models.pop(arm, None)
             for batch in batches:
-                timed = in_turns(models, example(name, batch, options.device), options.seconds)
+                found = timed(models, example(name, batch, options.device), options.seconds)
                 for arm in missing:
                     row = {"part": "flops", "model": name, "share": share, "arm": arm, "batch": batch, **facts[arm]}
-                    row |= timed.get(arm, {}) | {"dense_ms": timed["dense"]["ms"], "load": os.getloadavg()[0]} | about
+                    row |= found.get(arm, {}) | {"dense_ms": found["dense"]["ms"], "load": os.getloadavg()[0]} | about
                     write(options.out, row)
 
 
@@ -257,8 +252,8 @@ def measure_latency_budgets(options: argparse.Namespace) -> None:
         try:
             small = sk.prune(dense, (x,), budget=sk.Budget(latency_ms="50%")).model.eval()
             row |= {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
-            timed = in_turns({"dense": dense, "small": small}, x, options.seconds)["small"]
-            row |= {"got": 1 / timed["faster"], "low": 1 / timed["high"], "high": 1 / timed["low"]}
+            found = timed({"dense": dense, "small": small}, x, options.seconds)["small"]
+            row |= {"got": 1 / found["faster"], "low": 1 / found["high"], "high": 1 / found["low"]}
             row["fewer"] = flops_of(dense, x) / flops_of(small, x)
         except sk.BudgetError as error:
             row["error"] = str(error)[:200]
@@ -268,10 +263,10 @@ def measure_latency_budgets(options: argparse.Namespace) -> None:
 def best_of_torch_pruning(rows: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
     """Of its `round_to`, the one with the largest time ÷ over FLOPs ÷; None where it cannot cut the model."""
     found = [(arm, row) for arm, row in rows.items() if arm.startswith("torch") and "faster" in row]
-    return max(found, key=lambda item: over(item[1])) if found else None
+    return max(found, key=lambda item: gain(item[1])) if found else None
 
 
-def over(row: dict[str, Any]) -> float:
+def gain(row: dict[str, Any]) -> float:
     """Time ÷ over FLOPs ÷."""
     return float(row["faster"] / row["fewer"])
 
@@ -304,21 +299,21 @@ def tables(path: Path) -> None:
             rows = found.get((name, share, batch), {})
             for arm in ours:
                 row = rows.get(arm, {})
-                texts.append(f"{over(row):.2f}" if "faster" in row else "cannot" if row else "")
+                texts.append(f"{gain(row):.2f}" if "faster" in row else "cannot" if row else "")
                 if "faster" in row:
-                    columns.setdefault((arm, batch), []).append(over(row))
+                    columns.setdefault((arm, batch), []).append(gain(row))
             best = best_of_torch_pruning(rows)
-            texts.append("" if not rows else "cannot" if best is None else f"{over(best[1]):.2f} ({best[0].split()[-1]})")
+            texts.append("" if not rows else "cannot" if best is None else f"{gain(best[1]):.2f} ({best[0].split()[-1]})")
             if best is not None and "faster" in rows.get("auto", {}):
-                columns.setdefault(("rival", batch), []).append(over(best[1]))
-                columns.setdefault(("beside", batch), []).append(over(rows["auto"]) / over(best[1]))
+                columns.setdefault(("rival", batch), []).append(gain(best[1]))
+                columns.setdefault(("beside", batch), []).append(gain(rows["auto"]) / gain(best[1]))
         print(f"| {name} | {share:.0%} | {' | '.join(texts)} |")
     means = [mean(columns.get((arm, batch), [])) for batch in batches for arm in (*ours, "rival")]
     print(f"| geometric mean | | {' | '.join(means)} |\n")
     for batch in batches:
         timed = [rows for (*_, size), rows in found.items() if size == batch]
         timed = [rows for rows in timed if all("faster" in rows.get(arm, {}) for arm in ("1", "auto"))]
-        gains = [over(rows["auto"]) / over(rows["1"]) for rows in timed]
+        gains = [gain(rows["auto"]) / gain(rows["1"]) for rows in timed]
         beside = columns.get(("beside", batch), [])
         print(f"batch {batch}: auto over any width {mean(gains)} (least {min(gains, default=0):.2f}), ", end="")
         print(f"over Torch-Pruning {mean(beside)} (least {min(beside, default=0):.2f}, {len(beside)} cuts)")
@@ -379,15 +374,9 @@ def draw(path: Path, picture: Path) -> None:
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of results."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def write(path: Path, row: dict[str, Any]) -> None:
     """Add a line, and show it."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    add(path, row)
     print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
 

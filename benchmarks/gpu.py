@@ -6,8 +6,8 @@
 
 The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
 `steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `cohort`, ten clients in shared steps
-over one at a time; `llama`, 1.2 billion parameters traced and pruned, with the memory that it took; `tests` of this
-repository on the device.
+over one at a time; `llama`, 1.2 billion parameters traced and pruned, with the memory that it took. `pytest --device cuda`
+runs the tests on the device.
 
 The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
 error there, and the others run.

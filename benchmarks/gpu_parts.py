@@ -7,8 +7,6 @@ import logging
 import math
 import re
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from client_step import MODELS as PROBLEMS
-from step import LR, MODELS, cross_entropy
-from torch import Tensor, nn
+from client_step import task
+from common import in_turns, over
+from step import LR, MODELS, build, cross_entropy, plain_step
+from torch import Tensor
 
 import sparsekit_fl as fl
 from sparsekit import LearnableMask, compact, select, trace_units
@@ -28,8 +27,6 @@ from sparsekit.criteria import Magnitude, Random, View
 from sparsekit_fl.methods import registry as methods
 
 __all__ = ["PARTS", "Clock"]
-
-ROOT = Path(__file__).parent.parent
 
 
 class Clock:
@@ -53,8 +50,7 @@ def exactness(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
     """Outputs and gradients of the device against the CPU in float64, and a masked against a compact network there."""
     found: dict[str, Any] = {}
     for name in ["cnn"] if quick else list(MODELS):
-        torch.manual_seed(0)
-        model, x, y = MODELS[name]()
+        model, x, y = build(name)
         graph = trace_units(model, x[:2])
         mask = select(Random(), graph, 0.5, View(generator=torch.Generator().manual_seed(0)))
         small = compact(model, graph, mask)
@@ -78,18 +74,6 @@ def exactness(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
     return found
 
 
-def _train(call: Callable[..., Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One step of plain SGD."""
-    optimizer = torch.optim.SGD(parameters, lr=LR)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(call(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
 def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
     """Seconds of a step, over a block of steps."""
     synchronise(device)
@@ -111,8 +95,7 @@ def steps(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any
             if not clock.left:
                 rows.append({"model": name, "batch": batch, "ratio": ratio, "skipped": "out of time"})
                 continue
-            torch.manual_seed(0)
-            model, x, y = MODELS[name]()
+            model, x, y = build(name)
             x, y = (t.repeat(math.ceil(batch / len(t)), *[1] * (t.dim() - 1))[:batch].to(device) for t in (x, y))
             model = model.to(device)
             graph = trace_units(model, x[:2])
@@ -120,23 +103,17 @@ def steps(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any
             still = LearnableMask(model, graph=graph, ratio=ratio, explore=0.0)
             narrow = compact(model, graph, masked.unit_mask())
             runs = {
-                "narrow": _train(narrow, narrow.parameters(), x, y),
-                "learnable": _train(masked, masked.parameters(), x, y),
-                "without_exploration": _train(still, still.parameters(), x, y),
-                "dense": _train(model, model.parameters(), x, y),
+                "narrow": plain_step(narrow, narrow.parameters(), x, y),
+                "learnable": plain_step(masked, masked.parameters(), x, y),
+                "without_exploration": plain_step(still, still.parameters(), x, y),
+                "dense": plain_step(model, model.parameters(), x, y),
             }
-            times: dict[str, list[float]] = {case: [] for case in runs}
-            for case in runs.values():
-                _seconds(case, device, block)
-            for _ in range(repeats):
-                for case, run in runs.items():
-                    times[case].append(_seconds(run, device, block))
+            times = in_turns(runs, repeats, warm=1, seconds=lambda run: _seconds(run, device, block))
             row: dict[str, Any] = {"model": name, "batch": batch, "ratio": ratio}
             row["narrow_milliseconds"] = 1e3 * statistics.median(times["narrow"])
             for case in ("learnable", "without_exploration", "dense"):
-                quotients = sorted(a / b for a, b in zip(times[case], times["narrow"], strict=True))
-                row[f"{case}_over_narrow"] = statistics.median(quotients)
-                row[f"{case}_over_narrow_quartiles"] = [quotients[len(quotients) // 4], quotients[3 * len(quotients) // 4]]
+                low, row[f"{case}_over_narrow"], high = over(times, case, "narrow")
+                row[f"{case}_over_narrow_quartiles"] = [low, high]
             rows.append(row)
     return rows
 
@@ -162,8 +139,7 @@ def crossings(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
     """What waits for the device, and what is copied between it and the host, in a step whose mask stands. Goal: nothing."""
     found: dict[str, Any] = {}
     for name in ["cnn"] if quick else list(MODELS):
-        torch.manual_seed(0)
-        model, x, y = MODELS[name]()
+        model, x, y = build(name)
         model, x, y = model.to(device), x.to(device), y.to(device)
         masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0)
         optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=LR)
@@ -199,7 +175,7 @@ def crossings(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
 def problem_of(name: str, examples: int, clients: int) -> tuple[fl.Problem, list[fl.Client]]:
     """A task of noise with clients of equal size, at five capability levels."""
     torch.manual_seed(0)
-    problem, data = PROBLEMS[name](examples)
+    problem, data = task(name, examples)
     held = data.take(torch.arange(min(20, examples)).numpy())
     levels = (1.0, 0.5, 0.25, 0.125, 0.0625)
     return problem, [
@@ -342,53 +318,11 @@ def llama(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
     return result
 
 
-def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
-    """The tests of the core on the device, in a process of their own, until the time is over."""
-    everything = ["tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
-    folders = ["tests/sparsekit/graph/test_mask.py"] if quick else everything
-    found: dict[str, Any] = {}
-    for folder in folders:
-        if clock.left < 5:
-            found[folder] = {"skipped": "out of time"}
-            continue
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            folder,
-            "--device",
-            str(device),
-            "-m",
-            "not slow",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ]
-        process = subprocess.Popen(
-            [*command, "--tb=line", "--maxfail=60"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        try:
-            output, _ = process.communicate(timeout=clock.left)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            output += "\nout of time"
-        lines = output.strip().splitlines()
-        found[folder] = {
-            "code": process.returncode,
-            "last": lines[-1] if lines else "",
-            "failed": [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))],
-            "errors": [line[:300] for line in lines if re.match(r"(E  |/.*Error)", line)][:60],
-        }
-    return found
-
-
 PARTS: dict[str, tuple[float, Callable[[torch.device, bool, Clock], Any]]] = {
     "exactness": (20, exactness),
     "crossings": (20, crossings),
     "steps": (90, steps),
     "cohort": (150, cohort),
     "llama": (60, llama),
-    "tests": (180, tests),
 }
-"""Name → (seconds that it may take, function), in the order in which they run. Together under 9 minutes."""
+"""Name → (seconds that it may take, function), in the order in which they run. Together under 6 minutes."""

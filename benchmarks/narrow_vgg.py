@@ -1,4 +1,4 @@
-"""VGG11, VGG13 and VGG16 with a quarter of their channels: a sixteenth of the work, for runs that a CPU can do.
+"""VGG11 and VGG13 with a quarter of their channels: a sixteenth of the work, for runs that a CPU can do.
 
     sparsekit compare fedlps fedavg local --preset cifar100 --model narrow_vgg:vgg13 --rounds 10 --data-dir DIR --out FOLDER
 
@@ -13,12 +13,12 @@ from torch import nn
 import sparsekit as sk
 from sparsekit_fl.problem.models.vgg import Vgg
 
-__all__ = ["vgg11", "vgg13", "vgg16"]
+__all__ = ["vgg11", "vgg13"]
 
 
-def _quarter(depth: int, classes: int, size: int) -> nn.Module:
-    wide = Vgg(depth, classes, size=(size, size))
-    graph = sk.trace_units(wide, torch.zeros(2, 3, size, size))
+def _quarter(depth: int, classes: int) -> nn.Module:
+    wide = Vgg(depth, classes)
+    graph = sk.trace_units(wide, torch.zeros(2, 3, 32, 32))
     first = {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}
     narrow: nn.Module = sk.compact(wide, graph, sk.choose(graph, first, sk.allocation.Uniform(0.25).counts(graph, {})))
     for module in narrow.modules():
@@ -30,14 +30,9 @@ def _quarter(depth: int, classes: int, size: int) -> nn.Module:
 
 def vgg11(classes: int = 10) -> nn.Module:
     """VGG11 for images of 32 × 32."""
-    return _quarter(11, classes, 32)
+    return _quarter(11, classes)
 
 
 def vgg13(classes: int = 100) -> nn.Module:
     """VGG13 for images of 32 × 32."""
-    return _quarter(13, classes, 32)
-
-
-def vgg16(classes: int = 200) -> nn.Module:
-    """VGG16 for images of 64 × 64."""
-    return _quarter(16, classes, 64)
+    return _quarter(13, classes)

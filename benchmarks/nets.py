@@ -1,41 +1,36 @@
-"""The networks that benchmarks share, written by hand: VGG11 and VGG16, ResNet50, MobileNetV2, ViT and DenseNet121."""
+"""The networks that benchmarks share, written by hand: VGG16, ResNet50, MobileNetV2, ViT and DenseNet121."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NETS", "DenseNet121", "ResNet50", "VisionTransformer", "mobilenet_v2", "vgg11", "vgg16"]
+from sparsekit_fl.problem.models.vgg import Vgg
+
+__all__ = ["NETS", "DenseNet121", "ResNet50", "VisionTransformer", "convolutions", "mobilenet_v2", "vgg16"]
 
 
-def vgg11(classes: int = 10) -> nn.Module:
-    """VGG11 with batch norm, for images of 32 pixels."""
+def convolutions(widths: Sequence[int], bias: bool = True) -> list[nn.Module]:
+    """Those of a VGG with batch norm, for three colours; 0 is a pooling layer."""
     layers: list[nn.Module] = []
     entering = 3
-    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
-        if width == 0:
+    for width in widths:
+        if width:
+            layers += [nn.Conv2d(entering, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            entering = width
+        else:
             layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(entering, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-        entering = width
-    head = (nn.Flatten(), nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Linear(512, 512), nn.ReLU(inplace=True))
-    return nn.Sequential(*layers, *head, nn.Linear(512, classes))
+    return layers
 
 
 def vgg16(classes: int = 1000) -> nn.Module:
     """VGG16 with batch norm, for images of 224 pixels."""
-    layers: list[nn.Module] = []
-    entering = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(entering, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-            entering = width
-        layers.append(nn.MaxPool2d(2))
+    widths = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
     head = (nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 4096), nn.ReLU(inplace=True))
-    return nn.Sequential(*layers, *head, nn.Linear(4096, classes))
+    return nn.Sequential(*convolutions(widths), *head, nn.Linear(4096, classes))
 
 
 def _convolution(entering: int, leaving: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -197,7 +192,7 @@ class DenseNet121(nn.Module):
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "vgg11": (vgg11, (1, 3, 32, 32)),
+    "vgg11": (lambda: Vgg(11), (1, 3, 32, 32)),
     "resnet50": (ResNet50, (1, 3, 64, 64)),
     "vit-s": (VisionTransformer, (1, 3, 64, 64)),
     "densenet121": (DenseNet121, (1, 3, 64, 64)),

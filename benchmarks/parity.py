@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import add, read
 from parity_engines import COLUMNS, REFERENCES, Result, plan_of
 
 from sparsekit_fl.deployment.plan import Plan
@@ -93,12 +94,6 @@ def case_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def read_record(path: Path) -> list[Pair]:
-    """The pairs of a record, later ones last; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Pair(**json.loads(line)) for line in lines]
-
-
 def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) -> Pair:
     """Run a pair."""
     began = time.perf_counter()
@@ -141,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     plans = {name: plan_of(name, options.rounds) for name in options.methods}
-    known = {(pair.method, pair.engine, json.dumps(pair.case, sort_keys=True)): pair for pair in read_record(options.out)}
+    record = [Pair(**line) for line in read(options.out)]
+    known = {(pair.method, pair.engine, json.dumps(pair.case, sort_keys=True)): pair for pair in record}
     engines = [engine for engine in COLUMNS if engine in options.engines]
     pairs: dict[tuple[str, str], Pair] = {}
     try:
@@ -155,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     pair = Pair(name, engine, case_of(plan), reference)
                 elif pair is None or pair.found is None or pair.reference != reference:
                     pair = attempt(name, engine, plan, reference)
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(vars(pair)) + "\n")
+                    add(options.out, vars(pair))
                     print(f"{name} on {engine}: {pair.text()}, {pair.seconds} s", file=sys.stderr)
                 pairs[name, engine] = pair
                 if options.json:

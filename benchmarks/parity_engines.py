@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from replies import Changed
+
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.base import ClientPool, Engine, Reply
+from sparsekit_fl.engines.base import Engine, Reply
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -44,22 +45,9 @@ def fails(client_id: int, round: int) -> bool:
     return (client_id + round) % 7 == 0
 
 
-class _Losing:
-    """A pool that loses the updates of those in whom an error is planted."""
-
-    def __init__(self, pool: ClientPool) -> None:
-        self._pool, self.workers, self.evaluate = pool, pool.workers, pool.evaluate
-
-    def map(self, assignments: Sequence[Any], memory_rounds: Mapping[int, int]) -> Iterator[Reply]:
-        """Train; see `ClientPool.map`."""
-        for reply in self._pool.map(assignments, memory_rounds):
-            planted = fails(reply.client_id, assignments[0].round)
-            yield Reply(client_id=reply.client_id, error=ClientError("planted")) if planted else reply
-
-
-class _EmbeddedWithErrors(Embedded):
-    def run(self, rounds: Callable[[ClientPool], RunResult], **given: Any) -> RunResult:
-        return super().run(lambda pool: rounds(_Losing(pool)), **given)
+def _lost(reply: Reply, round: int) -> Reply:
+    planted = fails(reply.client_id, round)
+    return Reply(client_id=reply.client_id, error=ClientError("planted")) if planted else reply
 
 
 def _error_reply(message: Any, reply: Any) -> Any:
@@ -135,7 +123,7 @@ class Column:
 
 
 _deployed = Deployed()
-_with_errors = _here(lambda: _EmbeddedWithErrors(1))
+_with_errors = _here(lambda: Changed(_lost))
 
 
 def _failing(plan: Plan) -> Result:

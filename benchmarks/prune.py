@@ -41,16 +41,17 @@ class Results:
         self.path = path
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.found.setdefault("environment", {"torch": torch.__version__, "machine": platform.machine()})
+        self.found.setdefault("accuracy", {})
 
-    def has(self, part: str, key: str) -> bool:
-        return key in self.found.get(part, {})
+    def has(self, key: str) -> bool:
+        return key in self.found["accuracy"]
 
-    def add(self, part: str, key: str, value: dict[str, Any]) -> None:
-        self.found.setdefault(part, {})[key] = value
+    def add(self, key: str, value: dict[str, Any]) -> None:
+        self.found["accuracy"][key] = value
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.found, indent=1))
         temporary.replace(self.path)
-        print(f"{part}: {key}", flush=True)
+        print(f"accuracy: {key}", flush=True)
 
 
 def _accuracy(options: argparse.Namespace, results: Results) -> None:
@@ -71,23 +72,18 @@ def _accuracy(options: argparse.Namespace, results: Results) -> None:
             model.eval()
             dense = accuracy(model, data.loader("test", 500))
             key = f"{task_name} | {options.schedule} | dense | 1 | {seed}"
-            if not results.has("accuracy", key):
-                about = {
-                    "finetuned": dense,
-                    "share": 1.0,
-                    "training_flops": pretraining,
-                    "flops": flops_of(model, cell.example),
-                }
-                results.add("accuracy", key, about)
+            if not results.has(key):
+                flops = flops_of(model, cell.example)
+                results.add(key, {"finetuned": dense, "share": 1.0, "training_flops": pretraining, "flops": flops})
             shared: dict[str, Any] = {}
             for share in options.budgets:
                 for arm in options.arms:
                     key = f"{task_name} | {options.schedule} | {arm} | {share:g} | {seed}"
-                    if not results.has("accuracy", key):
+                    if not results.has(key):
                         place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
                         place.mkdir(exist_ok=True)
                         one = Cell(task, schedule, data, model, share, seed, place, tuple(options.budgets), shared)
-                        results.add("accuracy", key, _one(one, arm, pretraining))
+                        results.add(key, _one(one, arm, pretraining))
 
 
 def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
@@ -106,9 +102,7 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
         **cut.notes,
     }
     if cut.scratch:
-        wanted = (pretraining + 3.0 * flops * cell.data.labels["train"].numel() * schedule.finetune) / (
-            3.0 * flops * cell.data.labels["train"].numel()
-        )
+        wanted = schedule.finetune + pretraining / (3.0 * flops * cell.data.labels["train"].numel())
         epochs = int(min(wanted, schedule.longest * (schedule.pretrain + schedule.finetune)))
         spent = train(small, cell, "scratch", epochs, schedule.rates[0])
         return found | {"epochs": epochs, "training_flops": spent, "finetuned": accuracy(small, test)}
@@ -160,10 +154,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     options.data_dir = None if options.data_dir is None else Path(options.data_dir)
     results = Results(options.out)
-    if options.table:
-        _tables(results.found)
-        return
-    _accuracy(options, results)
+    if not options.table:
+        _accuracy(options, results)
     _tables(results.found)
 
 

@@ -14,9 +14,8 @@ from prune_rivals import RIVALS
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, Magnitude, Normalised, Taylor
+from sparsekit.criteria import Fisher, Magnitude, Normalised
 from sparsekit.finetuning import GroupSL
-from sparsekit.measure.paired import measure_turns
 
 __all__ = ["ARMS"]
 
@@ -39,20 +38,14 @@ def _graph(cell: Cell) -> Any:
     return cell.once("graph", lambda: sk.trace_units(cell.dense.eval(), cell.example))
 
 
-def _criterion(cell: Cell, name: str) -> _Known:
-    """The scores of the dense model by one of four criteria."""
+def _fisher(cell: Cell) -> _Known:
+    """The scores of the dense model by Fisher information."""
 
     def score() -> _Known:
-        batches = cell.once("batches", cell.scoring)
-        made = {
-            "fisher": lambda: Fisher(batches, F.cross_entropy),
-            "taylor": lambda: Taylor(batches, F.cross_entropy),
-            "taylor products": lambda: Taylor(batches, F.cross_entropy, form="products"),
-            "magnitude": lambda: Normalised(Magnitude(order=2, coupled=True)),
-        }[name]()
-        return _Known(made.scores(_graph(cell), sk.View(weights=cell.dense.state_dict(), model=cell.dense)))
+        fisher = Fisher(cell.once("batches", cell.scoring), F.cross_entropy)
+        return _Known(fisher.scores(_graph(cell), sk.View(weights=cell.dense.state_dict(), model=cell.dense)))
 
-    return cell.once(f"scores of {name}", score)
+    return cell.once("scores of fisher", score)
 
 
 def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Module | None = None, multiple_of: Any = 1) -> Any:
@@ -67,19 +60,11 @@ def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Modu
     )
 
 
-def _by_criterion(name: str, allocation: str = "by_cost") -> Callable[[Cell], Cut]:
-    def arm(cell: Cell) -> Cut:
-        pruned = _cut(cell, _criterion(cell, name), allocation)
-        return Cut(pruned.model, notes={"widths": pruned.mask.counts()})
-
-    return arm
-
-
 def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
     """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
-        pruned = _cut(cell, _criterion(cell, "fisher"), multiple_of=multiple_of)
+        pruned = _cut(cell, _fisher(cell), multiple_of=multiple_of)
         small = copy.deepcopy(pruned.model)
         sk.compensate(cell.dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
         return pruned, small
@@ -104,48 +89,6 @@ def ours_without_teacher(cell: Cell, multiple_of: Any = 1) -> Cut:
 def ours_rounded(cell: Cell) -> Cut:
     """The same, in widths that the device likes."""
     return ours_without_teacher(cell, "auto")
-
-
-def ours_by_depth(cell: Cell) -> Cut:
-    """The same, in whole residual branches; `sk.prune` scores them by batches, and repairs by itself."""
-    return _pruned(cell, f"flops={cell.share:.0%}", limits={"block": (0.0, 1.0)}, keep=["channel"])
-
-
-def ours_by_both(cell: Cell) -> Cut:
-    """The same, in branches and in widths; a quarter of the branches at least."""
-    return _pruned(cell, f"flops={cell.share:.0%}", limits={"block": (0.0, 0.75)})
-
-
-def ours_by_milliseconds(cell: Cell) -> Cut:
-    """The same, to a share of the time of 64 images on one thread."""
-    return _timed(cell, f"latency_ms={cell.share:.0%}")
-
-
-def ours_by_flops_of_that_time(cell: Cell) -> Cut:
-    """The same, to the FLOPs that take the time of `ours_by_milliseconds`: halved intervals, each end timed in turns."""
-    asked = cell.once(f"time at {cell.share:g}", lambda: ours_by_milliseconds(cell).notes["time"])
-    low, high = 0.02, 1.0
-    for _ in range(5):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _timed(cell, f"flops={middle:.2%}").notes["time"] < asked else (low, middle)
-    return _timed(cell, f"flops={(low + high) / 2:.2%}")
-
-
-def _timed(cell: Cell, budget: str) -> Cut:
-    """Cut to a budget for 64 images, and note the share of the dense model's time."""
-    torch.set_num_threads(1)
-    images = cell.data.images["train"][:64]
-    found = _pruned(cell, budget, example=images)
-    found.notes["time"] = 1 / measure_turns(cell.dense, found.model, (images,), {}, batch=64, threads=1, seconds=2.0).faster
-    return found
-
-
-def _pruned(cell: Cell, budget: str, example: Tensor | None = None, **options: Any) -> Cut:
-    """One call of `sk.prune` with batches, as a user makes it."""
-    example = cell.example if example is None else example
-    batches = cell.once("batches", cell.scoring)
-    pruned = sk.prune(cell.dense, (example,), budget=budget, batches=batches, loss=F.cross_entropy, **options)
-    return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
 
 
 def ours_group_sl(cell: Cell) -> Cut:
@@ -200,13 +143,6 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": ours,
     "ours, no teacher": ours_without_teacher,
     "ours, no teacher, rounded": ours_rounded,
-    "ours, depth": ours_by_depth,
-    "ours, depth and width": ours_by_both,
-    "ours, milliseconds": ours_by_milliseconds,
-    "ours, FLOPs of that time": ours_by_flops_of_that_time,
-    "ours: fisher": _by_criterion("fisher"),
-    "ours: taylor": _by_criterion("taylor"),
-    "ours: magnitude": _by_criterion("magnitude"),
     "ours: group-sl": ours_group_sl,
     "ours: group-sl, repaired": ours_group_sl_repaired,
     **RIVALS,

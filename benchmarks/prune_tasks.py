@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from nets import convolutions
 from torch import Tensor, nn
 
 from sparsekit_fl.problem.datasets import datasets
@@ -49,15 +50,8 @@ class ResNet(nn.Module):
 
 def vgg(classes: int, *widths: int) -> nn.Module:
     """A VGG with batch norm and one linear layer; 0 among the widths is a pooling layer."""
-    layers: list[nn.Module] = []
-    entering = 3
-    for width in widths:
-        if not width:
-            layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(entering, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        entering = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(entering, classes))
+    layers = convolutions(widths, bias=False)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
 def vgg19(classes: int) -> nn.Module:

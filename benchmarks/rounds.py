@@ -11,14 +11,15 @@ same runs, with scoring. The last round, in which all test data are scored, come
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import in_turns, over, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import registry as methods
@@ -48,23 +49,20 @@ def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns
     plan = preset_for(preset=preset)
     problem, clients = build_problem(plan, **({} if data is None else {"data_dir": data}))
     config = replace(plan.config({"rounds": rounds + 1, "eval_every": rounds + 1}, len(clients)), seed=0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     flops: dict[str, int] = {}
-    for turn in range(turns):
-        for name in names if turn % 2 == 0 else names[::-1]:
-            clock = Clock(rounds)
-            result = fl.run(methods[name](), problem, clients, config, callbacks=[clock])
-            seconds[name].append(clock.seconds)
-            flops[name] = result.cost.flops_compact
+
+    def spent(name: str) -> float:
+        clock = Clock(rounds)
+        flops[name] = fl.run(methods[name](), problem, clients, config, callbacks=[clock]).cost.flops_compact
+        return clock.seconds
+
+    seconds = in_turns({name: partial(spent, name) for name in names}, turns, seconds=lambda run: run())
     first = names[0]
     return {
         "preset": preset,
         "rounds": rounds,
         "seconds": {name: round(statistics.median(values), 2) for name, values in seconds.items()},
-        "time_over_first": {
-            name: round(statistics.median(a / b for a, b in zip(values, seconds[first], strict=True)), 3)
-            for name, values in seconds.items()
-        },
+        "time_over_first": {name: round(over(seconds, name, first)[1], 3) for name in names},
         "flops_over_first": {name: round(flops[name] / flops[first], 3) for name in names},
     }
 
@@ -80,18 +78,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for preset in options.presets:
-        row = measure(preset, options.methods, options.data_dir, options.rounds or ROUNDS[preset], options.turns)
-        if options.json:
-            print(json.dumps(row), flush=True)
-            continue
-        for name in options.methods[1:]:
-            time_over, flops_over = row["time_over_first"][name], row["flops_over_first"][name]
-            print(
-                f"{preset:<12} {name:<12} time {time_over:.2f} x, FLOPs {flops_over:.2f} x of {options.methods[0]},"
-                f" {row['rounds']} rounds, {row['seconds'][name]} s",
-                flush=True,
-            )
+    rows = (
+        measure(preset, options.methods, options.data_dir, options.rounds or ROUNDS[preset], options.turns)
+        for preset in options.presets
+    )
+    show(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ settle, and then costs what a fixed one does: `share_explored` says what explora
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from itertools import cycle, product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import in_turns, over, show
 from nets import VisionTransformer
 from torch import Tensor, nn
 
@@ -51,33 +51,37 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def vgg11() -> tuple[nn.Module, Tensor, Tensor]:
-    """VGG11 on CIFAR shapes, batch 20."""
-    return Vgg(11, classes=10), torch.randn(20, 3, 32, 32), torch.randint(0, 10, (20,))
+def pictures(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Noise of that shape in ten classes."""
+    return lambda count: (torch.randn(count, *shape), torch.randint(0, 10, (count,)))
 
 
-def cnn() -> tuple[nn.Module, Tensor, Tensor]:
-    """The MNIST network, batch 20."""
-    return Cnn(), torch.randn(20, 1, 28, 28), torch.randint(0, 10, (20,))
+def tokens(count: int) -> tuple[Tensor, Tensor]:
+    """Nine random tokens and what follows each."""
+    return torch.randint(0, 10_000, (count, 9)), torch.randint(0, 10_000, (count, 9))
 
 
-def lstm() -> tuple[nn.Module, Tensor, Tensor]:
-    """The two-layer LSTM, batch 20 of nine tokens."""
-    return NextWordLstm(), torch.randint(0, 10_000, (20, 9)), torch.randint(0, 10_000, (20, 9))
-
-
-def mlp() -> tuple[nn.Module, Tensor, Tensor]:
-    """Two hidden layers of 256 on MNIST shapes, batch 64."""
+def mlp() -> nn.Module:
+    """Two hidden layers of 256 on MNIST shapes."""
     layers = (nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    return nn.Sequential(*layers), torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
+    return nn.Sequential(*layers)
 
 
-def transformer() -> tuple[nn.Module, Tensor, Tensor]:
-    """Two layers of width 128 with four heads, on images of 64 pixels, batch 20."""
-    return VisionTransformer(128, 2, 4, classes=10), torch.randn(20, 3, 64, 64), torch.randint(0, 10, (20,))
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
+    "vgg11": (lambda: Vgg(11, classes=10), pictures(3, 32, 32), 20),
+    "cnn": (Cnn, pictures(1, 28, 28), 20),
+    "lstm": (NextWordLstm, tokens, 20),
+    "mlp": (mlp, pictures(1, 28, 28), 64),
+    "transformer": (lambda: VisionTransformer(128, 2, 4, classes=10), pictures(3, 64, 64), 20),
+}
+"""Name → model, inputs and targets of a number of examples, size of a batch."""
 
 
-MODELS = {"vgg11": vgg11, "cnn": cnn, "lstm": lstm, "mlp": mlp, "transformer": transformer}
+def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model and a batch, the same in every call."""
+    torch.manual_seed(0)
+    make, data, batch = MODELS[name]
+    return make(), *data(batch)
 
 
 def plain_step(
@@ -123,73 +127,61 @@ def shifted(graph: UnitGraph, mask: UnitMask, generator: torch.Generator) -> Uni
     return UnitMask(entries)
 
 
-def timed(step: Callable[[], Any]) -> float:
-    """Processor seconds of one call: those of a busy machine's other work are not in them."""
-    began = time.process_time()
-    step()
-    return time.process_time() - began
-
-
 def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     """All cases of one model at one ratio."""
-    torch.manual_seed(0)
-    model, x, y = MODELS[name]()
+    model, x, y = build(name)
     graph = trace_units(model, x[:2])
     ours, masked = our_step(model, graph, ratio, x, y)
     _, changing = our_step(model, graph, ratio, x, y)
     mask = masked.unit_mask()
     narrow = compact(model, graph, mask)
     wrapper = LearnableMask(model, graph=graph, ratio=ratio)
-    cases = {
+    cases: dict[str, Callable[[], Any]] = {
         "narrow": plain_step(narrow, narrow.parameters(), x, y),
         "ours": ours,
         "wrapper": plain_step(wrapper, wrapper.parameters(), x, y),
         "dense": plain_step(model, model.parameters(), x, y),
     }
-    times: dict[str, list[float]] = {case: [] for case in cases}
-    remasks: list[float] = []
-    generator = torch.Generator().manual_seed(1)
-    for step in range(warmup + steps):
-        for case, run in cases.items():
-            times[case].append(timed(run))
-        if ratio < 1:
-            other = shifted(graph, changing.unit_mask(), generator)
-            remasks.append(timed(lambda other=other: changing.change(other)))  # type: ignore[misc]
-        if step == warmup - 1:
-            times = {case: [] for case in cases}
-            remasks = []
+    if ratio < 1:
+        standing = changing.unit_mask()
+        others = cycle([shifted(graph, standing, torch.Generator().manual_seed(1)), standing])
+        cases["remask"] = lambda: changing.change(next(others))
+    times = in_turns(cases, steps, warm=warmup)
     result: dict[str, Any] = {"model": name, "ratio": ratio}
-    for case in ("ours", "wrapper", "dense"):
-        ratios = [a / b for a, b in zip(times[case], times["narrow"], strict=True)]
-        result[f"{case}_over_narrow"] = round(statistics.median(ratios), 3)
-    if remasks:
-        result["remask_over_narrow"] = round(statistics.median(remasks) / statistics.median(times["narrow"]), 3)
-    result["narrow_milliseconds"] = round(1e3 * statistics.median(times["narrow"]), 3)
-    return result
+    for case in ("ours", "wrapper", "dense", "remask"):
+        result[f"{case}_over_narrow"] = round(over(times, case, "narrow")[1], 3) if case in cases else None
+    return result | {"narrow_milliseconds": round(1e3 * statistics.median(times["narrow"]), 3)}
 
 
 def measure_training(name: str, ratio: float, steps: int) -> dict[str, Any]:
-    """Whole trainings, exploration and swaps included, batch after batch of other noise."""
-    torch.manual_seed(0)
-    model, x, y = MODELS[name]()
+    """Whole trainings, exploration and swaps included, batch after batch of other noise; the first turn warms up."""
+    model, x, y = build(name)
     explored = LearnableMask(model, (x[:2],), ratio=ratio)
     fixed = LearnableMask(model, (x[:2],), ratio=ratio, explore=0.0)
     narrow = compact(model, fixed.graph, fixed.unit_mask())
-    cases = {case: plain_step(net, net.parameters(), x, y)
-             for case, net in (("explored", explored), ("fixed", fixed), ("narrow", narrow))}  # fmt: skip
-    seconds = {case: [] for case in cases}
-    for turn in range(-(-steps // 10)):
-        if x.is_floating_point():
-            x.normal_()
-        for case in sorted(cases, key=lambda case: (turn, case), reverse=turn % 2 == 1):
-            began = time.process_time()
-            for _ in range(10):
-                cases[case]()
-            seconds[case].append(time.process_time() - began)
-    total = {case: sum(turns[1:]) for case, turns in seconds.items()}  # the first turn warms up
-    return {"model": name, "ratio": ratio, "steps": steps, "explored_over_fixed": round(total["explored"] / total["fixed"], 3),
-            "fixed_over_narrow": round(total["fixed"] / total["narrow"], 3), "share_explored": round(explored.explored, 3),
-            "settled": explored.settled}  # fmt: skip
+    nets = {"explored": explored, "fixed": fixed, "narrow": narrow}
+    cases = {case: ten_times(plain_step(net, net.parameters(), x, y)) for case, net in nets.items()}
+    noise = x.normal_ if x.is_floating_point() else x.clone
+    total = {case: sum(turns) for case, turns in in_turns(cases, -(-steps // 10) - 1, warm=1, before=noise).items()}
+    return {
+        "model": name,
+        "ratio": ratio,
+        "steps": steps,
+        "explored_over_fixed": round(total["explored"] / total["fixed"], 3),
+        "fixed_over_narrow": round(total["fixed"] / total["narrow"], 3),
+        "share_explored": round(explored.explored, 3),
+        "settled": explored.settled,
+    }
+
+
+def ten_times(step: Callable[[], None]) -> Callable[[], None]:
+    """Ten steps in a row."""
+
+    def steps() -> None:
+        for _ in range(10):
+            step()
+
+    return steps
 
 
 def main() -> None:
@@ -205,26 +197,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cells = product(options.models, options.ratios)
     if options.training:
-        for name in options.models:
-            for ratio in options.ratios:
-                print(json.dumps(measure_training(name, ratio, options.steps)), flush=True)
-        return
-    header = ("model", "ratio", "ours", "wrapper", "dense", "remask", "narrow ms")
-    if not options.json:
-        print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>10}".format(*header))
-    for name in options.models:
-        for ratio in options.ratios:
-            row = measure(name, ratio, options.steps, options.warmup)
-            if options.json:
-                print(json.dumps(row), flush=True)
-                continue
-            print(
-                f"{name:>7} {ratio:>7g} {row['ours_over_narrow']:>7.2f} {row['wrapper_over_narrow']:>8.2f}"
-                f" {row['dense_over_narrow']:>7.2f} {row.get('remask_over_narrow', float('nan')):>7.2f}"
-                f" {row['narrow_milliseconds']:>10.2f}",
-                flush=True,
-            )
+        show((measure_training(name, ratio, options.steps) for name, ratio in cells), as_json=True)
+    else:
+        show((measure(name, ratio, options.steps, options.warmup) for name, ratio in cells), options.json)
 
 
 if __name__ == "__main__":

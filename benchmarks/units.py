@@ -14,26 +14,17 @@ times are shown.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from common import processor_seconds, show
 from nets import NETS
 from torch import Tensor, nn
 
 from sparsekit import trace_units
-
-
-def timed(run: Callable[[], Any]) -> float:
-    """Processor seconds of one call."""
-    began = time.process_time()
-    run()
-    return time.process_time() - began
 
 
 def list_groups(model: nn.Module, x: Tensor) -> int:
@@ -53,13 +44,13 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     model, x = make(), torch.randn(*shape)
     graph = trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
     row: dict[str, Any] = {"model": name, "parameters": sum(p.numel() for p in model.parameters())}
-    row["first_seconds"] = timed(lambda: trace_units(model, x))
+    row["first_seconds"] = processor_seconds(lambda: trace_units(model, x))
     times: dict[str, list[float]] = {"seconds": [], "unverified_seconds": [], "torch_pruning_seconds": []}
     for _ in range(repeats):
-        times["seconds"].append(timed(lambda: trace_units(model, x)))
-        times["unverified_seconds"].append(timed(lambda: trace_units(model, x, verify=False)))
+        times["seconds"].append(processor_seconds(lambda: trace_units(model, x)))
+        times["unverified_seconds"].append(processor_seconds(lambda: trace_units(model, x, verify=False)))
         try:
-            times["torch_pruning_seconds"].append(timed(lambda: list_groups(model, x)))
+            times["torch_pruning_seconds"].append(processor_seconds(lambda: list_groups(model, x)))
         except ImportError:
             times["torch_pruning_seconds"].append(float("nan"))
     graph = trace_units(model, x)
@@ -74,19 +65,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    if not options.json:
-        print("model        groups   units  first s   best s  unverified s  torch-pruning s (no verification)")
-    for name in options.models:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            row = pool.submit(measure, name, options.repeats).result()
-        if options.json:
-            print(json.dumps(row), flush=True)
-            continue
-        print(
-            f"{name:<12} {row['groups']:>6} {row['units']:>7} {row['first_seconds']:>8.2f} {row['seconds']:>8.2f}"
-            f" {row['unverified_seconds']:>13.2f} {row['torch_pruning_seconds']:>16.2f}",
-            flush=True,
-        )
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        show((pool.submit(measure, name, options.repeats).result() for name in options.models), options.json)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ import multiprocessing
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import add, read
 from torch import Tensor, nn
 
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
@@ -94,38 +95,41 @@ def ours(name: str) -> Counter[str]:
     except NoUnitsError:
         return found
     for group in list(graph.groups.values())[:MOST_GROUPS]:
-        found[worst(cut_ours(model, args, kwargs, graph, group, draw) for draw in range(DRAWS))] += 1
+        found[worst(lambda draw, group=group: cut_ours(model, args, kwargs, graph, group, draw))] += 1
     return found
 
 
 def cut_ours(model: nn.Module, args: Any, kwargs: Any, graph: UnitGraph, group: UnitGroup, draw: int) -> str:
-    """Cut a random half of one group and compare."""
+    """Cut a random half of one of our groups and compare."""
     generator = torch.Generator().manual_seed(draw)
-    try:
-        tied = next((set(names) for names in graph.ties if group.name in names), {group.name})
-        keep = dict(UnitMask.full(graph))
-        for each in tied:
-            size = graph.groups[each].size
-            keep[each] = torch.zeros(size, dtype=torch.bool)
-            keep[each][torch.randperm(size, generator=generator)[: max(1, size // 2)]] = True
-        mask = UnitMask(keep)
-        gated = copy_with(model, graph.gate(named_entries(model), {key: k.double() for key, k in mask.items()}))
-        return verdict(run(gated, args, kwargs), run(compact(model, graph, mask), args, kwargs))
-    except Exception:  # noqa: BLE001 (an error of any kind is what is counted)
-        return "error"
+    tied = next((set(names) for names in graph.ties if group.name in names), {group.name})
+    keep = dict(UnitMask.full(graph))
+    for each in tied:
+        size = graph.groups[each].size
+        keep[each] = torch.zeros(size, dtype=torch.bool)
+        keep[each][torch.randperm(size, generator=generator)[: max(1, size // 2)]] = True
+    mask = UnitMask(keep)
+    gated = copy_with(model, graph.gate(named_entries(model), {key: k.double() for key, k in mask.items()}))
+    return verdict(run(gated, args, kwargs), run(compact(model, graph, mask), args, kwargs))
 
 
 def theirs(name: str) -> Counter[str]:
     """Every group that torch-pruning lists, cut by half."""
     found: Counter[str] = Counter()
     for number in range(len(list_roots(name))):
-        found[worst(cut_theirs(name, number, draw) for draw in range(DRAWS))] += 1
+        found[worst(lambda draw, number=number: cut_theirs(name, number, draw))] += 1
     return found
 
 
-def worst(results: Iterable[str]) -> str:
-    """Of several draws: silent, else error, else ok."""
-    return min(results, key=("silent", "error", "ok").index)
+def worst(cut: Callable[[int], str]) -> str:
+    """The verdict on several draws: silent, else error, else ok."""
+    found = set()
+    for draw in range(DRAWS):
+        try:
+            found.add(cut(draw))
+        except Exception:  # noqa: BLE001 (an error of any kind is what is counted)
+            found.add("error")
+    return min(found, key=("silent", "error", "ok").index)
 
 
 def build_graph(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -167,15 +171,7 @@ def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
 
 
 def cut_theirs(name: str, number: int, draw: int) -> str:
-    """Cut a random half of one group and compare."""
-    try:
-        return prune_one(name, number, draw)
-    except Exception:  # noqa: BLE001
-        return "error"
-
-
-def prune_one(name: str, number: int, draw: int) -> str:
-    """The verdict on one cut; whatever they raise is raised."""
+    """Cut a random half of one of their groups and compare."""
     dense, args, kwargs = prepared(name)
     root = list_roots(name)[number]
     indexed = copy.deepcopy(dense)
@@ -274,20 +270,23 @@ def told(result: dict[str, Any]) -> str:
     return ", ".join(parts) or "nothing to cut"
 
 
+def outcome(result: dict[str, Any]) -> str:
+    """What an architecture counts as."""
+    if result.get("silent"):
+        return "silent"
+    if result["status"] != "ran" or result.get("error"):
+        return "error"
+    return "ok" if result.get("ok") else "empty"
+
+
 def totals(rows: list[dict[str, Any]], side: str) -> str:
     """A line over all architectures."""
-    sums: Counter[str] = Counter()
-    exact = silent = failed = empty = 0
-    for row in rows:
-        result = row[side]
-        sums.update({key: result.get(key, 0) for key in ("ok", "silent", "error")})
-        silent += bool(result.get("silent"))
-        failed += bool(result["status"] != "ran" or (result.get("error") and not result.get("silent")))
-        exact += bool(result.get("ok") and not result.get("silent") and not result.get("error"))
-        empty += bool(result["status"] == "ran" and not any(result.get(key) for key in ("ok", "silent", "error")))
+    kinds = Counter(outcome(row[side]) for row in rows)
+    groups = {key: sum(row[side].get(key, 0) for row in rows) for key in ("ok", "silent", "error")}
     return (
-        f"{side}: of {len(rows)} architectures every group exact in {exact}, one or more silently wrong in {silent}, errors"
-        f" in {failed}, nothing to cut in {empty}; groups: {sums['ok']} ok, {sums['silent']} silent, {sums['error']} errors"
+        f"{side}: of {len(rows)} architectures every group exact in {kinds['ok']}, one or more silently wrong in"
+        f" {kinds['silent']}, errors in {kinds['error']}, nothing to cut in {kinds['empty']};"
+        f" groups: {groups['ok']} ok, {groups['silent']} silent, {groups['error']} errors"
     )
 
 
@@ -300,17 +299,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     names = options.only or list(load_zoo().ZOO)
-    done: dict[str, dict[str, Any]] = {}
-    if options.out is not None and options.out.exists():
-        done = {row["architecture"]: row for row in map(json.loads, options.out.read_text().splitlines())}
+    done = {row["architecture"]: row for row in read(options.out)} if options.out else {}
     worker = Worker(options.limit)
     rows = []
     for name in names:
         if name not in done:
             done[name] = {"architecture": name, **{side: worker.ask(side, name) for side in SIDES}}
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(done[name]) + "\n")
+            if options.out:
+                add(options.out, done[name])
         rows.append(done[name])
         if options.json:
             print(json.dumps(done[name]), flush=True)

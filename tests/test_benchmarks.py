@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import client_step
 import pytest
+from gpu_parts import PARTS
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria import Ordered, View
 
-FILE = Path(__file__).parent.parent / "benchmarks" / "client_step.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("client_step", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+FILE = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps"])
-def test_the_reference_does_the_work_that_the_method_reports(bench: ModuleType, method: str) -> None:
-    row = bench.measure(method, "cnn", ratio=0.5, steps=2, repeats=1)
+def test_the_reference_does_the_work_that_the_method_reports(method: str) -> None:
+    row = client_step.measure(method, "cnn", ratio=0.5, steps=2, repeats=1)
     assert row["flops_over_reference"] == 1.0
     assert row["passes_per_batch"] == 1.0
     assert 0 < row["step_over_reference"] < row["round_over_reference"]
     assert row["ratio"] == 1.0 if method == "fedavg" else row["ratio"] <= 0.5
 
 
-def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(bench: ModuleType) -> None:
-    case = bench.Case("fedavg", "cnn", 0.5, 1)
+def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel() -> None:
+    case = client_step.Case("fedavg", "cnn", 0.5, 1)
     graph, model = case.spec.graph, case.spec.problem.model()
     mask = select(Ordered(), graph, 0.5, View())
 
     def needed(mask: Any) -> int:
-        module = bench.Reference._needed(case, model, SimpleNamespace(mask=mask))
+        module = client_step.Reference._needed(case, model, SimpleNamespace(mask=mask))
         return sum(p.numel() for p in module.parameters())
 
     assert needed(None) == sum(p.numel() for p in model.parameters())
@@ -54,10 +43,9 @@ def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(b
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path: Path) -> None:
-    folder = str(FILE.parent)
     out = tmp_path / "gpu.json"
     parts = ["exactness", "crossings", "steps", "cohort"]
-    command = [sys.executable, f"{folder}/gpu.py", "--device", "cpu", "--quick", "--out", str(out), "--parts", *parts]
+    command = [sys.executable, str(FILE), "--device", "cpu", "--quick", "--out", str(out), "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -65,9 +53,4 @@ def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_pat
     assert list(found["parts"]) == parts
     assert found["parts"]["exactness"]["result"]["cnn"]["outputs"] < 1e-5
     assert found["parts"]["steps"]["result"][0]["learnable_over_narrow"] > 0
-    sys.path.insert(0, folder)
-    try:
-        seconds = importlib.import_module("gpu_parts").PARTS
-    finally:
-        sys.path.remove(folder)
-    assert sum(share for share, _ in seconds.values()) <= 525  # nine minutes, less what starting takes
+    assert sum(share for share, _ in PARTS.values()) <= 525  # nine minutes, less what starting takes

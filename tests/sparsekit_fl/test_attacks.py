@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import attacks
 import numpy as np
 import pytest
 import torch
@@ -18,17 +15,6 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = pytest.mark.slow
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "attacks.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("attacks", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Sent(Callback):
@@ -43,11 +29,11 @@ class Sent(Callback):
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl"])
 @pytest.mark.same_bits
-def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_what_they_would(bench, method):
+def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_what_they_would(method):
     sent = []
     for factor in (1.0, -10.0):
         watch = Sent()
-        engine = bench.Hostile(frozenset({0, 1, 2, 3}), factor)
+        engine = attacks.hostile_engine(frozenset({0, 1, 2, 3}), factor)
         config = tiny_config(rounds=1)
         run(registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, callbacks=[watch])
         sent.append(watch.updates)
@@ -58,11 +44,11 @@ def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_w
             assert torch.equal(sent[1][client_id].delta[name], factor * delta)
 
 
-def test_robust_rules_beat_the_mean_where_clients_are_alike_and_some_are_loud(bench):
+def test_robust_rules_beat_the_mean_where_clients_are_alike_and_some_are_loud():
     clients = tiny_clients(8, examples=60)
     config = RunConfig(rounds=4, cohort=8, training=tiny_config().training, eval_every=4)
     accuracy = {}
-    for rule, changes in bench.RULES.items():
-        result = bench._run("fedavg", -10.0, frozenset({3}), (tiny_problem(), clients, config), **changes)
-        accuracy[rule] = np.mean([bench._accuracy(one.shared) for one in result.final.per_client if one.client_id != 3])
+    for rule, changes in attacks.RULES.items():
+        result = attacks._run("fedavg", -10.0, frozenset({3}), (tiny_problem(), clients, config), **changes)
+        accuracy[rule] = np.mean([attacks._accuracy(one.shared) for one in result.final.per_client if one.client_id != 3])
     assert min(accuracy["trimmed-mean"], accuracy["median"], accuracy["norm-clipped"]) > accuracy["mean"] + 0.1

@@ -1,0 +1,88 @@
+"""What benchmarks share: seconds measured in turns, files of results that go on where they ended, rows shown as they come."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "show"]
+
+
+def processor_seconds(call: Callable[[], Any]) -> float:
+    """Of one call: those of a busy machine's other work are not in them."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def in_turns(
+    cases: Mapping[str, Callable[[], Any]],
+    turns: int,
+    *,
+    warm: int = 0,
+    limit: float = math.inf,
+    seconds: Callable[[Callable[[], Any]], float] = processor_seconds,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Run every case once in each turn, in a fresh order.
+
+    Args:
+        cases: Name → what is timed.
+        turns: Largest number of turns that count.
+        warm: Turns before them.
+        limit: Seconds after which no turn begins, but five are made, the warm ones among them.
+        seconds: What a call took.
+        before: Called before each turn.
+
+    Returns:
+        Name → the seconds of each turn that counts.
+    """
+    order, end = np.random.default_rng(0), time.perf_counter() + limit
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm + turns):
+        if turn >= 5 and time.perf_counter() > end:
+            break
+        before()
+        for name in order.permutation(list(cases)):
+            times[name].append(seconds(cases[name]))
+    return {name: values[warm:] for name, values in times.items()}
+
+
+def over(times: Mapping[str, list[float]], case: str, base: str) -> tuple[float, float, float]:
+    """First quartile, median and third quartile of a case's time over another's in the same turn."""
+    low, median, high = np.quantile(np.array(times[case]) / np.array(times[base]), [0.25, 0.5, 0.75]).tolist()
+    return low, median, high
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of results; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def add(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a file of results."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
+    """Print each row when it is there: as a line of JSON, or of a Markdown table, with a head where the columns change."""
+    head: list[str] = []
+    for row in rows:
+        if as_json:
+            print(json.dumps(row), flush=True)
+            continue
+        if list(row) != head:
+            head = list(row)
+            print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+        print(f"| {' | '.join(map(_cell, row.values()))} |", flush=True)
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

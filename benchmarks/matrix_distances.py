@@ -1,0 +1,36 @@
+"""How far training under a mask is from the reference, at most, by precision: the second table of docs/evidence/matrix.md.
+
+python benchmarks/matrix_distances.py              # a minute
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from common import show
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from matrix.cells import PRECISIONS, all_cells, expected  # noqa: E402
+from matrix.run import TOLERANCE, distance  # noqa: E402
+
+
+def main() -> None:
+    """Measure all cells that are not compiled."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    worst: dict[str, float] = defaultdict(float)
+    for cell in all_cells():
+        if expected(cell) == "equal" and cell.compiler == "off":
+            worst[cell.precision] = max(worst[cell.precision], distance(cell))
+    rows = [{"precision": name, "largest distance": worst[name], "tolerance": TOLERANCE[name]} for name in PRECISIONS]
+    show(rows, as_json=False)
+
+
+if __name__ == "__main__":
+    main()
