@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from sparsekit_fl.problem.datasets import datasets
 
 __all__ = ["PLANTED", "TASKS", "Cell", "images", "planted", "task"]
 
@@ -120,17 +120,11 @@ def planted(family: str, seed: int, device: str) -> Cell:
 
 
 def _read(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
-    import pyarrow.parquet as pq
-    from PIL import Image
-
-    folder = Path(os.environ.get("SPARSEKIT_DATA", "../shared/data")) / name
-    table = pq.read_table(folder / f"{split}.parquet").slice(0, count).to_pydict()
-    pictures = next(values for key, values in table.items() if key.startswith("im"))
-    labels = next(values for key, values in table.items() if key in ("label", "fine_label"))
-    x = np.stack([np.asarray(Image.open(io.BytesIO(item["bytes"])).convert("RGB")) for item in pictures])
-    scaled = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
-    mean, deviation = scaled.mean((0, 2, 3), keepdim=True), scaled.std((0, 2, 3), keepdim=True)
-    return (scaled - mean) / deviation, torch.tensor(labels)
+    """The first images of a data set, each channel of mean 0 and deviation 1, and their labels."""
+    data = getattr(datasets[name](Path(os.environ.get("SPARSEKIT_DATA", "../shared/data"))), split)
+    x = data.inputs[0][:count].float() / 255
+    mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
+    return (x - mean) / deviation, data.labels()[:count]
 
 
 def _block(entering: int, leaving: int) -> list[nn.Module]:
@@ -183,7 +177,6 @@ def task(name: str, seed: int, device: str, *, train: int, test: int) -> tuple[C
     )
     torch.manual_seed(seed)
     if name == "heads":
-        x, xt = x[:, :1], xt[:, :1]
         model: nn.Module = _Rows(10)
         whole = ((x, y), (xt, yt))
         own = whole

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "show"]
+__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "round_seconds", "show"]
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:
@@ -58,6 +59,11 @@ def over(times: Mapping[str, list[float]], case: str, base: str) -> tuple[float,
     """First quartile, median and third quartile of a case's time over another's in the same turn."""
     low, median, high = np.quantile(np.array(times[case]) / np.array(times[base]), [0.25, 0.5, 0.75]).tolist()
     return low, median, high
+
+
+def round_seconds(marks: Sequence[float]) -> list[float]:
+    """Lengths of rounds from the times at which they ended, without the first, which builds all, and the last, which scores."""
+    return [after - before for before, after in pairwise(marks[:-1])]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -31,12 +31,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import show
+from common import round_seconds, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
@@ -131,11 +131,6 @@ def _engine(name: str) -> Engine:
     return Flower(workers=WORKERS)
 
 
-def _gaps(marks: Sequence[float]) -> list[float]:
-    """Lengths of all rounds but the first and the last, from the times at which they ended."""
-    return [after - before for before, after in pairwise(marks[:-1])]
-
-
 @dataclass(frozen=True)
 class Timing:
     """Of one run: the seconds of its rounds but the first and the last, the rest, and the bytes of a round."""
@@ -148,7 +143,7 @@ class Timing:
     def of(records: Sequence[RoundRecord], total: float) -> Timing:
         """From a run's records and its length."""
         marks = [record.cost.wall_seconds for record in records]
-        rounds = _gaps(marks)
+        rounds = round_seconds(marks)
         cost = records[-1].cost
         return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
 
@@ -214,9 +209,8 @@ class Watch(Callback):
     """Notes times and memory as a run goes on."""
 
     def __init__(self) -> None:
-        self.round_ends: list[float] = []
         self.cpu: list[float] = []
-        self.trained = self.scored = self.training_peak = self.peak = 0.0
+        self.trained = self.scored = self.training_peak = 0.0
 
     def on_client_end(self, run: RunView, client_id: int, update: Update | Evaluation | None) -> None:
         """The last update ends the training; the first evaluation begins the scoring, and the last ends it."""
@@ -231,9 +225,7 @@ class Watch(Callback):
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round is over."""
         del run, record
-        self.round_ends.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        self.peak = _peak_mib()
 
 
 def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
@@ -252,19 +244,20 @@ def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
     )
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-        began = time.perf_counter()
-        fl.run(fl.methods.registry[method](), problem, clients, config, engine=_engine(name), callbacks=[watch], out=folder)
+        recipe, engine = fl.methods.registry[method](), _engine(name)
+        result = fl.run(recipe, problem, clients, config, engine=engine, callbacks=[watch], out=folder)
         memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
         checkpoint = Path(folder, "checkpoint.safetensors").stat().st_size
+    marks = [record.cost.wall_seconds for record in result.rounds]
     return {
         "engine": name,
         "clients": count,
-        "seconds": round(statistics.median(_gaps(watch.round_ends)), 4),
-        "main_cpu_seconds": round(statistics.median(_gaps(watch.cpu)), 4),
-        "start": round(watch.round_ends[0] - began, 2),
+        "seconds": round(statistics.median(round_seconds(marks)), 4),
+        "main_cpu_seconds": round(statistics.median(round_seconds(watch.cpu)), 4),
+        "start": round(marks[0], 2),
         "scoring_ms_per_client": round(1000 * (watch.scored - watch.trained) / count, 2),
         "main_training_peak_mib": round(watch.training_peak),
-        "main_peak_mib": round(watch.peak),
+        "main_peak_mib": round(_peak_mib()),
         "memories_mib": round(memories / 2**20, 1),
         "checkpoint_mib": round(checkpoint / 2**20, 2),
     }

@@ -11,13 +11,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from client_step import task
-from common import in_turns, over
+from common import in_turns, over, round_seconds
 from step import LR, MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
@@ -184,35 +183,18 @@ def problem_of(name: str, examples: int, clients: int) -> tuple[fl.Problem, list
     ]
 
 
-class Watch(fl.Callback):
-    """Seconds between the ends of rounds."""
-
-    def __init__(self) -> None:
-        self.ends = [time.perf_counter()]
-
-    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
-        self.ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        """The median, without the first round, in which all is built, and the last, which also scores."""
-        return statistics.median(b - a for a, b in list(pairwise(self.ends))[1:-1])
-
-
-def rounds_of(
-    engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, *, epochs: int, rounds: int
-) -> tuple[float, fl.RunResult]:
-    """Median seconds of a round, and the result."""
+def rounds_of(engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, rounds: int) -> tuple[float, Any]:
+    """Median seconds of a round, and the last state."""
     config = fl.RunConfig(
         rounds=rounds + 2,
         cohort=len(clients),
-        training=fl.TrainingConfig(local_epochs=epochs, batch_size=20, lr=1e-3),
+        training=fl.TrainingConfig(local_epochs=1, batch_size=20, lr=1e-3),
         eval_every=1000,
         eval_clients=1,
         device=str(device),
     )
-    watch = Watch()
-    result = fl.run(method, problem, clients, config, engine=engine, callbacks=[watch])
-    return watch.seconds(), result
+    result = fl.run(method, problem, clients, config, engine=engine)
+    return statistics.median(round_seconds([record.cost.wall_seconds for record in result.rounds])), result.state
 
 
 @contextmanager
@@ -254,10 +236,8 @@ def cohort(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, An
         states: dict[str, Any] = {}
         for label, engine in (("one_by_one", fl.Embedded()), ("cohort", fl.Cohort())):
             with _told("sparsekit_fl") as messages:
-                seconds, result = rounds_of(
-                    engine, methods[method](), problem, clients, device, epochs=1, rounds=1 if quick else 3
-                )
-            row[f"{label}_seconds"], states[label] = seconds, result.state
+                seconds, state = rounds_of(engine, methods[method](), problem, clients, device, 1 if quick else 3)
+            row[f"{label}_seconds"], states[label] = seconds, state
             if any("one client at a time" in message for message in messages):
                 row["alone"] = messages
         row["apart"] = _apart(states["cohort"], states["one_by_one"])

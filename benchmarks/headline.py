@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
 
+from common import read
+
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "examples" / "paper"
 WORDS = {"four": 4.0, "all": 100.0}
@@ -90,12 +92,12 @@ def zoo(out: Path) -> Numbers:
     return {"zoo": (total, right, wrong, total - sum(map(float, ours.groups())))}
 
 
-def results(folder: Path) -> Iterator[dict[str, Any]]:
+def results(folder: Path, name: str = "*") -> Iterator[dict[str, Any]]:
     """The results of a folder of runs, stored lean or whole."""
-    for path in sorted(folder.rglob("*.json")):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(read, dict) and "final" in read:
-            yield read
+    for path in sorted(folder.rglob(f"{name}.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and "final" in result:
+            yield result
 
 
 def accuracy(result: dict[str, Any]) -> float:
@@ -109,10 +111,8 @@ def mnist(out: Path, data: Path) -> Numbers:
         "--jobs", "2", "--workers", "1", "--out", out / "mnist")  # fmt: skip
     made = {result["method"]: result for result in results(out / "mnist")}
     stored: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((STORED / "compare-mnist").glob("*.json")):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        if "final" in read:
-            stored.setdefault(path.stem.rpartition("-seed")[0], []).append(read)
+    for result in results(STORED / "compare-mnist"):
+        stored.setdefault(result["method"], []).append(result)
     least = mean(map(accuracy, stored["fedlps"])) + 0.35
     better = {name: runs for name, runs in stored.items() if mean(map(accuracy, runs)) > least}
     base = made["fedlps"]["cost"]["flops_compact"]
@@ -127,15 +127,8 @@ def mnist(out: Path, data: Path) -> Numbers:
 def cifar(_: Path) -> Numbers:
     """The means of the stored runs."""
     names = ("fedlps-own-100", "fedlps-own-30", "fedlps-30")
-    return {
-        "cifar": tuple(
-            mean(
-                accuracy(json.loads(path.read_text(encoding="utf-8")))
-                for path in (STORED / "results").glob(f"cifar10-{name}-rounds-seed*.json")
-            )
-            for name in names
-        )
-    }
+    folder = STORED / "results"
+    return {"cifar": tuple(mean(map(accuracy, results(folder, f"cifar10-{name}-rounds-seed*"))) for name in names)}
 
 
 def choice(out: Path) -> Numbers:
@@ -144,7 +137,7 @@ def choice(out: Path) -> Numbers:
     for batch in ("64", "4"):
         file = out / f"choice-{batch}.jsonl"
         run("benchmarks/choice.py", "planted", "--arms", "learned", "--seeds", "2", "--batch", batch, "--out", file)
-        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        for row in read(file):
             found.setdefault(f"{batch} {row['cell']}", []).append(100 * row["found"])
     many = [mean(shares) for name, shares in found.items() if name.startswith("64 ")]
     few = [mean(shares) for name, shares in found.items() if name.startswith("4 ")]

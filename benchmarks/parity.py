@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add, read
+from common import add, read, show
 from parity_engines import COLUMNS, REFERENCES, Result, plan_of
 
 from sparsekit_fl.deployment.plan import Plan
@@ -113,14 +113,13 @@ def _reference(plan: Plan, errors: bool) -> dict[str, str]:
         return {}
 
 
-def table(pairs: Mapping[tuple[str, str], Pair], engines: Sequence[str]) -> str:
-    """Markdown: methods that gave the same on all engines share a row."""
+def rows(pairs: Mapping[tuple[str, str], Pair], engines: Sequence[str]) -> list[dict[str, str]]:
+    """Of the table: methods that gave the same on all engines share one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for method in dict.fromkeys(method for method, _ in pairs):
         alike.setdefault(tuple(pairs[method, engine].text() for engine in engines), []).append(f"`{method}`")
-    head = ["methods", *(COLUMNS[engine].title for engine in engines)]
-    rows = [head, ["---"] * len(head), *([", ".join(methods), *cells] for cells, methods in alike.items())]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    titles = [COLUMNS[engine].title for engine in engines]
+    return [{"methods": ", ".join(methods), **dict(zip(titles, cells, strict=True))} for cells, methods in alike.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for column in COLUMNS.values():
             column.close()
     if not options.json:
-        print(table(pairs, engines))
+        show(rows(pairs, engines), as_json=False)
         print(", ".join(f"{name} {text}" for name, text in case_of(plan_of("fedlps", options.rounds))["versions"].items()))
     same = sum(pair.text() == "same" for pair in pairs.values())
     print(f"{options.out}: {same} of {len(pairs)} the same", file=sys.stderr)
