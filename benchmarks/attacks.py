@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import show
+from common import show, spread
 from replies import Changed
 
 import sparsekit_fl as fl
@@ -148,10 +148,9 @@ def _told(row: Row, name: str) -> Any:
     """Mean ± deviation of the seeds, where there are several numbers."""
     if not isinstance(row[name], list):
         return row[name]
-    scale, unit = (100.0, " %") if name in PERCENT else (1.0, "")
-    numbers = [scale * value for value in row[name]]
-    spread = f" ± {statistics.stdev(numbers):.1f}" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.1f}{spread}{unit}" if numbers else None
+    if name in PERCENT:
+        return f"{spread([100 * value for value in row[name]])} %" if row[name] else None
+    return spread(row[name])
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from choice_cells import PLANTED, TASKS, Cell, images, planted, task
-from common import add, read
+from common import add, read, spread
 
 import sparsekit as sk
 
@@ -217,8 +217,7 @@ def _mean(runs: list[dict[str, Any]]) -> float:
 
 def _score(runs: list[dict[str, Any]]) -> str:
     """Mean ± deviation."""
-    spread = f" ± {statistics.stdev(100 * run['accuracy'] for run in runs):.1f}" if len(runs) > 1 else ""
-    return f"{_mean(runs):.1f}{spread}{f' ({len(runs)})' if len(runs) != 3 else ''}" if runs else ""
+    return spread([100 * run["accuracy"] for run in runs]) + (f" ({len(runs)})" if len(runs) not in (0, 3) else "")
 
 
 def main() -> None:

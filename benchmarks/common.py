@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "round_seconds", "show"]
+__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:
@@ -75,6 +76,13 @@ def add(path: Path, row: Mapping[str, Any]) -> None:
     """Add a line to a file of results."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean ± standard deviation, the latter where there are several; empty without values."""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import add, in_turns, over, read
+from common import add, in_turns, over, read, show
 from nets import DenseNet121, ResNet50, VisionTransformer, mobilenet_v2, vgg16
 from torch import Tensor, nn
 
@@ -289,44 +289,47 @@ def tables(path: Path) -> None:
     """Print what is in the file."""
     found = cells(path)
     batches = sorted({batch for *_, batch in found})
-    ours = [arm for arm in ARMS if not arm.startswith("torch")]
-    heads = [f"{arm if arm != '1' else 'any width'}, {batch}" for batch in batches for arm in (*ours, "Torch-Pruning")]
-    print(f"| model | FLOPs | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}")
-    columns: dict[tuple[str, int], list[float]] = {}
+    ours = {"1": "any width", "auto": "auto", "16": "16"}
+    columns: dict[str, list[float]] = {}
+    lines = []
     for name, share in dict.fromkeys(key[:2] for key in found):
-        texts = []
+        line = {"model": name, "FLOPs": f"{share:.0%}"}
         for batch in batches:
             rows = found.get((name, share, batch), {})
-            for arm in ours:
-                row = rows.get(arm, {})
-                texts.append(f"{gain(row):.2f}" if "faster" in row else "cannot" if row else "")
-                if "faster" in row:
-                    columns.setdefault((arm, batch), []).append(gain(row))
+            gains = {arm: gain(row) for arm, row in rows.items() if "faster" in row}
+            for arm, said in ours.items():
+                line[f"{said}, {batch}"] = f"{gains[arm]:.2f}" if arm in gains else "cannot" if arm in rows else ""
+                if arm in gains:
+                    columns.setdefault(f"{said}, {batch}", []).append(gains[arm])
             best = best_of_torch_pruning(rows)
-            texts.append("" if not rows else "cannot" if best is None else f"{gain(best[1]):.2f} ({best[0].split()[-1]})")
-            if best is not None and "faster" in rows.get("auto", {}):
-                columns.setdefault(("rival", batch), []).append(gain(best[1]))
-                columns.setdefault(("beside", batch), []).append(gain(rows["auto"]) / gain(best[1]))
-        print(f"| {name} | {share:.0%} | {' | '.join(texts)} |")
-    means = [mean(columns.get((arm, batch), [])) for batch in batches for arm in (*ours, "rival")]
-    print(f"| geometric mean | | {' | '.join(means)} |\n")
-    for batch in batches:
-        timed = [rows for (*_, size), rows in found.items() if size == batch]
-        timed = [rows for rows in timed if all("faster" in rows.get(arm, {}) for arm in ("1", "auto"))]
-        gains = [gain(rows["auto"]) / gain(rows["1"]) for rows in timed]
-        beside = columns.get(("beside", batch), [])
-        print(f"batch {batch}: auto over any width {mean(gains)} (least {min(gains, default=0):.2f}), ", end="")
-        print(f"over Torch-Pruning {mean(beside)} (least {min(beside, default=0):.2f}, {len(beside)} cuts)")
-    budgets = [row for row in read(path) if row["part"] == "latency"]
-    if budgets:
-        print("\n| model | asked | measured (quartiles) | FLOPs ÷ | seconds, of processor |\n|---|---|---|---|---|")
-    for row in budgets:
-        if "got" not in row:
-            print(f"| {row['model']} | {row['asked']:.0%} | {row['error']} | | |")
-            continue
-        quartiles = f"{row['got']:.1%} ({row['low']:.1%} to {row['high']:.1%})"
-        seconds = f"{row['seconds']:.0f}, {row['cpu_seconds']:.0f}"
-        print(f"| {row['model']} | {row['asked']:.0%} | {quartiles} | {row['fewer']:.2f} | {seconds} |")
+            rival = f"Torch-Pruning, {batch}"
+            line[rival] = f"{gain(best[1]):.2f} ({best[0].split()[-1]})" if best else "cannot" if rows else ""
+            if best and "auto" in gains:
+                columns.setdefault(rival, []).append(gain(best[1]))
+                columns.setdefault(f"auto over {rival}", []).append(gains["auto"] / gain(best[1]))
+            if "1" in gains and "auto" in gains:
+                columns.setdefault(f"auto over any width, {batch}", []).append(gains["auto"] / gains["1"])
+        lines.append(line)
+    if lines:
+        means = {column: mean(columns.get(column, [])) for column in list(lines[0])[2:]}
+        show([*lines, {"model": "geometric mean", "FLOPs": "", **means}], as_json=False)
+    print()
+    for column, values in columns.items():
+        if column.startswith("auto over"):
+            print(f"{column}: {mean(values)} (least {min(values):.2f}, {len(values)} cuts)")
+    print()
+    show((_budget(row) for row in read(path) if row["part"] == "latency"), as_json=False)
+
+
+def _budget(row: dict[str, Any]) -> dict[str, str]:
+    line = {"model": row["model"], "asked": f"{row['asked']:.0%}"}
+    if "error" in row:
+        return line | {"cannot": row["error"]}
+    return line | {
+        "measured (quartiles)": f"{row['got']:.1%} ({row['low']:.1%} to {row['high']:.1%})",
+        "FLOPs ÷": f"{row['fewer']:.2f}",
+        "seconds, of processor": f"{row['seconds']:.0f}, {row['cpu_seconds']:.0f}",
+    }
 
 
 def draw(path: Path, picture: Path) -> None:

@@ -22,10 +22,12 @@ import platform
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import show, spread
 from prune_arms import ARMS
 from prune_cells import Cell, accuracy, flops_of, train
 from prune_tasks import SCHEDULES, TASKS, load
@@ -121,21 +123,20 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     return found | {"training_flops": pretraining + cut.sparse_flops + spent, "finetuned": accuracy(start, test)}
 
 
-def _tables(found: dict[str, Any]) -> None:
-    rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for key, value in found.get("accuracy", {}).items():
-        rows.setdefault(tuple(key.split(" | ")[:4]), []).append(value)
-    print("| task | schedule | budget | arm | share | as cut | recalibrated | compensated | fine-tuned | training FLOPs |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (task, schedule, arm, share), values in sorted(rows.items(), key=lambda row: (row[0][0], -float(row[0][3]), row[0][2])):
-        cells = []
-        for name in ("as_cut", "recalibrated", "compensated", "finetuned"):
-            numbers = [value[name] for value in values if name in value]
-            spread = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
-            cells.append(f"{statistics.mean(numbers):.3f}{spread}" if numbers else "")
+def _rows(found: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Of the table: budgets from the largest, arms by name."""
+    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for key, value in found["accuracy"].items():
+        cells.setdefault(tuple(key.split(" | ")[:4]), []).append(value)
+    columns = {"as_cut": "as cut", "recalibrated": "recalibrated", "compensated": "compensated", "finetuned": "fine-tuned"}
+    for (task, schedule, arm, share), values in sorted(
+        cells.items(), key=lambda row: (row[0][0], -float(row[0][3]), row[0][2])
+    ):
+        accuracies = {said: spread([value[name] for value in values if name in value], 3) for name, said in columns.items()}
         got = statistics.mean(value["share"] for value in values)
         flops = statistics.mean(value["training_flops"] for value in values)
-        print(f"| {task} | {schedule} | {share} | {arm} | {got:.3f} | {' | '.join(cells)} | {flops:.2e} |")
+        row = {"task": task, "schedule": schedule, "budget": share, "arm": arm, "share": f"{got:.3f}"}
+        yield row | accuracies | {"training FLOPs": f"{flops:.2e}"}
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
     results = Results(options.out)
     if not options.table:
         _accuracy(options, results)
-    _tables(results.found)
+    show(_rows(results.found), as_json=False)
 
 
 if __name__ == "__main__":
