@@ -91,8 +91,8 @@ def ours_rounded(cell: Cell) -> Cut:
     return ours_without_teacher(cell, "auto")
 
 
-def ours_group_sl(cell: Cell) -> Cut:
-    """Sparse training by our GroupSL, then magnitudes by cost."""
+def _group_sl(cell: Cell) -> tuple[nn.Module, Any, float]:
+    """The network that our GroupSL trained sparsely, its cut to magnitudes by cost, and the FLOPs of that training."""
 
     def sparse() -> tuple[nn.Module, float]:
         dense, schedule = copy.deepcopy(cell.dense), cell.schedule
@@ -101,8 +101,21 @@ def ours_group_sl(cell: Cell) -> Cut:
         return dense, train(dense, shared, "sparse", schedule.sparse, rate, regularizer=GroupSL(graph, 5e-4))
 
     dense, spent = cell.once("sparse", sparse)
-    pruned = _cut(cell, Normalised(Magnitude(order=2, coupled=True)), dense=dense.eval())
+    return dense, _cut(cell, Normalised(Magnitude(order=2, coupled=True)), dense=dense.eval()), spent
+
+
+def ours_group_sl(cell: Cell) -> Cut:
+    """Sparse training by our GroupSL, then magnitudes by cost."""
+    _, pruned, spent = _group_sl(cell)
     return Cut(pruned.model, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
+
+
+def ours_group_sl_repaired(cell: Cell) -> Cut:
+    """The same, its consumers refitted against the network that was trained sparsely; the dense model teaches."""
+    dense, pruned, spent = _group_sl(cell)
+    small = copy.deepcopy(pruned.model)
+    sk.compensate(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+    return Cut(pruned.model, small, teacher=True, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
 
 
 def _reset(model: nn.Module, seed: int) -> nn.Module:
@@ -112,18 +125,6 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
     return model
-
-
-def ours_group_sl_repaired(cell: Cell) -> Cut:
-    """The same, its consumers refitted against the network that was trained sparsely, which also teaches."""
-    found = ours_group_sl(cell)
-    dense = cell.shared["sparse"][0]
-    graph = sk.trace_units(dense.eval(), cell.example)
-    pruned = _cut(cell, Normalised(Magnitude(order=2, coupled=True)), dense=dense)
-    found.compensated = copy.deepcopy(found.model)
-    sk.compensate(dense, found.compensated, graph, pruned.mask, cell.once("batches", cell.scoring))
-    found.teacher = True
-    return found
 
 
 def scratch_uniform(cell: Cell) -> Cut:
