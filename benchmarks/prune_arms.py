@@ -91,6 +91,14 @@ def ours_rounded(cell: Cell) -> Cut:
     return ours_without_teacher(cell, "auto")
 
 
+def ours_by_depth(cell: Cell, limit: float = 1.0, **options: Any) -> Cut:
+    """The same in whole residual branches, of which at most a share of `limit` stays; `sk.prune` repairs by itself."""
+    batches = cell.once("batches", cell.scoring)
+    asked: dict[str, Any] = {"budget": {"flops": f"{100 * cell.share:g}%"}, "limits": {"block": (0.0, limit)}, **options}
+    pruned = sk.prune(cell.dense, (cell.example,), batches=batches, loss=F.cross_entropy, **asked)
+    return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
+
+
 def _group_sl(cell: Cell) -> tuple[nn.Module, Any, float]:
     """The network that our GroupSL trained sparsely, its cut to magnitudes by cost, and the FLOPs of that training."""
 
@@ -144,6 +152,8 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": ours,
     "ours, no teacher": ours_without_teacher,
     "ours, no teacher, rounded": ours_rounded,
+    "ours, depth": lambda cell: ours_by_depth(cell, keep=["channel"]),
+    "ours, depth and width": lambda cell: ours_by_depth(cell, 0.75),
     "ours: group-sl": ours_group_sl,
     "ours: group-sl, repaired": ours_group_sl_repaired,
     **RIVALS,

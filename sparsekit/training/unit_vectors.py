@@ -6,7 +6,7 @@ all units have length J, in the order of the graph's groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,24 +33,17 @@ class Reader:
         if torch.is_autocast_enabled(kind):  # backward() under autocast: CUDA would sum in half precision
             with torch.autocast(kind, enabled=False):
                 return self.products(weight, gradient)
-        if self.dim == 1:
-            return self._column_products(weight, gradient)
         product = wide(gradient) * wide(weight)
         if product.dim() == 1:
             return product
         if self.dim == 0:
             return product.flatten(1).sum(1)
+        if self.dim == 1:
+            # A matrix-vector product with ones runs at memory speed, where a strided reduction does not.
+            flat = product.flatten(1)
+            columns = torch.mv(flat.t(), flat.new_ones(flat.shape[0]))
+            return columns.reshape(product.shape[1], -1).sum(1) if product.dim() > 2 else columns
         return product.sum([d for d in range(product.dim()) if d != self.dim])
-
-    def _column_products(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        # A matrix-vector product with ones runs at memory speed, where a strided reduction does not.
-        columns: Tensor | None = None
-        for part, other in _in_blocks(gradient, weight):
-            flat = (wide(part) * wide(other)).flatten(1)
-            ones = flat.new_ones(flat.shape[0])
-            columns = torch.mv(flat.t(), ones) if columns is None else torch.addmv(columns, flat.t(), ones)
-        assert columns is not None
-        return columns.reshape(weight.shape[1], -1).sum(1) if weight.dim() > 2 else columns
 
     def magnitudes(self) -> Tensor:
         """Σ |weight| at each position along the axis."""
@@ -58,19 +51,9 @@ class Reader:
         if weight.dim() == 1:
             return weight.abs()
         if self.dim == 0:
-            return torch.cat([part.flatten(1).abs().sum(1) for (part,) in _in_blocks(weight)])
+            return weight.flatten(1).abs().sum(1)
         norms: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=[d for d in range(weight.dim()) if d != self.dim])
         return norms
-
-
-_BLOCK = 1 << 18
-"""Entries that are looked at together: what is computed from those of a whole layer does not stay in a processor's cache."""
-
-
-def _in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of tensors of one shape, a block at a time."""
-    rows = max(1, _BLOCK // max(1, tensors[0][0].numel()))
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
