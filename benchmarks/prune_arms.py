@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.criteria import Fisher, Magnitude, Normalised
 from sparsekit.finetuning import GroupSL
+from sparsekit.measure.paired import measure_turns
 
 __all__ = ["ARMS"]
 
@@ -92,10 +93,39 @@ def ours_rounded(cell: Cell) -> Cut:
 
 
 def ours_by_depth(cell: Cell, limit: float = 1.0, **options: Any) -> Cut:
-    """The same in whole residual branches, of which at most a share of `limit` stays; `sk.prune` repairs by itself."""
+    """The same in whole residual branches, of which at most a share of `limit` stays."""
+    return _pruned(cell, cell.example, f"flops={cell.share:.0%}", limits={"block": (0.0, limit)}, **options)
+
+
+def ours_by_milliseconds(cell: Cell) -> Cut:
+    """The same, to a share of the time of 64 images on one thread."""
+    return _timed(cell, f"latency_ms={cell.share:.0%}")
+
+
+def ours_by_flops_of_that_time(cell: Cell) -> Cut:
+    """The same, to the FLOPs that take the time of `ours_by_milliseconds`, found by bisection."""
+    asked = cell.once(f"time at {cell.share:g}", lambda: ours_by_milliseconds(cell)).notes["time"]
+    low, high = 0.02, 1.0
+    for _ in range(6):
+        middle = (low + high) / 2
+        found = _timed(cell, f"flops={middle:.2%}")
+        low, high = (middle, high) if found.notes["time"] < asked else (low, middle)
+    return found
+
+
+def _timed(cell: Cell, budget: str) -> Cut:
+    """Cut to a budget for 64 images, and note the share of the dense model's time that is left."""
+    torch.set_num_threads(1)
+    images = cell.data.images["train"][:64]
+    found = _pruned(cell, images, budget)
+    found.notes["time"] = 1 / measure_turns(cell.dense, found.model, (images,), {}, batch=64, threads=1, seconds=2.0).faster
+    return found
+
+
+def _pruned(cell: Cell, example: Tensor, budget: str, **options: Any) -> Cut:
+    """One call of `sk.prune` with batches, which repairs by itself."""
     batches = cell.once("batches", cell.scoring)
-    asked: dict[str, Any] = {"budget": {"flops": f"{100 * cell.share:g}%"}, "limits": {"block": (0.0, limit)}, **options}
-    pruned = sk.prune(cell.dense, (cell.example,), batches=batches, loss=F.cross_entropy, **asked)
+    pruned = sk.prune(cell.dense, (example,), budget=budget, batches=batches, loss=F.cross_entropy, **options)
     return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
 
 
@@ -154,6 +184,8 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours, no teacher, rounded": ours_rounded,
     "ours, depth": lambda cell: ours_by_depth(cell, keep=["channel"]),
     "ours, depth and width": lambda cell: ours_by_depth(cell, 0.75),
+    "ours, milliseconds": ours_by_milliseconds,
+    "ours, FLOPs of that time": ours_by_flops_of_that_time,
     "ours: group-sl": ours_group_sl,
     "ours: group-sl, repaired": ours_group_sl_repaired,
     **RIVALS,

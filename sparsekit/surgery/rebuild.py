@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
         for held in vars(module).values():
+            if type(held) in (dict, OrderedDict, set) and not held:
+                memo[id(held)] = type(held)()  # hooks that a module has not: most of what copying it would look at
             for value in held if isinstance(held, list) else (held,):
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history

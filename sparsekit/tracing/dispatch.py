@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_leaves
+from sparsekit._torch import DispatchMode, operator_schema, storage_id
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
-from sparsekit.tracing.ops.call import Call, Outputs
+from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 from sparsekit.tracing.passes import arguments_of
 
 _MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
@@ -39,13 +39,14 @@ class Dispatcher(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         numbers = self.tracer.numbers
-        self.tracer.used |= {numbers[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in numbers}
+        given = tensors_of((*args, *kwargs.values()))
+        self.tracer.used |= {numbers[id(tensor)] for tensor in given if id(tensor) in numbers}
         result = func(*args, **kwargs)
         if not self.tracer.watching:
             return result
         schema = operator_schema(func)
         arguments = dict(zip(arguments_of(func)[0], args, strict=False)) | kwargs
-        outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        outputs = tuple(tensors_of((result,)))
         name = schema.name.split("::")[-1]
         mutates = schema.is_mutable
         call = Call(self.tracer, func, name.rstrip("_") if mutates else name, arguments, outputs)

@@ -20,12 +20,12 @@ from sparsekit._torch import (
     eager,
     operator_schema,
     storage_id,
-    tree_leaves,
     tree_map_only,
     without_fast_path,
 )
 from sparsekit.rng import same_random_state
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.ops.call import tensors_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
@@ -64,7 +64,7 @@ class ReadOnly(DispatchMode):
         return func(*args, **kwargs)
 
     def _apart(self, value: Any) -> Any:
-        if not any(isinstance(leaf, Tensor) and storage_id(leaf) in self._storages for leaf in tree_leaves(value)):
+        if not any(storage_id(tensor) in self._storages for tensor in tensors_of((value,))):
             return value
         return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
 

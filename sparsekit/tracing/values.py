@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from sparsekit._torch import DispatchMode, operator_packet, operator_schema, storage_id, tree_leaves
+from sparsekit._torch import DispatchMode, operator_packet, operator_schema, storage_id
 from sparsekit.surgery.removed import Part
 from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.ops.call import tensors_of
 
 _ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _RELU = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
@@ -104,10 +105,9 @@ class Values(DispatchMode):
         return self._next - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        entering = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        reads = [self.number(tensor) for tensor in entering]
+        reads = [self.number(tensor) for tensor in tensors_of((*args, *(kwargs or {}).values()))]
         result = func(*args, **(kwargs or {}))
-        leaving = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        leaving = list(tensors_of((result,)))
         if operator_schema(func).is_mutable:
             written = {storage_id(tensor) for tensor in leaving}
             others = [tensor for memory in written for tensor in self._sharing.get(memory, ())]

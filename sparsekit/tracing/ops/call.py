@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from sparsekit._torch import tree_leaves
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results of an operator, which are tensors, lists of them and plain values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +78,7 @@ class Call:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, those in lists included."""
-        return [leaf for leaf in tree_leaves(tuple(self.arguments.values())) if isinstance(leaf, Tensor)]
+        return list(tensors_of(self.arguments.values()))
 
     def fix_inputs(self, reason: str) -> None:
         """Keep whole every unit that enters the call."""
