@@ -197,7 +197,7 @@ class UnitGraph:
 
     def to_json(self) -> str:
         """The graph as JSON text, exact; `from_json` is its inverse."""
-        return json_format.dump(vars(self))
+        return json_format.dump(self)
 
     @staticmethod
     def from_json(text: str) -> UnitGraph:

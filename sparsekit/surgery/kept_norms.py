@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsekit.errors import TraceError
-from sparsekit.graph.index import along
 from sparsekit.surgery.norm_calls import NormCall, read_norm_call
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class KeptNorms(NormMode):
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         super().__init__()
         self._sites = {(site.module, site.call): site for site in graph.norms}
-        self._stays: dict[tuple[str, int], Tensor] = {}  # only of norms that leave something out
+        self._kept: dict[tuple[str, int], tuple[int, Tensor]] = {}  # size and positions, of norms that leave something out
         owners = {site.module for site in graph.norms}
         names = dict(model.named_modules())
         roots = [
@@ -124,22 +123,25 @@ class KeptNorms(NormMode):
         if within is not None:
             found = {key: stays[self._sites[key].stays(within)] for key, stays in found.items()}
         # Asked and copied here: at each call, a device would have to be waited for.
-        self._stays = {key: stays.to(device) for key, stays in found.items() if not bool(stays.all())}
+        self._kept = {
+            key: (stays.numel(), stays.nonzero().reshape(-1).to(device))
+            for key, stays in found.items()
+            if not bool(stays.all())
+        }
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Compute over the kept positions where units were traced, else plainly."""
-        stays = self._stays.get((module, number))
-        if stays is None:
+        if (module, number) not in self._kept:
             return plain()
-        site = self._sites[module, number]
+        site, (size, kept) = self._sites[module, number], self._kept[module, number]
         dim = call.x.dim() + site.dim
-        if call.name != site.function or dim not in call.dims or call.x.shape[dim] != stays.numel():
+        if call.name != site.function or dim not in call.dims or call.x.shape[dim] != size:
             raise TraceError(
                 f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
-                f" {stays.numel()} positions when its units were traced; trace it on inputs that take the same path"
+                f" {size} positions when its units were traced; trace it on inputs that take the same path"
             )
         # A copy only where the model is on several devices.
-        return call.over(along(stays.to(call.x.device), dim, call.x.dim()))
+        return call.over(dim, kept.to(call.x.device))
 
 
 def _inside(name: str, root: str) -> bool:

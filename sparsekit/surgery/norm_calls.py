@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ class NormCall:
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
         bias: Shift of a norm, likewise.
-        over: Computes the call over the positions at which a bool mask, broadcast against `x`, is true. The results of
-            a norm have the shape of `x`; those at other positions are normalised with the same statistics.
+        over: Computes the call over some positions along one axis of `dims`: (axis, int64 positions). The results of a norm
+            have the shape of `x`; those at other positions are normalised with the same statistics.
     """
 
     name: str
@@ -31,7 +30,7 @@ class NormCall:
     dims: tuple[int, ...]
     weight: Tensor | None
     bias: Tensor | None
-    over: Callable[[Tensor], Any]
+    over: Callable[[int, Tensor], Any]
 
     @property
     def is_norm(self) -> bool:
@@ -54,13 +53,6 @@ def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
 
 
-def _mean(x: Tensor, dims: Sequence[int], mask: Tensor, *, keepdim: bool = True) -> Tensor:
-    """Mean over the kept positions along `dims`; `mask` has the rank of `x` and size 1 where it does not vary."""
-    # One axis of units varies in the mask; along the other axes of `dims` every position counts.
-    count = mask.sum() * math.prod(x.shape[d] for d in dims if mask.shape[d] == 1)
-    return torch.where(mask, x, 0).sum(list(dims), keepdim=keepdim) / count
-
-
 def _working(x: Tensor) -> Tensor:
     """Norms compute in float32 at least, as torch's own kernels do."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -80,12 +72,12 @@ def _norm(
     """A norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis 1."""
     dims = tuple(range(first, x.dim()))
 
-    def over(mask: Tensor) -> Tensor:
+    def over(dim: int, kept: Tensor) -> Tensor:
         values = _working(x)
         if centre:
-            values = values - _mean(values, dims, mask)
+            values = values - values.index_select(dim, kept).mean(dims, keepdim=True)
         small = torch.finfo(values.dtype).eps if eps is None else eps
-        y = values * torch.rsqrt(_mean(values.square(), dims, mask) + small)
+        y = values * torch.rsqrt(values.index_select(dim, kept).square().mean(dims, keepdim=True) + small)
         scale, shift = weight, bias
         if name == "group_norm":
             column = (1, -1, *([1] * (x.dim() - 2)))
@@ -125,57 +117,18 @@ def _group_norm(
     return _norm("group_norm", input, 1, weight, bias, eps) if num_groups == 1 else None
 
 
-def _dims(x: Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    if dim is None or (not isinstance(dim, int) and not list(dim)):
-        return tuple(range(x.dim()))
-    chosen = [dim] if isinstance(dim, int) else list(dim)
-    return tuple(sorted(d % max(x.dim(), 1) for d in chosen))
+def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
+    """The reader of mean, var, std, var_mean or std_mean: called again on what is kept, they give the same axes."""
 
+    def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
+        given = positional[0] if positional and not isinstance(positional[0], bool) else dim
+        chosen = [given] if isinstance(given, int) else given or range(input.dim())
+        dims = tuple(sorted(d % max(input.dim(), 1) for d in chosen))
 
-def _plain_mean(
-    input: Tensor,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> NormCall:
-    dims = _dims(input, dim)
+        def over(axis: int, kept: Tensor) -> Any:
+            return function(input.index_select(axis, kept), *positional, **({} if dim is None else {"dim": dim}), **options)
 
-    def over(mask: Tensor) -> Tensor:
-        return _mean(input if dtype is None else input.to(dtype), dims, mask, keepdim=keepdim)
-
-    return NormCall("mean", input, dims, None, None, over)
-
-
-def _spread(name: str) -> Callable[..., NormCall]:
-    """The reader of var, std, var_mean or std_mean."""
-
-    def read(
-        input: Tensor,
-        *positional: Any,
-        dim: int | Sequence[int] | None = None,
-        unbiased: bool = True,
-        correction: float | None = None,
-        keepdim: bool = False,
-    ) -> NormCall:
-        rest = list(positional)
-        if rest and not isinstance(rest[0], bool):
-            dim = rest.pop(0)
-        if rest:
-            unbiased = rest.pop(0)
-        if rest:
-            keepdim = rest.pop(0)
-        dims = _dims(input, dim)
-        missing = float(unbiased) if correction is None else float(correction)
-
-        def over(mask: Tensor) -> Any:
-            count = mask.sum() * math.prod(input.shape[d] for d in dims if mask.shape[d] == 1)
-            mean = _mean(input, dims, mask)
-            spread = _mean((input - mean).square(), dims, mask, keepdim=keepdim) * (count / (count - missing).clamp(min=0))
-            spread = spread.sqrt() if name.startswith("std") else spread
-            return (spread, _mean(input, dims, mask, keepdim=keepdim)) if name.endswith("_mean") else spread
-
-        return NormCall(name, input, dims, None, None, over)
+        return NormCall(function.__name__, input, dims, None, None, over)
 
     return read
 
@@ -187,9 +140,9 @@ _READERS: dict[Any, Callable[..., NormCall | None]] = {
     torch.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
-    torch.mean: _plain_mean,
-    Tensor.mean: _plain_mean,
-    **{getattr(torch, name): _spread(name) for name in ("var", "std", "var_mean", "std_mean")},
-    Tensor.var: _spread("var"),
-    Tensor.std: _spread("std"),
+    **{
+        getattr(home, name): _average(getattr(torch, name))
+        for home, names in ((torch, ("mean", "var", "std", "var_mean", "std_mean")), (Tensor, ("mean", "var", "std")))
+        for name in names
+    },
 }
