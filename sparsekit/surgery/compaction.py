@@ -35,8 +35,8 @@ def compact(
         graph: Its units.
         mask: Which stay.
         rules: Rules for layers of your own, as given to `trace_units`.
-        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Its parameters are new
-            objects afterwards: make the optimiser after the cut, or move it with `remap_optimizer`.
+        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Make the optimiser after
+            the cut.
 
     Returns:
         `model`, where it is cut in place, and else a deep copy, with narrow parameters and buffers. Tied parameters stay

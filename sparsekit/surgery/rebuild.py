@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import buffers_of, parameters_of, refresh_flat_weights
+from sparsekit._torch import refresh_flat_weights
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather
@@ -115,7 +114,7 @@ def narrow_module(
 def narrow_in_place(
     model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None = None
 ) -> nn.Module:
-    """Cut the model itself: each entry is replaced by its narrow one before the next is gathered.
+    """Cut the model itself: each entry becomes its narrow one before the next is gathered.
 
     Returns:
         The same model. It takes up no more memory than before but for one entry.
@@ -123,41 +122,24 @@ def narrow_in_place(
     Raises:
         ForeignMaskError: an entry does not have the shape that the graph expects; the model is then cut in part.
     """
-    indices = graph.kept_indices(keep)
-    holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-        for table in tables:
-            for name, entry in table.items():
-                if entry is not None:
-                    holders.setdefault(id(entry), []).append((table, name))
-    done: set[int] = set()
-    for name in indices:
-        entry = _entry(model, name)
-        if id(entry) in done:
-            continue
-        axes = cut_axes(entry.shape, indices[name])
-        if axes:
-            narrow = in_format(gather(entry.detach(), axes), memory_format(entry))
-            new = nn.Parameter(narrow, requires_grad=entry.requires_grad) if isinstance(entry, nn.Parameter) else narrow
-            for table, key in holders.pop(id(entry)):
-                table[key] = new
-            done.add(id(new))
-        else:
-            done.add(id(entry))
-        del entry
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            refresh_flat_weights(module)
+    entries, done = named_entries(model), set()
+    for name, axes in graph.kept_indices(keep).items():
+        entry = entries[name]
+        if id(entry) not in done and (cut := cut_axes(entry.shape, axes)):
+            reshape_leaf(entry, in_format(gather(entry.detach(), cut), memory_format(entry)))
+        done.add(id(entry))
     _fit(model, graph, keep, rules)
     return model
 
 
-def _entry(model: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    entry = getattr(model.get_submodule(path), attribute)
-    assert isinstance(entry, Tensor)
-    return entry
+def reshape_leaf(leaf: Tensor, value: Tensor) -> None:
+    """Give a parameter or buffer other values, maybe of another shape, while modules and optimisers keep their references."""
+    if value.shape != leaf.shape:
+        # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator alive, which
+        # remembers the old shape. Only a change of dtype makes torch forget it. Not every device has float64.
+        leaf.data = value.new_empty(0, dtype=torch.float16 if value.dtype == torch.float32 else torch.float32)
+    leaf.data = value
+    leaf.grad = None
 
 
 def _fit(

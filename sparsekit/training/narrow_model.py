@@ -30,7 +30,7 @@ from sparsekit.surgery.optimizer_state import (
     other_state,
     state_of_shape,
 )
-from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, set_sizes
+from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, reshape_leaf, set_sizes
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
 from sparsekit.training.slots import EntrySlots, build_slots, moves_to
@@ -62,15 +62,7 @@ class _Entry:
         if self.parameter is None:
             buffers_of(self.owner)[self.attribute] = tensor
         else:
-            if tensor.shape != self.parameter.shape:
-                # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
-                # alive, which remembers the old shape. Only a change of dtype makes torch forget it. Not every device has
-                # float64.
-                other = torch.float16 if tensor.dtype == torch.float32 else torch.float32
-                self.parameter.data = tensor.new_empty(0, dtype=other)
-            # The one way to give a leaf another shape while optimisers and modules keep their references to it.
-            self.parameter.data = tensor
-            self.parameter.grad = None
+            reshape_leaf(self.parameter, tensor)  # optimisers and modules keep their references to it
 
 
 def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
