@@ -17,7 +17,7 @@ from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-from sparsekit.training.dense_model import DenseModel
+from sparsekit.training.widening import DenseModel
 
 __all__ = [
     "check_masked_equals_compact",

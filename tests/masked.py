@@ -26,8 +26,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training import learnable
-from sparsekit.training.dense_model import DenseModel, straight_through_gates
-from sparsekit.training.widening import Probe, widened
+from sparsekit.training.widening import DenseModel, Probe, straight_through_gates, widened
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them it is the mean square of the outputs."""

@@ -323,8 +323,8 @@ def test_no_pickled_object_is_loaded_or_saved() -> None:
     # Weights of other programs, and state dicts of any optimiser, are in torch's format; they are read as tensors alone.
     assert {call.split(":")[0] + call[call.index(" ") :] for call in found} == {
         "sparsekit_fl.results.state.models torch.load",
-        "sparsekit.pruning.checkpoint torch.load",
-        "sparsekit.pruning.checkpoint torch.save",
+        "sparsekit.pruning.finetune torch.load",
+        "sparsekit.pruning.finetune torch.save",
     }
     reading = [path.read_text(encoding="utf-8") for path in FILES if "torch.load(" in path.read_text(encoding="utf-8")]
     assert all(text.count("torch.load(") == text.count("weights_only=True)") for text in reading)

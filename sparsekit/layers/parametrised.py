@@ -10,9 +10,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.labels.cause import Cause
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import TensorLabels
+from sparsekit.layers.labels.values import Cause, TensorLabels
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 

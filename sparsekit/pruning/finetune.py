@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import clone
 from sparsekit.measure.clock import evaluated
-from sparsekit.pruning.checkpoint import loader_generators, read_checkpoint, write_checkpoint
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import UnitRegularizer
 from sparsekit.rng import torch_scope
@@ -291,3 +290,48 @@ class _Run:
             generator.set_state(state)
         self.history = [EpochRecord(**record) for record in found["history"]]
         self.best, self.best_score, self.best_epoch = found["best"]
+
+
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write state dicts and plain values; an old file is replaced at once or not at all.
+
+    Raises:
+        InvalidValueError: an optimiser or scheduler whose state holds more than numbers, strings and tensors.
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(dict(state), temporary)
+        if not path.exists():  # what could not be read again is refused after the first epoch, not after the last
+            read_checkpoint(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read what `write_checkpoint` wrote, tensors bit for bit and on the CPU.
+
+    Raises:
+        InvalidValueError: the file is damaged or of another kind.
+        OSError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:  # torch reads a path by its ending
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # damaged files fail in many ways
+        raise InvalidValueError(
+            f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
+            f" {type(error).__name__}"
+        ) from error
+    return dict(found)
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader, its sampler and its batch sampler draw from, each once; none for a list."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
-from sparsekit.pruning.calibration import meet_latency
 from sparsekit.pruning.compensation import compensate
 from sparsekit.pruning.plans import for_step, has_field, with_fields
 from sparsekit.pruning.recalibration import recalibrate
@@ -36,6 +35,52 @@ AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 
 Repair: TypeAlias = bool | Literal["compensate", "recalibrate"]
 """Whether a cut model is refitted and recalibrated; or which of the two is done."""
+
+
+T = TypeVar("T")
+
+_TRIES = 6
+_CLOSE = 0.95
+
+
+def meet_latency(budget: Budget, limit_ms: float, cut: Callable[[Budget], tuple[T, float]]) -> tuple[T, float]:
+    """Ask the table for other milliseconds until the narrow model, measured, is within the limit and near it.
+
+    `cut` makes of a budget, in absolute numbers, what comes of it and its measured milliseconds.
+
+    Returns:
+        What came nearest to the limit without exceeding it, and its milliseconds.
+
+    Raises:
+        BudgetError: nothing that the table offers was measured within the limit.
+    """
+    asked = limit_ms
+    best: tuple[T, float] | None = None
+    fastest = float("inf")
+    for _ in range(_TRIES):
+        changed: dict[str, Any] = {"latency_ms": asked}
+        try:
+            found, measured = cut(replace(budget, **changed))
+            if measured <= limit_ms:  # not by luck
+                measured = max(measured, cut(replace(budget, **changed))[1])
+        except BudgetError:
+            if best is None and fastest == float("inf"):
+                raise
+            break
+        fastest = min(fastest, measured)
+        if measured <= limit_ms and (best is None or measured > best[1]):
+            best = found, measured
+        if best is not None and best[1] >= _CLOSE * limit_ms:
+            break
+        # A little less than the rule of three, since times vary from run to run.
+        asked *= min(2.0, 0.98 * limit_ms / measured)
+    if best is None:
+        raise BudgetError(
+            f"the budget cannot be met: latency_ms ≤ {limit_ms:.3g} was asked, and the fastest narrow model measured took"
+            f" {fastest:.3g} ms; other programs on this machine or its number of threads may be the reason, or ask for more",
+            {"latency_ms": fastest},
+        )
+    return best
 
 
 @dataclass(frozen=True, eq=False)

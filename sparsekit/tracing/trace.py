@@ -16,8 +16,8 @@ from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, Unsupp
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.labels.cause import OUTPUT, Cause
 from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import OUTPUT, Cause
 from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.layers.labels.cause import user_line
+from sparsekit.layers.labels.values import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens

@@ -16,10 +16,9 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import OptimizerState
 from sparsekit.surgery.pretrained import guard_pretrained
-from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
-from sparsekit.training.widening import Probe, Widening
+from sparsekit.training.widening import DenseModel, Probe, Widening, straight_through_gates
 
 
 class _GateGradient(torch.autograd.Function):

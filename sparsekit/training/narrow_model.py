@@ -25,14 +25,16 @@ from sparsekit.surgery.optimizer_state import (
     HasState,
     OptimizerState,
     SavedState,
+    check_movable,
     copies_of_weights,
+    factored_state,
     first_value,
     other_state,
+    reduced_axis,
     state_of_shape,
 )
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, reshape_leaf, set_sizes
 from sparsekit.surgery.safe_convolution import guard_convolutions
-from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
 from sparsekit.training.slots import EntrySlots, build_slots, moves_to
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph.groups import Kind
-from sparsekit.layers.labels.cause import Cause, user_line
 from sparsekit.layers.labels.joint import collapsed
 from sparsekit.layers.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
     NOT_ZERO,
+    Cause,
     Entry,
     IntArray,
     Joint,
@@ -24,6 +24,7 @@ from sparsekit.layers.labels.values import (
     NormNote,
     Split,
     TensorLabels,
+    user_line,
 )
 
 

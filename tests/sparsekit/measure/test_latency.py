@@ -15,7 +15,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.measure.clock import LatencyCache, cache_folder
 from sparsekit.measure.latency import measure_latency, measure_table
-from sparsekit.pruning.calibration import meet_latency
+from sparsekit.pruning.steps import meet_latency
 
 
 @pytest.fixture(autouse=True)

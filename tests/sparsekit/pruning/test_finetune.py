@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit.finetuning import Distillation, EpochRecord, GrowingRegularizer
-from sparsekit.pruning.checkpoint import read_checkpoint, write_checkpoint
+from sparsekit.pruning.finetune import read_checkpoint, write_checkpoint
 
 
 def _model(seed: int = 0) -> nn.Module:

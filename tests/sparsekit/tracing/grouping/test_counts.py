@@ -9,8 +9,8 @@ from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.dense_model import skeleton
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.widening import skeleton
 
 
 def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
