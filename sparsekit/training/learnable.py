@@ -29,7 +29,7 @@ from sparsekit.training.execution import Execution
 from sparsekit.training.host import Host, split_units
 from sparsekit.training.optimizer_hooks import OptimizerSet, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rule import Learning
+from sparsekit.training.rule import Learning, Rule
 from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers
 
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
@@ -131,8 +131,6 @@ class LearnableMask(Host):
         costs = costs_of(model, example_inputs, graph, budget)
         super().__init__(Execution(model, graph), ratio, budget, costs, criterion, generator)
         self.learning = learning
-        self._fixed = False
-        """Whether the mask was given, and stays."""
         self.scores = nn.Parameter(self._targets(self.execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
@@ -146,7 +144,7 @@ class LearnableMask(Host):
         if budget is not None:
             scale: Scale = "none" if first is not None and is_comparable(first) else "share_of_remaining"
             self.set_widths(self.within_budget(self.scores.detach(), {}, scale))
-        self._rule = learning.rule(self)
+        self._rule: Rule = learning.rule(self)
         self._rule.resample(self)
         self._moved = False
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
@@ -167,7 +165,7 @@ class LearnableMask(Host):
         what they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
         `GradientImportance` never.
         """
-        return self._fixed or self._rule.settled
+        return self._rule.settled
 
     @property
     def explored(self) -> float:
@@ -204,17 +202,15 @@ class LearnableMask(Host):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_transforms(self.scores)
         self.sync()
-        return self.model(*args, **kwargs) if self._fixed else self._rule.call(self, args, kwargs)
+        return self._rule.call(self, args, kwargs)
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        if not self._fixed:
-            self._rule.sync(self)
+        self._rule.sync(self)
 
     def resample(self) -> None:
         """Ask the criterion again and change the mask to what it says; one that was given to `load` stays."""
-        if not self._fixed:
-            self._rule.resample(self)
+        self._rule.resample(self)
 
     def load(
         self,
@@ -256,8 +252,9 @@ class LearnableMask(Host):
             self.learning = learning
         if ratio is not None:
             self.ratio = ratio
-        self.optimizers, self._moved, self._fixed = OptimizerSet(), False, mask is not None
+        self.optimizers, self._moved = OptimizerSet(), False
         if mask is not None:
+            self._rule = Rule()
             self.execution.narrow_model.load(state, mask)
             return
         self.graph.check_state(state)
@@ -286,8 +283,7 @@ class LearnableMask(Host):
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
         """
-        if not self._fixed:
-            self._rule.learn(self, gradients)
+        self._rule.learn(self, gradients)
 
     def penalty(self) -> Tensor:
         """What learning adds to the loss: 0, or with `GradientImportance` importance pulled towards its target.
@@ -295,7 +291,7 @@ class LearnableMask(Host):
         Returns:
             A scalar that is differentiable in the importance and not in the weights.
         """
-        return self.scores.new_zeros(()) if self._fixed else self._rule.penalty(self)
+        return self._rule.penalty(self)
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
@@ -348,13 +344,12 @@ class LearnableMask(Host):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
-        if not self._fixed:  # a fused optimiser divides by the scale of a GradScaler itself
-            self._rule.learn(self, None, getattr(optimizer, "grad_scale", None))
+        # A fused optimiser divides by the scale of a GradScaler itself.
+        self._rule.learn(self, None, getattr(optimizer, "grad_scale", None))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
-        if not self._fixed:
-            self._rule.after_step(self, optimizer)
+        self._rule.after_step(self, optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.

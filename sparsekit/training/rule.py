@@ -16,32 +16,29 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.training.host import Host, split_units
 
 
-class Rule(ABC):
-    """The rule of one learnable mask, with what it remembers."""
+class Rule:
+    """The rule of one learnable mask, with what it remembers; the base learns nothing, for a mask that was given and stays."""
 
     @property
-    @abstractmethod
     def settled(self) -> bool:
         """Whether the mask will not change again by itself."""
+        return True
 
     @property
-    @abstractmethod
     def explored(self) -> float:
         """Work of exploration so far as a share of the training passes' own work."""
+        return 0.0
 
-    @abstractmethod
     def sync(self, host: Host) -> None:
         """Change the mask where it is due."""
 
-    @abstractmethod
     def resample(self, host: Host) -> None:
         """Ask the criterion again and change the mask to what it says."""
 
-    @abstractmethod
     def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the sparse model."""
+        return host.model(*args, **kwargs)
 
-    @abstractmethod
     def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """End a step: learn from the gradients of the weights.
 
@@ -55,18 +52,16 @@ class Rule(ABC):
         """What the rule adds to the loss: a scalar."""
         return host.scores.new_zeros(())
 
-    def after_step(self, host: Host, optimizer: Optimizer) -> None:  # noqa: B027 (most rules need none)
+    def after_step(self, host: Host, optimizer: Optimizer) -> None:
         """After `optimizer` changed parameters of the mask."""
 
-    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """What it remembers, to be saved."""
+        return {}
 
-    @abstractmethod
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         """Go on from what `state` returned, or from nothing if that is empty."""
 
-    @abstractmethod
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move or cast every tensor that it remembers."""
 
