@@ -127,11 +127,7 @@ class NormSite:
     places: Mapping[str, tuple[Tensor, Tensor]]
 
     def stays(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """Which positions of the axis are kept: bool (size,).
-
-        Args:
-            keep: Group name → bool (units,).
-        """
+        """Which positions of the axis are kept, bool (size,), of group name → bool (units,)."""
         stays = torch.ones(self.size, dtype=torch.bool)
         for name, (positions, units) in self.places.items():
             stays[positions] = keep[name].cpu()[units]

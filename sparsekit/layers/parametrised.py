@@ -93,12 +93,7 @@ class WholeWeightRule(LayerRule):
 
 
 def fix_hooked(tracer: Tracer, model: nn.Module) -> None:
-    """Keep the units of weights that the older `torch.nn.utils.spectral_norm` computes before each pass.
-
-    Args:
-        tracer: The trace.
-        model: The private copy that is traced, its state labelled.
-    """
+    """Keep the units of weights that the older `torch.nn.utils.spectral_norm` computes before each pass of a private copy."""
     for name, module in model.named_modules():
         for hook in pre_hooks(module):
             if isinstance(hook, SpectralNorm):

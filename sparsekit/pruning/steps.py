@@ -110,12 +110,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
     def rows(self, dense: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
-        """The branches before and after, for the report.
-
-        Args:
-            dense: Costs of the dense model.
-            counts: Group name → units kept of what is left.
-        """
+        """The branches before, by the costs of the dense model, and after, by the units that are kept of what is left."""
         before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
         after = self.costs.entry_costs(counts)
 

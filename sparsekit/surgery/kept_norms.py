@@ -86,13 +86,9 @@ _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class KeptNorms(NormMode):
-    """Let the norms of a dense module leave out dropped units. Installed once; the mask can change between passes.
+    """Let the norms of a dense module, a private copy, leave out dropped units. The mask can change between passes.
 
-    Modules are patched, since checkpointed parts run again in the backward pass, where no context is active.
-
-    Args:
-        model: A dense module, a private copy, with the module names of the model that was traced.
-        graph: Its units.
+    Modules are patched once, since checkpointed parts run again in the backward pass, where no context is active.
     """
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
@@ -112,13 +108,7 @@ class KeptNorms(NormMode):
                 self.patch(module, name)
 
     def set_mask(self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None, *, device: torch.device) -> None:
-        """Set what is kept: group name → bool (units,).
-
-        Args:
-            keep: What is kept.
-            within: The units that the model has, if it is not dense.
-            device: Where the next passes run.
-        """
+        """Set what is kept, group name → bool (units,), of the units that the model has: `within` if it is not dense."""
         found = {key: site.stays(keep) for key, site in self._sites.items()}
         if within is not None:
             found = {key: stays[self._sites[key].stays(within)] for key, stays in found.items()}
@@ -150,12 +140,9 @@ def _inside(name: str, root: str) -> bool:
 
 @contextmanager
 def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run `model`, dense and with its dropped units gated, so that it equals the narrow model.
+    """Run `model`, dense and with its dropped units gated, so that it equals the narrow model. It is changed inside only.
 
-    Args:
-        model: Dense. Changed inside the context only.
-        graph: Its units; one that was traced with norm="fixed" changes nothing.
-        keep: Group name → bool (units,).
+    `keep`: group name → bool (units,). With a graph that was traced with norm="fixed" nothing changes.
     """
     if not graph.norms:
         yield

@@ -223,14 +223,10 @@ class SavedState:
         return like.new_full(shape, first_value(owner, name))
 
     def claim(self, owner: HasState, leaves: Mapping[str, Tensor], narrow: Narrow) -> None:
-        """Give `owner` the unclaimed copies of the state that it has.
+        """Give `owner` the unclaimed copies of the state that it has for `leaves`, state-dict key → leaf.
 
-        Where several owners left state of one kind, the copy is taken whose kept entries the owner has.
-
-        Args:
-            owner: Takes the copies.
-            leaves: Those of the entries, by state-dict key.
-            narrow: (key, name, dense) → what the narrow tensor would be.
+        Where several owners left state of one kind, the copy is taken whose kept entries the owner has: `narrow` makes them of
+        (key, name, dense).
         """
         for key, kinds in self._unclaimed.items():
             for name, value in (owner.state.get(leaves.get(key)) or {}).items():
@@ -246,13 +242,10 @@ class SavedState:
         self._unclaimed = {}
 
     def state(self, leaves: Mapping[str, Tensor], whole: Whole) -> OptimizerState:
-        """Return copies of all copies, with the entries that the owners hold.
+        """Return copies of all copies, with the entries that the owners hold for `leaves`, state-dict key → leaf.
 
-        The second owner that has state of one kind for one entry leaves it as `momentum_buffer:2`, and so on.
-
-        Args:
-            leaves: Those of the entries, by state-dict key.
-            whole: (key, name, narrow, dense) → the dense tensor with the kept entries of the narrow one; may write to it.
+        The second owner that has state of one kind for one entry leaves it as `momentum_buffer:2`, and so on. `whole` puts the
+        kept entries into a dense copy, which it may write to: (key, name, narrow, dense).
         """
         found = {key: {name: value.clone() for name, value in kinds.items()} for key, kinds in self._unclaimed.items()}
         taken: dict[tuple[str, str], int] = {}

@@ -27,15 +27,7 @@ def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
-    """Let `save_pretrained` of a compact model refuse, with the way out, where units were cut.
-
-    Args:
-        compact: The compact model; changed.
-        cut: Whether it has fewer units than the dense model.
-
-    Returns:
-        The same model.
-    """
+    """Let `save_pretrained` of a compact model refuse, with the way out, where units were `cut`; return the same model."""
     if cut and callable(getattr(compact, _METHOD, None)) and hasattr(compact, "config"):
         setattr(compact, _METHOD, functools.partial(_refuse, type(compact).__name__))
     return compact

@@ -79,11 +79,7 @@ def narrow_state(
 ) -> dict[str, Tensor]:
     """The entries that units touch, without the positions of dropped units; other keys are absent.
 
-    Args:
-        state: Dense entries; keys that units touch must be present.
-        graph: Says what belongs to a unit.
-        keep: Group name → bool (units,).
-        indices: `graph.kept_indices(keep)`, if it is known.
+    `indices` is `graph.kept_indices(keep)`, if it is known.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
@@ -157,12 +153,7 @@ def _fit(
 
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
-    """Set the integers that follow the number of units.
-
-    Args:
-        model: With the module names of the model that was traced.
-        graph: Its units.
-        counts: Group name → units kept.
+    """Set the integers that follow the number of units: `counts` is group name → units kept.
 
     Raises:
         ForeignMaskError: a module is not there.

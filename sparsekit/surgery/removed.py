@@ -85,9 +85,7 @@ class Blocks:
 class Removed(nn.Module):
     """Stands where a module of a removed branch was: it computes nothing.
 
-    Args:
-        part: What was there.
-        like: The module itself, whose plain attributes other modules may read.
+    It has the plain attributes of the module `like`, which other modules may read.
     """
 
     def __init__(self, part: Part, like: nn.Module | None = None) -> None:
@@ -141,11 +139,7 @@ def put_removed(model: nn.Module, parts: Sequence[Part]) -> None:
 def remove_blocks(model: nn.Module, blocks: Blocks, names: Collection[str], *, share: bool = False) -> nn.Module:
     """A copy of a model without some of its residual branches: nothing of them is kept, and nothing of them runs.
 
-    Args:
-        model: Not changed.
-        blocks: Its branches.
-        names: Those to remove.
-        share: Whether the copy shares parameters and buffers with the model.
+    With `share` the copy shares parameters and buffers with the model.
     """
     parts = blocks.parts(names)
     gone = tuple(f"{part.module}." for part in parts)

@@ -308,12 +308,7 @@ _KEY, _FORMAT = "sparsekit", 1
 
 
 def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
-    """Write the file, or leave an old one as it is.
-
-    Args:
-        path: Where.
-        entries: The tensors, tied ones once.
-        spec: Plain JSON values; the format and the version are added.
+    """Write tensors, tied ones once, and JSON values, to which format and version are added; or leave an old file as it is.
 
     Raises:
         OSError: the file cannot be written.
@@ -347,11 +342,7 @@ def _apart(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the description.
-
-    Args:
-        path: What `write_file` wrote.
-        tensors: False leaves the tensors out.
+    """The tensors, if they are wanted, and the description that `write_file` wrote.
 
     Raises:
         CompactFileError: the file is damaged, of another format, or not ours.

@@ -69,11 +69,7 @@ class _Captured(ModelInputs):
 class BlockVerifier:
     """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
 
-    Args:
-        model: Not changed where `calls` are guarded: a copy lends its parameters.
-        calls: What it is called on.
-        rules: The user's layer rules.
-        training: The calls that train mode accepts, as in `Verifier`.
+    The arguments are those of `Verifier`; where `calls` are guarded the model is not changed, as a copy lends its parameters.
     """
 
     model: nn.Module

@@ -22,11 +22,7 @@ _WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each 
 
 
 class Dispatcher(DispatchMode):
-    """A dispatch mode that propagates labels. Units that enter an operator without a handler stay whole.
-
-    Args:
-        tracer: The labels of the trace.
-    """
+    """A dispatch mode that propagates labels. Units that enter an operator without a handler stay whole."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

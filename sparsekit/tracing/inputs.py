@@ -75,13 +75,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
-    """What a model is called on.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        guard: What every call runs within, such as `ReadOnly`.
-    """
+    """What a model is called on, and the `guard` that every call runs within, such as `ReadOnly`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -117,11 +111,9 @@ class ModelInputs:
         ]
 
     def call(self, model: nn.Module, mode: AbstractContextManager[Any] | None = None) -> Any:
-        """Run the model on copies of the inputs, which it may overwrite; in train mode without dropout.
+        """Run the model, a private copy, on copies of the inputs, which it may overwrite; in train mode without dropout.
 
-        Args:
-            model: A private copy.
-            mode: What follows the pass, such as a dispatch mode.
+        `mode` follows the pass, such as a dispatch mode.
         """
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
         with self.guard, WithoutDropout() if model.training else nullcontext(), mode or nullcontext():
@@ -146,11 +138,9 @@ class ModelInputs:
         return self.map(one)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
-        """The same in another floating dtype; a constant input, such as zeros, becomes random.
+        """The same with floating tensors in another dtype, None for theirs; a constant input, such as zeros, becomes random.
 
-        Args:
-            dtype: For floating tensors; None keeps theirs.
-            generator: For constant inputs; None leaves them constant.
+        Without a generator it stays constant.
         """
 
         def one(tensor: Tensor) -> Tensor:
@@ -168,10 +158,7 @@ class ModelInputs:
 def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
     """Draw integer inputs that are all zero, since equal tokens make all positions of a sequence equal.
 
-    Args:
-        model: Its smallest embedding bounds the draws.
-        calls: What it is called on. A model may refuse other tokens.
-        generator: For the draws.
+    The smallest embedding of the model bounds the draws. A model may refuse other tokens.
     """
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)), default=1)
 

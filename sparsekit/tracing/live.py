@@ -13,10 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 class LiveEntries:
     """Entries with live statistics, scales and biases, so that a fresh zero cannot hide an error.
 
-    Args:
-        entries: Those of the model; read only.
-        dtype: Type of floating entries; None keeps theirs.
-        generator: For what is disturbed.
+    Floating ones have `dtype`, or their own for None. Those of the model are read only.
     """
 
     def __init__(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> None:
@@ -53,11 +50,7 @@ class LiveEntries:
     def silence(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
         """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
 
-        In place, since a gated copy of every entry is most of the cost of verifying a large model.
-
-        Args:
-            graph: The units.
-            keep: Group name → bool (units,).
+        In place, since a gated copy of every entry is most of the cost of verifying a large model. `keep`: group name → bool.
         """
         self.restore()
         for name, stays in keep.items():

@@ -16,12 +16,7 @@ from sparsekit.surgery.norm_calls import NormCall
 
 
 class NormRecorder(NormMode):
-    """Labels the results of averages over units, which the operators' handlers would fix, and takes notes.
-
-    Args:
-        tracer: The trace.
-        model: The private copy that is traced.
-    """
+    """Labels the results of averages over units, which the operators' handlers would fix, and takes notes."""
 
     def __init__(self, tracer: Tracer, model: nn.Module) -> None:
         super().__init__()

@@ -41,12 +41,9 @@ def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 class ReadOnly(DispatchMode):
-    """Lets operators write to copies in place of the values of a model.
+    """Lets operators write to copies in place of the values of the user's own model, which stay, bit for bit.
 
     A copy may lend the parameters of the original, and a lambda that holds the original calls it as it is.
-
-    Args:
-        model: The user's own. Its values stay, bit for bit, whatever copies that share its tensors do.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -35,12 +35,7 @@ def saved_entries(host: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
 def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """Take what `saved_entries` made out of `state`, and leave there what torch expects of the narrow module.
 
-    Args:
-        host: The learnable mask.
-        rule: Its rule.
-        state: A state dict; dense entries that it lacks keep their present values.
-        prefix: Before every key.
-        missing: Gets the keys that `state` lacks.
+    Dense entries that the state lacks keep their present values, and their keys go to `missing`. All keys begin with `prefix`.
     """
     own = prefix + _OWN
     execution = host.execution

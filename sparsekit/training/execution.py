@@ -44,10 +44,6 @@ class Execution:
     """Runs the narrow module of a `NarrowModel`, and wider copies of it where a pass must see dropped units.
 
     While a unit is dropped, its entries, their optimiser state and its norm statistics do not change.
-
-    Args:
-        model: Copied.
-        graph: Its units.
     """
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
@@ -74,11 +70,8 @@ class Execution:
     def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
         """Run the sparse model.
 
-        Args:
-            scores: float (J,). If it needs a gradient, it gets that of each kept unit's gate.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            explore: Not 0: run the dense model, where dropped units have a gradient too, which reaches `scores` times this.
+        Scores, float (J,), that need a gradient get that of each kept unit's gate. With `explore` not 0 the dense model runs,
+        where dropped units have a gradient too, which reaches the scores times `explore`.
         """
         if not (torch.is_grad_enabled() and scores.requires_grad):
             return self.module(*args, **kwargs)
@@ -121,12 +114,7 @@ class Execution:
     ) -> None:
         """Start from a dense state under a mask, as `NarrowModel.load` does, and let the vectors follow.
 
-        Args:
-            state: The dense state; never written to.
-            mask: What is kept.
-            order: Group name → the unit in each slot; ascending where not given.
-            saved: Optimiser state of dropped units.
-            magnitudes: What `magnitudes_of` says of the state, if that is known.
+        `magnitudes` is what `magnitudes_of` says of the state, if that is known.
         """
         self.narrow_model.load(state, mask, order, saved)
         self.fused.reload(magnitudes)

@@ -33,15 +33,9 @@ def split_units(graph: UnitGraph, fused: Tensor) -> dict[str, Tensor]:
 
 
 class Host(nn.Module):
-    """The model under a mask, without the rule by which the mask changes.
+    """The model under a mask, without the rule by which the mask changes; the arguments are those of `LearnableMask`.
 
-    Args:
-        execution: What runs the model.
-        ratio: Share of units kept in each group.
-        budget: What the sparse model may cost, in place of a ratio.
-        costs: What a pass costs; None where no example inputs were given.
-        criterion: What a unit is worth; None where that is learned.
-        generator: For criteria that draw.
+    `costs` are None where no example inputs were given, and so is `criterion` where worth is learned.
     """
 
     scores: nn.Parameter
@@ -103,10 +97,8 @@ class Host(nn.Module):
     ) -> Mapping[str, int]:
         """The counts within the budget at which the groups lose least, for rules.
 
-        Args:
-            worth: float (J,), of units of the loss, in the order of the graph's groups.
-            limits: Group name → (least, largest) share of its units that stays.
-            scale: How worth is compared between groups.
+        `worth`, float (J,), is in units of the loss, in the order of the graph's groups, and compared between them by `scale`;
+        `limits` are group name → (least, largest) share of its units that stays.
         """
         assert self.budget is not None
         # Training goes on, so what stays of a group takes over from what goes, up to a point.

@@ -79,12 +79,7 @@ class LossImportance(Learning):
 
 
 class Swapping(Rule):
-    """Let the mask follow what samples say of its units.
-
-    Args:
-        settings: How much to explore.
-        host: The learnable mask.
-    """
+    """Let the mask follow what samples say of its units."""
 
     def __init__(self, settings: LossImportance, host: Host) -> None:
         self.settings = settings

@@ -85,11 +85,7 @@ def check_explore(explore: float) -> None:
 def refilled(graph: UnitGraph, mask: UnitMask, scores: Tensor, counts: Mapping[str, int]) -> UnitMask:
     """The mask with as many units as `counts` says: the least worth go, or the most worth come; nobody else moves.
 
-    Args:
-        graph: The units.
-        mask: What is kept now.
-        scores: float (J,), what each unit is worth; ties go to the lower index.
-        counts: Group name → units to keep.
+    `scores`, float (J,), is what each unit is worth; ties go to the lower index.
     """
     keep = dict(mask)
     for name, score in split_units(graph, scores.cpu()).items():

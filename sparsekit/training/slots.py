@@ -111,10 +111,7 @@ def build_slots(
 ) -> tuple[dict[str, Tensor], dict[str, EntrySlots]]:
     """Slots of all groups and entries under `mask`.
 
-    Args:
-        graph: The units.
-        mask: What is kept; must belong to the graph.
-        order: Group name → int64 (kept,): the unit in each slot; ascending where not given.
+    `order` is group name → int64 (kept,), the unit in each slot; ascending where not given.
 
     Returns:
         Group name → int64 (kept,), the unit in each slot; state-dict key → slots.

@@ -65,8 +65,7 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
 class UnitVectors:
     """Vectors over the units of a narrow model, from which importance is learned; they follow its mask.
 
-    Args:
-        narrow_model: The narrow model. Remask it through `remask`, and call `reload` after its `load`.
+    Remask the narrow model through `remask`, and call `reload` after its `load`.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:
@@ -94,11 +93,7 @@ class UnitVectors:
         self._follow(full)
 
     def reload(self, magnitudes: Tensor | None = None) -> None:
-        """Follow the narrow model after its `load`.
-
-        Args:
-            magnitudes: What `magnitudes_of` says of the loaded state; read anew if not given.
-        """
+        """Follow the narrow model after its `load`, whose state has these `magnitudes`; they are read anew if not given."""
         self._follow(self.magnitudes_of(self.narrow_model.dense_view()) if magnitudes is None else magnitudes)
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
@@ -166,10 +161,8 @@ class UnitVectors:
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         """∂L/∂gate of each kept unit, in slot order: float (kept,).
 
-        Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed.
-
-        Args:
-            gradients: Leaf → gradient; None reads `.grad` of the leaves.
+        Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed: leaf → gradient,
+        or None for `.grad` of the leaves.
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
@@ -229,13 +222,10 @@ class UnitVectors:
         return self._to_slots(values, self._producer_slots)
 
     def stands(self, scores: Tensor) -> bool:
-        """Whether the mask is still that of the largest scores in every group, without sorting.
+        """Whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.
 
         True while the least kept score exceeds the largest dropped one. False also where they are equal, and
         the caller then compares by index.
-
-        Args:
-            scores: float (J,), on any device.
         """
         if self.dropped_units.numel() == 0:
             return True

@@ -25,14 +25,9 @@ from sparsekit.training.slots import EntrySlots, build_slots
 
 
 def skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask) -> nn.Module:
-    """Copy a narrow module with the sizes under another mask, but without memory for its state, which each call must bring.
+    """Copy a narrow module with the sizes under the mask `wide`, but without memory for its state, which each call must bring.
 
     Tensors outside the state (a buffer that is not saved, a tensor in an attribute) are copied.
-
-    Args:
-        module: Narrow or dense.
-        graph: Its units.
-        wide: The mask.
     """
     entries = named_entries(module)
     axes = graph.kept_indices(wide)
@@ -45,15 +40,10 @@ def skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask) -> nn.Module:
 
 
 class DenseModel:
-    """The model at the sizes of a wider mask, as a function of its state.
+    """The model at the sizes of the mask `wide`, as a function of its state; masks of a call are within masks of these sizes.
 
     The state of a call stays in place until the next call, so that checkpointed parts, which run again in the backward
     pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
-
-    Args:
-        module: Narrow or dense; copied, with the names of the model that was traced.
-        graph: Its units.
-        wide: Says the sizes; all masks of a call are within masks of these sizes.
     """
 
     def __init__(self, module: nn.Module, graph: UnitGraph, wide: UnitMask) -> None:
@@ -90,14 +80,13 @@ class DenseModel:
         kwargs: Mapping[str, Any],
         within: UnitMask | None = None,
     ) -> Any:
-        """Run the model.
+        """Run the model on a dense or wide, gated state, whose buffers are written to, as in any forward pass.
 
         Args:
-            state: Dense or wide, gated. Its buffers are written to, as in any forward pass.
+            state: State-dict key → tensor.
             mask: What is kept, for norms that leave out the rest.
             like: A module of the same structure; its training modes are used.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
+            args, kwargs: The inputs.
             within: The units that a wide state has, of the sizes of `wide`.
         """
         for own, other in zip(self._module.modules(), like.modules(), strict=True):
@@ -161,12 +150,7 @@ def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
 
 
 class Widening:
-    """Where the narrow entries lie in those of a model that has all units of `groups` too; true until the mask changes.
-
-    Args:
-        narrow_model: The narrow model.
-        groups: The groups to widen.
-    """
+    """Where the narrow entries lie in those of a model that has all units of `groups` too; true until the mask changes."""
 
     def __init__(self, narrow_model: NarrowModel, groups: Sequence[str]) -> None:
         self._narrow_model = narrow_model
@@ -200,12 +184,8 @@ class Widening:
     ) -> tuple[Any, list[Probe]]:
         """Run `model`, which has the sizes of `mask`.
 
-        Args:
-            model: The wider model.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            gates: Group name → float (units,), of all groups: multiplied with the entries, in place of gates of 0 for dropped
-                units. Statistics of dropped units stay as they are.
+        With `gates`, group name → float (units,) of all groups, these are multiplied with the entries, in place of gates of 0
+        for dropped units, and statistics of dropped units stay as they are.
 
         Returns:
             The outputs, and without `gates` the entries that read the units of the groups.
@@ -242,11 +222,8 @@ class Widening:
 def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined: bool) -> dict[str, Reading]:
     """What exploring passes of one step left in the gradients of the entries that they probed: key → reading.
 
-    Args:
-        probes: The probes of all passes of the step.
-        gradients: Leaf → gradient, as the optimiser has it: clipped, averaged over ranks, without the scale of a GradScaler.
-            The readings are put on the same scale.
-        joined: Whether other ranks train the same mask.
+    The readings are put on the scale of `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks,
+    without the scale of a GradScaler. `joined`: other ranks train the same mask.
     """
     parts: dict[str, list[Probe]] = {}
     gradients_of: dict[str, list[Tensor]] = {}

@@ -33,10 +33,9 @@ class EvalModeWarning(UserWarning):
 
 
 def warn_of_eval_mode(mask: Any) -> None:
-    """Warn, once for each mask, where an optimiser steps a model that was left in eval mode.
+    """Warn, once for each learnable mask, where an optimiser steps a model that was left in eval mode.
 
-    Args:
-        mask: A learnable mask. Batch norms alone in eval mode are somebody's decision, and no reason to warn.
+    Batch norms alone in eval mode are somebody's decision, and no reason to warn.
     """
     if mask.model.training or mask in _warned or not any(isinstance(part, _DEPEND_ON_MODE) for part in mask.model.modules()):
         return

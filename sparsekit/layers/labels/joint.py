@@ -60,14 +60,7 @@ def dropped(labels: TensorLabels, gone: set[int]) -> TensorLabels:
 
 
 def reshaped(joint: Joint, before: Sequence[int], after: Sequence[int], runs: Sequence[tuple[list[int], list[int]]]) -> Joint:
-    """Joint labels of the reshaped tensor.
-
-    Args:
-        joint: Joint labels of the tensor before.
-        before: Its shape.
-        after: The new shape.
-        runs: The smallest runs of axes with equal products, (axes before, axes after).
-    """
+    """Joint labels of the reshaped tensor. `runs`: the smallest runs of axes with equal products, (axes before, axes after)."""
     full, shape = list(joint.nodes.shape), [1] * len(after)
     for mine, theirs in runs:
         if any(joint.nodes.shape[d] > 1 for d in mine):

@@ -45,8 +45,7 @@ OUTPUT = Cause("", "model output", True)
 def user_line(frames: Sequence[tuple[str, int]]) -> str:
     """` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
 
-    Args:
-        frames: (file name, line number), innermost first.
+    `frames` are pairs of file name and line number, innermost first.
     """
     for filename, line in frames:
         if not filename.startswith(_LIBRARIES) and not filename.startswith("<"):

@@ -285,12 +285,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
     """The norms over units that stay in some group, one for each call that averages over them.
 
-    Where one and the same call saw different units from time to time, they are fixed.
-
-    Args:
-        tracer: What a trace noted.
-        root: The lowest node of each node's component.
-        nodes: Group → the root of each of its units.
+    Where one and the same call saw different units from time to time, they are fixed. `nodes`: group → root of each unit.
 
     Returns:
         None if units were fixed, so that groups must be built again.
