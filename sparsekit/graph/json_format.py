@@ -42,8 +42,7 @@ def load(text: str) -> dict[str, Any]:
             "sizes": tuple(SizeAttribute(**item) for item in raw["sizes"]),
             "norms": tuple(NormSite(**_with_places(site)) for site in raw["norms"]),
             "layers": tuple(
-                Layer(**{key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()})
-                for layer in raw["layers"]
+                Layer(layer["name"], *(tuple(layer[key]) for key in ("entries", "reads", "frozen"))) for layer in raw["layers"]
             ),
         }
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
