@@ -54,7 +54,6 @@ class MultiheadAttentionRule(LayerRule):
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the output and the maps."""
         assert isinstance(module, nn.MultiheadAttention)
         outputs = run(*args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)

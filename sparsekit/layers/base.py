@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from torch import nn
 from sparsekit.layers.labels.tracer import Tracer
 
 
-class LayerRule(ABC):
+class LayerRule:
     """What a trace cannot see about a family of layers.
 
     Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
@@ -27,11 +26,10 @@ class LayerRule(ABC):
     opaque: ClassVar[bool] = False
     """True if `trace` describes the layer instead of its operators."""
 
-    @abstractmethod
     def resize(self, module: nn.Module) -> None:
         """Set `out_features` and the like from the shapes of the module's parameters, which have just changed.
 
-        Must change nothing on a module whose shapes are as it was built.
+        Must change nothing on a module whose shapes are as it was built; nothing is set unless a rule says so.
 
         Args:
             module: A module of one of `types`, with its narrow parameters in place.

@@ -53,13 +53,9 @@ class WeightNormRule(LayerRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
     opaque: ClassVar[bool] = True
 
-    def resize(self, module: nn.Module) -> None:
-        """Nothing: it has no sizes."""
-
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the weight."""
         weight = run(*args, **kwargs)
         length, direction = args
         tracer.set(weight, normed_weight(tracer, direction, length, module.dim))  # type: ignore[arg-type]
@@ -72,13 +68,9 @@ class WholeWeightRule(LayerRule):
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
     opaque: ClassVar[bool] = True
 
-    def resize(self, module: nn.Module) -> None:
-        """Nothing: its units stay."""
-
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the weight with units that stay."""
         weight: Tensor = run(*args, **kwargs)
         spectral = isinstance(module, ParametrizedSpectralNorm)
         reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"

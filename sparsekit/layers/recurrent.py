@@ -19,6 +19,14 @@ def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
     return 4 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 3 if isinstance(module, (nn.GRU, nn.GRUCell)) else 1
 
 
+def _set_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str) -> bool:
+    """Set both sizes from a weight of that name; False where there is none, as it is computed."""
+    weight = parameters_of(module).get(name)
+    if weight is not None:
+        module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
+    return weight is not None
+
+
 def _data(x: Any) -> Tensor:
     tensor = x.data if isinstance(x, PackedSequence) else x
     assert isinstance(tensor, Tensor)
@@ -72,6 +80,24 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
     return Labels(first.nodes, tracer.both(first.sources, last.sources))
 
 
+def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> None:
+    """Initial states that carry units of their own are united with ours; constant zeros fit; others fix."""
+    units = [labels for labels in layers if labels is not None]
+    axis = tracer.labels(given).axes[-1]
+    if not units:
+        tracer.fix(tracer.labels(given), "starts a recurrent layer of one unit")
+    elif axis is None or (len(layers) > 1 and not axis.is_uniform):
+        for labels in units:
+            tracer.fix(labels, "starts from a state that is passed in")
+        tracer.fix(tracer.labels(given), "starts a recurrent layer of several layers")
+    elif not axis.is_uniform:
+        tracer.unite(units[0].nodes, axis.nodes)
+        if (axis.sources == NOT_ZERO).any():
+            tracer.unsure.append(units[0].nodes)
+    elif int(axis.sources[0]) != ALWAYS_ZERO:
+        tracer.unsure.extend(labels.nodes for labels in units)
+
+
 class RecurrentRule(LayerRule):
     """`nn.LSTM`, `nn.GRU`, `nn.RNN`. Layers are separate groups that must keep equally many units; directions are tied.
 
@@ -85,10 +111,8 @@ class RecurrentRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`, and refresh the flat list of weights."""
         assert isinstance(module, nn.RNNBase)
-        weight = parameters_of(module).get("weight_ih_l0")
-        if weight is None:
+        if not _set_sizes(module, "weight_ih_l0"):
             return
-        module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
         if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
             reset_flat_weights(module)
         else:
@@ -97,7 +121,6 @@ class RecurrentRule(LayerRule):
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the output sequence and the last states."""
         assert isinstance(module, nn.RNNBase)
         outputs = run(*args, **kwargs)
         x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
@@ -114,7 +137,7 @@ class RecurrentRule(LayerRule):
         layers = self._layers(tracer, module, x)
         self._label(tracer, module, layers, outputs)
         for state in states:
-            self._given(tracer, layers, state)
+            _given(tracer, layers, state)
         runs = tuple(labels.nodes for labels in layers if labels is not None)
         if len(runs) > 1:
             tracer.tied.append(runs)
@@ -153,23 +176,6 @@ class RecurrentRule(LayerRule):
                 parts = tuple(TensorLabels((*rest, layer)) for layer in layers for _ in range(directions))
                 tracer.set(state, TensorLabels((None,) * state.dim(), parts=parts))
 
-    def _given(self, tracer: Tracer, layers: list[Labels | None], given: Tensor) -> None:
-        """Initial states that carry units of their own are united with ours; constant zeros fit; others fix."""
-        units = [labels for labels in layers if labels is not None]
-        axis = tracer.labels(given).axes[-1]
-        if not units:
-            tracer.fix(tracer.labels(given), "starts a recurrent layer of one unit")
-        elif axis is None or (len(layers) > 1 and not axis.is_uniform):
-            for labels in units:
-                tracer.fix(labels, "starts from a state that is passed in")
-            tracer.fix(tracer.labels(given), "starts a recurrent layer of several layers")
-        elif not axis.is_uniform:
-            tracer.unite(units[0].nodes, axis.nodes)
-            if (axis.sources == NOT_ZERO).any():
-                tracer.unsure.append(units[0].nodes)
-        elif int(axis.sources[0]) != ALWAYS_ZERO:
-            tracer.unsure.extend(labels.nodes for labels in units)
-
 
 def _joined(directions: Sequence[Labels | None]) -> Labels:
     """Both directions side by side."""
@@ -186,14 +192,11 @@ class CellRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`."""
         assert isinstance(module, nn.RNNCellBase)
-        weight = parameters_of(module).get("weight_ih")
-        if weight is not None:
-            module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
+        _set_sizes(module, "weight_ih")
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Label the new state."""
         assert isinstance(module, nn.RNNCellBase)
         outputs = run(*args, **kwargs)
         x, states = args[0] if args else kwargs["input"], _states(args, kwargs)
@@ -205,14 +208,7 @@ class CellRule(LayerRule):
         tracer.contract(TensorLabels(entering.axes[-1:]), 0, tracer.labels(weights["weight_ih"]), 1)
         units = _units(tracer, weights, _gate_count(module))
         for state in states:
-            axis = tracer.labels(state).axes[-1]
-            if axis is None or units is None:
-                tracer.fix(units, "starts from a state that is passed in")
-                tracer.fix(axis, "starts a recurrent cell of one unit")
-            elif not axis.is_uniform:
-                tracer.unite(units.nodes, axis.nodes)
-            if units is not None and axis is not None and (axis.sources == NOT_ZERO).any():
-                tracer.unsure.append(units.nodes)
+            _given(tracer, [units], state)
         for state in outputs if isinstance(outputs, tuple) else (outputs,):
             batch = entering.axes[:1] if state.dim() > 1 else ()
             tracer.set(state, TensorLabels((*batch, units)))

@@ -36,18 +36,6 @@ def state_shape(name: str, shape: torch.Size) -> torch.Size:
     return shape if axis is None else torch.Size([1 if dim == axis else size for dim, size in enumerate(shape)])
 
 
-def factored_state(optimizer: object, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the factored moments of `leaf`.
-
-    They lie entry by entry along all axes but one, along which they are means: a matrix of 8 rows and 5 columns has a moment
-    (8, 1) whose rows follow the units of the rows, and a moment (1, 5) whose columns follow those of the columns.
-    """
-    if isinstance(optimizer, torch.optim.Adafactor):
-        for name, value in optimizer.state.get(leaf, {}).items():
-            if name in REDUCED and value.shape == state_shape(name, leaf.shape):
-                yield name, value
-
-
 def _quantised(value: Tensor, leaf: Tensor) -> bool:
     """Whether a value holds codes of blocks of entries: torchao's subclasses, or bytes as those of bitsandbytes."""
     if value.shape != leaf.shape or value.dim() == 0:
@@ -139,11 +127,21 @@ def copies_of_weights(owner: HasState, leaves: Iterable[Tensor]) -> set[str]:
     return {name for name in distance if distance[name] < 0.25 * norm[name]}
 
 
-def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the state that lies entry by entry, so that it can follow the units of `leaf`."""
+def moving_state(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield (name, tensor, axis) of the state that follows the units of `leaf`.
+
+    Most lies entry by entry, and the axis is None. Factored moments do along all axes but the one that they are a mean over: a
+    matrix of 8 rows and 5 columns has a moment (8, 1) whose rows follow the units of the rows, and a moment (1, 5) whose
+    columns follow those of the columns.
+    """
     for name, value in (owner.state.get(leaf) or {}).items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape and name not in REDUCED:
-            yield name, value
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == state_shape(name, leaf.shape):
+            yield name, value, reduced_axis(name, leaf.dim())
+
+
+def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the state of `leaf` that lies entry by entry."""
+    return ((name, value) for name, value, reduced in moving_state(owner, leaf) if reduced is None)
 
 
 def other_state(owner: HasState, leaf: Tensor, shape: torch.Size) -> list[str]:

@@ -63,7 +63,6 @@ class GradientImportance(Learning):
             raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
     def rule(self, host: Host) -> FollowScores:
-        """Return a new rule for `host`."""
         return FollowScores(self, host)
 
 

@@ -74,7 +74,6 @@ class LossImportance(Learning):
             raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1 is usual")
 
     def rule(self, host: Host) -> Swapping:
-        """Return a new rule for `host`."""
         return Swapping(self, host)
 
 

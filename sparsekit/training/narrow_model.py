@@ -27,8 +27,8 @@ from sparsekit.surgery.optimizer_state import (
     SavedState,
     check_movable,
     copies_of_weights,
-    factored_state,
     first_value,
+    moving_state,
     other_state,
     reduced_axis,
     state_of_shape,
@@ -298,9 +298,8 @@ class NarrowModel:
         moving = [_Moving(entry.tensor, self.writable(key))]
         if entry.parameter is not None:
             for owner in optimizers:
-                for name, narrow in [*state_of_shape(owner, entry.parameter), *factored_state(owner, entry.parameter)]:
+                for name, narrow, reduced in moving_state(owner, entry.parameter):
                     dense = self._saved.dense(owner, key, name, narrow, lambda: self._dense[key])
-                    reduced = reduced_axis(name, narrow.dim())
                     moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name, reduced))
         return moving
 

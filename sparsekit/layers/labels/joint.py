@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,28 +35,21 @@ def aligned(array: IntArray, rank: int) -> IntArray:
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
-def permuted(labels: TensorLabels, order: Sequence[int]) -> TensorLabels:
-    """Labels of the permuted tensor."""
+def moved(labels: TensorLabels, axes: Sequence[Labels | None], move: Callable[[IntArray], IntArray]) -> TensorLabels:
+    """Labels of a tensor whose axes were moved: `axes` are those that it has now, `move` does the same to joint labels."""
     joint = labels.joint
-    if joint is not None:
-        joint = Joint(joint.nodes.transpose(order), joint.sources.transpose(order))
-    return replace(labels, axes=tuple(labels.axes[d] for d in order), joint=joint)
+    return replace(labels, axes=tuple(axes), joint=joint and Joint(move(joint.nodes), move(joint.sources)))
 
 
 def inserted(labels: TensorLabels, dim: int) -> TensorLabels:
     """Labels of the tensor with a new axis of size 1 before `dim`."""
-    joint = labels.joint
-    if joint is not None:
-        joint = Joint(np.expand_dims(joint.nodes, dim), np.expand_dims(joint.sources, dim))
-    return replace(labels, axes=(*labels.axes[:dim], None, *labels.axes[dim:]), joint=joint)
+    return moved(labels, (*labels.axes[:dim], None, *labels.axes[dim:]), lambda array: np.expand_dims(array, dim))
 
 
 def dropped(labels: TensorLabels, gone: set[int]) -> TensorLabels:
     """Labels of the tensor without some axes, along which its joint labels do not vary."""
-    joint = labels.joint
-    if joint is not None:
-        joint = Joint(joint.nodes.squeeze(tuple(gone)), joint.sources.squeeze(tuple(gone)))
-    return replace(labels, axes=tuple(axis for d, axis in enumerate(labels.axes) if d not in gone), joint=joint)
+    left = [axis for d, axis in enumerate(labels.axes) if d not in gone]
+    return moved(labels, left, lambda array: array.squeeze(tuple(gone)))
 
 
 def reshaped(joint: Joint, before: Sequence[int], after: Sequence[int], runs: Sequence[tuple[list[int], list[int]]]) -> Joint:

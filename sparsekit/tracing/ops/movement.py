@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.index import along
-from sparsekit.layers.labels.joint import aligned, dropped, inserted, permuted
-from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, constant, uniform
+from sparsekit.layers.labels.joint import aligned, dropped, inserted, moved
+from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, constant, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
 
@@ -34,7 +34,7 @@ def _permute(call: Call) -> Outputs:
     else:
         a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
         order[a], order[b] = b, a
-    return permuted(labels, order)
+    return moved(labels, [labels.axes[d] for d in order], lambda array: array.transpose(order))
 
 
 @handles("unsqueeze")
@@ -65,10 +65,7 @@ def _expand(call: Call) -> Outputs:
             call.tracer.fix(axis, "a single unit is expanded")
             axis = uniform(size)
         axes.append(axis)
-    joint = labels.joint
-    if joint is not None:
-        joint = Joint(aligned(joint.nodes, out.dim()), aligned(joint.sources, out.dim()))
-    return TensorLabels(tuple(axes), labels.entry, joint=joint)
+    return moved(labels, axes, lambda array: aligned(array, out.dim()))
 
 
 @handles("slice")
@@ -170,22 +167,21 @@ def _moved(call: Call) -> Outputs:
         if axis is None:
             continue
         codes = along(torch.from_numpy(pack(axis)).to(tensor.device), dim, tensor.dim())
-        moved = call.func(codes.expand(tensor.shape), **rest)
-        pieces = [moved] if isinstance(moved, Tensor) else list(moved)
+        found = call.func(codes.expand(tensor.shape), **rest)
+        pieces = [found] if isinstance(found, Tensor) else list(found)
         for number, piece in enumerate(pieces):
             if piece.numel() == 0:
                 call.tracer.fix(axis, f"rearranged by {call.name!r}")
                 continue
             array = piece.cpu().numpy()
-            found = one_axis(array)
-            found = _tied_axis(call, array) if found is None else found
-            if found is not None and call.name in _POSITIONS and not np.array_equal(found[1], pack(axis)):
+            line = one_axis(array)
+            line = _tied_axis(call, array) if line is None else line
+            if line is not None and call.name in _POSITIONS and not np.array_equal(line[1], pack(axis)):
                 call.tracer.fix(axis, f"rearranged by {call.name!r} at fixed positions")
-                continue
-            if found is None or axes[number][found[0]] is not None:
+            elif line is None or axes[number][line[0]] is not None:
                 call.tracer.fix(axis, f"rearranged across units by {call.name!r}")
-                continue
-            axes[number][found[0]] = unpack(found[1])
+            else:
+                axes[number][line[0]] = unpack(line[1])
     return [TensorLabels(tuple(a), labels.entry) for a in axes]
 
 
