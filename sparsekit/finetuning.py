@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sparsekit.pruning.compensation import compensate
+from sparsekit.pruning.compensation import compensate, recalibrate
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune
-from sparsekit.pruning.recalibration import recalibrate
 from sparsekit.pruning.regularizers import GroupLasso, GroupSL, GrowingRegularizer
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 import sparsekit as sk
-from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.surgery import safe_convolution
 
 __all__ = ["check_native"]

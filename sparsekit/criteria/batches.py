@@ -15,7 +15,7 @@ from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import View
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.progress import track
 
 Batch = Any

@@ -6,10 +6,12 @@ follow from its index tables; nothing here depends on the kind of layer.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph import json_format
 from sparsekit.graph.groups import FixedUnits, NormSite, SizeAttribute, UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import gate, narrow_shape
 from sparsekit.graph.layers import Layer
@@ -25,6 +26,7 @@ from sparsekit.graph.state import StateDict
 
 _SHOWN = 6
 _REMEMBERED = 8
+_FORMAT = 2  # of the JSON text
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +198,8 @@ class UnitGraph:
         return indices
 
     def to_json(self) -> str:
-        """The graph as JSON text, exact; `from_json` is its inverse."""
-        return json_format.dump(self)
+        """The graph as JSON text, exact, its fields by name and tensors as lists; `from_json` is its inverse."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, default=Tensor.tolist)
 
     @staticmethod
     def from_json(text: str) -> UnitGraph:
@@ -206,8 +208,34 @@ class UnitGraph:
         Raises:
             InvalidValueError: the text is not a graph of this format.
         """
-        return UnitGraph(**json_format.load(text))
+        try:
+            raw = json.loads(text)
+            if raw["format"] != _FORMAT:
+                raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads {_FORMAT}")
+            return UnitGraph(
+                {name: _read_group(group) for name, group in raw["groups"].items()},
+                {name: torch.Size(shape) for name, shape in raw["shapes"].items()},
+                tuple(map(tuple, raw["ties"])),
+                tuple(FixedUnits(**item) for item in raw["fixed"]),
+                tuple(SizeAttribute(**item) for item in raw["sizes"]),
+                tuple(_read_norm(site) for site in raw["norms"]),
+                tuple(
+                    Layer(item["name"], *(tuple(item[key]) for key in ("entries", "reads", "frozen"))) for item in raw["layers"]
+                ),
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups: what a mask must agree with."""
         return tuple((group.name, group.size) for group in self.groups.values())
+
+
+def _read_group(raw: dict[str, Any]) -> UnitGroup:
+    slices = (UnitSlice(**{**piece, "index": torch.tensor(piece["index"], dtype=torch.int64)}) for piece in raw["slices"])
+    return UnitGroup(**{**raw, "slices": tuple(slices)})
+
+
+def _read_norm(raw: dict[str, Any]) -> NormSite:
+    places = {name: tuple(torch.tensor(t, dtype=torch.int64) for t in pair) for name, pair in raw["places"].items()}
+    return NormSite(**{**raw, "places": places})

@@ -34,7 +34,7 @@ rules = Registry(
     "layer rule",
     {
         "sized": "sparsekit.layers.sized:SizedRule",
-        "instance-norm": "sparsekit.layers.instance_norm:InstanceNormRule",
+        "instance-norm": "sparsekit.layers.sized:InstanceNormRule",
         "attention": "sparsekit.layers.attention:MultiheadAttentionRule",
         "transformer-encoder": "sparsekit.layers.attention:TransformerEncoderRule",
         "weight-norm": "sparsekit.layers.parametrised:WeightNormRule",

@@ -1,4 +1,4 @@
-"""Layers whose operators say which units go together, so that only their sizes are to be set."""
+"""Layers whose operators say which units go together, so that only sizes are to be set; and instance norms, sized alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from sparsekit._torch import ConvNd, NormBase, buffers_of, parameters_of
+from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
 from sparsekit.layers.base import LayerRule
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import TensorLabels
 
 _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
@@ -87,3 +89,43 @@ def _weight_shape(module: nn.Module) -> torch.Size | None:
             if tensor is not None and tensor.dim() > 0:
                 return tensor.shape
     return None
+
+
+class InstanceNormRule(SizedRule):
+    """Instance norms: each channel of each example by itself, so channels go as they do behind a batch norm."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
+    type_names: ClassVar[tuple[str, ...]] = ()
+    opaque: ClassVar[bool] = True
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Unite the channels with scale, shift and statistics; without any, the number of channels must be noted."""
+        assert isinstance(module, InstanceNorm)
+        out = run(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        labels = tracer.labels(x)
+        own = [
+            tracer.labels(t)
+            for t in (*parameters_of(module).values(), *buffers_of(module).values())
+            if t is not None and t.dim()
+        ]
+        dim = channel_axis(module, x.dim())
+        channel = labels.axes[dim]
+        for other, axis in enumerate(labels.axes):
+            if other > dim:
+                tracer.fix(axis, "normalised by an instance norm across an axis of units")
+        if channel is None or channel.is_uniform:
+            for entry in own:
+                tracer.fix(entry, "follows values that belong to no unit", quiet=True)
+            return out
+        for entry in own:
+            if (axis := entry.axes[0]) is not None:
+                tracer.unite(channel.nodes, axis.nodes)
+                tracer.make(entry, 0)
+        if not own:
+            tracer.count(channel.nodes, tracer.module, "num_features")
+        axes = [None if a is None or a.is_uniform or d > dim else a.without_zero() for d, a in enumerate(labels.axes)]
+        tracer.set(out, TensorLabels(tuple(axes)))
+        return out

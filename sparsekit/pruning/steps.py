@@ -22,9 +22,8 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
-from sparsekit.pruning.compensation import compensate
+from sparsekit.pruning.compensation import compensate, recalibrate
 from sparsekit.pruning.plans import for_step, has_field, with_fields
-from sparsekit.pruning.recalibration import recalibrate
 from sparsekit.pruning.report import GroupReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import copy_with

@@ -13,9 +13,9 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.removed import Block, Blocks, Part, remove_blocks
 from sparsekit.tracing.blocks import is_large
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
-from sparsekit.tracing.live import LiveEntries
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
 from sparsekit.tracing.values import ModuleCall, Values, WithZeros
+from sparsekit.tracing.verify import LiveEntries
 
 _HALVES = 2  # times that the branches are halved at random, to remove one half for a test and then the other
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from sparsekit.layers.labels.values import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
-from sparsekit.tracing.live import LiveEntries
 from sparsekit.tracing.passes import train_without_dropout
 
 _RATIOS = (0.5, 0.3, 0.8, 0.5, 0.3, 0.6)  # share kept in successive random masks
@@ -30,6 +29,71 @@ _LOOSE = (1e-3, 1e-5)
 
 def _finite(outputs: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point())
+
+
+class LiveEntries:
+    """Entries with live statistics, scales and biases, so that a fresh zero cannot hide an error.
+
+    Floating ones have `dtype`, or their own for None. Those of the model are read only.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._origin: dict[int, Tensor] = {}  # by the id of the value: what it is restored from
+        self._silenced: dict[int, Tensor] = {}
+        self._buffers: list[Tensor] = []
+        done: dict[int, Tensor] = {}
+        for name, own in entries.items():
+            if id(own) not in done:
+                done[id(own)] = self._one(name, own.detach(), dtype, generator)
+                if not isinstance(own, nn.Parameter):
+                    self._buffers.append(done[id(own)])
+            self.values[name] = done[id(own)]
+
+    def _one(self, name: str, own: Tensor, dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:
+        value = own.to(dtype if own.is_floating_point() and dtype is not None else own.dtype, copy=True)
+        self._origin[id(value)] = own
+        if own.is_floating_point() and (own.dim() <= 1 or not _any(own)):
+            noise = torch.empty(own.shape, dtype=value.dtype).uniform_(-1.0, 1.0, generator=generator).to(own.device)
+            if name.endswith("running_var"):
+                value.copy_(1.0 + 0.5 * noise)
+            elif name.endswith("running_mean"):
+                value.copy_(0.5 * noise)
+            else:
+                value.add_(0.3 * noise)
+            self._origin[id(value)] = value.clone()
+        return value
+
+    def restore_buffers(self) -> None:
+        """Undo what a pass in train mode does to statistics."""
+        self._restore(self._buffers)
+
+    def silence(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
+        """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
+
+        In place, since a gated copy of every entry is most of the cost of verifying a large model. `keep`: group name → bool.
+        """
+        self.restore()
+        for name, stays in keep.items():
+            for piece in graph.groups[name].slices if not bool(stays.all()) else ():
+                if piece.gated:
+                    value = self.values[piece.name]
+                    self._silenced[id(value)] = value
+                    value.index_fill_(piece.dim, piece.index[~stays].reshape(-1).to(value.device), 0)
+
+    def restore(self) -> None:
+        """Put back what was zeroed."""
+        self._restore(self._silenced.values())
+        self._silenced = {}
+
+    def _restore(self, values: Iterable[Tensor]) -> None:
+        for value in values:
+            value.copy_(self._origin[id(value)])
+
+
+def _any(tensor: Tensor) -> bool:
+    # The first numbers nearly always tell.
+    return bool(tensor.reshape(-1)[:8].any()) or bool(tensor.any())
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import Tensor
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import flat, take_flat
+from sparsekit.training.host import Rule
 from sparsekit.training.optimizer_hooks import just_restored
-from sparsekit.training.rule import Rule
 
 _OWN = "sparsekit."
 _RULE = f"{_OWN}rule."

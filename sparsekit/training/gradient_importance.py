@@ -18,10 +18,9 @@ from sparsekit.criteria.base import View, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
-from sparsekit.training.host import Host, split_units
+from sparsekit.training.host import Host, Learning, Rule, check_explore, split_units
 from sparsekit.training.optimizer_hooks import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rule import Learning, Rule, check_explore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.evidence import Evidence
-from sparsekit.training.host import Host
-from sparsekit.training.rule import Learning, Rule, check_explore, refilled
+from sparsekit.training.host import Host, Learning, Rule, check_explore, refilled
 from sparsekit.training.widening import Probe, read, widened
 
 _EVERY = 4

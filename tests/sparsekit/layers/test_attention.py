@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.pruning.prune import prune
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing import blocks
