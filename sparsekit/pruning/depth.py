@@ -61,13 +61,6 @@ def read_depth(
     return (asked[0], float(least), float(largest)), rest
 
 
-def limits_of_widths(
-    model: nn.Module, graph: UnitGraph, limits: Mapping[Selector, tuple[float, float]]
-) -> dict[Selector, tuple[float, float]]:
-    """The limits that concern units of some width; the others name branches alone."""
-    return {selector: pair for selector, pair in limits.items() if select_groups(model, graph, selector)}
-
-
 def go_shallow(
     start: Start,
     calls: Sequence[ModelInputs],

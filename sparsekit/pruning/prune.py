@@ -23,11 +23,11 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.model import cost_model
 from sparsekit.measure.widths import best_multiple
-from sparsekit.pruning.depth import go_shallow, limits_of_widths, read_depth
+from sparsekit.pruning.depth import go_shallow, read_depth
 from sparsekit.pruning.plans import as_allocation, has_field
 from sparsekit.pruning.report import PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
-from sparsekit.pruning.selection import Selector, read_limits
+from sparsekit.pruning.selection import Selector, read_limits, select_groups
 from sparsekit.pruning.steps import AfterCut, Repair, Start, Steps
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import named_entries
@@ -144,7 +144,8 @@ def prune(
         raise InvalidValueError(f"repair must be True, False, 'compensate' or 'recalibrate', got {repair!r}")
     chosen = as_criterion(criterion if batches is None else with_data(criterion, batches, loss, progress=progress))
     keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
-    of_widths = width_limits if depth is None else limits_of_widths(model, graph, width_limits)
+    # Where branches go, some limits name branches alone.
+    of_widths = {each: pair for each, pair in width_limits.items() if depth is None or select_groups(model, graph, each)}
     group_limits = read_limits(model, graph, keep, of_widths)
     plan = as_allocation(allocation, wanted, group_limits, multiples, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,15 +53,12 @@ class Execution:
         self._widenings: dict[tuple[str, ...], Widening] = {}
         self._widenings_of = -1
         self.narrow_model = NarrowModel(model, graph)
-        self._fused: UnitVectors | None = None
         self.module = self.narrow_model.module
 
-    @property
+    @cached_property
     def fused(self) -> UnitVectors:
-        """Vectors over the units; made when first asked for, as a mask that does not learn needs none."""
-        if self._fused is None:
-            self._fused = UnitVectors(self.narrow_model)
-        return self._fused
+        """Vectors over the units; made when first asked for, as a graph without groups has none."""
+        return UnitVectors(self.narrow_model)
 
     @property
     def mask(self) -> UnitMask:
@@ -126,6 +124,6 @@ class Execution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move tensors that are not parameters or buffers of `module`."""
         self.narrow_model.apply_to_tensors(function)
-        if self._fused is not None:
-            self._fused.apply_to_tensors(function)
+        if "fused" in vars(self):
+            self.fused.apply_to_tensors(function)
         self._wide, self._widenings_of = {}, -1  # they may hold buffers that are not in the state

@@ -9,8 +9,12 @@ from laws import trace
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.trace import trace_units
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.widening import skeleton
 
 
 class Attention(nn.Module):
@@ -81,3 +85,16 @@ def test_two_attentions_that_share_an_attribute_keep_equally_many_heads() -> Non
     _, graph = traced(Two())
     assert graph.ties == (("1.a", "1.b"),)
     assert sizes(graph) == {"heads": 1}
+
+
+def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 8, 1), nn.GroupNorm(4, 8, affine=False), nn.ReLU(), nn.Conv1d(8, 2, 1))
+    graph = trace_units(model, torch.randn(2, 1, 5))
+    assert set(graph.sizes) == {SizeAttribute("1", "num_groups", "0", 1), SizeAttribute("1", "num_channels", "0", 2)}
+    mask = UnitMask({"0": torch.tensor([True, False, True, True])})
+    assert (small := compact(model, graph, mask))[1].num_groups == 3
+    assert (small[1].num_channels, small[0].out_channels) == (6, 6)
+    narrow_model = NarrowModel(model, graph)
+    narrow_model.remask(mask)
+    assert narrow_model.module[1].num_groups == 3
+    assert skeleton(narrow_model.module, graph, UnitMask.full(graph))[1].num_groups == 4
