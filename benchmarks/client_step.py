@@ -39,11 +39,12 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
 from sparsekit_fl.client import context
 from sparsekit_fl.client.messages import Assignment, Update
-from sparsekit_fl.engines.round import WorkerState, client_round
+from sparsekit_fl.engines.executor import ClientExecutor, OpenRound
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.results.state.store import CarriedMemory
 from sparsekit_fl.server.server import Server
 
 BATCH = 20
@@ -169,26 +170,26 @@ class Case:
         training = TrainingConfig(local_epochs=1, batch_size=BATCH, lr=LR)
         config = RunConfig(rounds=100, cohort=2, training=training)
         self.spec = RunSpec.build(registry[method](), problem, config)
-        self.worker = WorkerState(self.spec)
         held = data.take(torch.arange(BATCH).numpy())
         self.clients = {
             id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
         }
+        self.executor = ClientExecutor(self.spec, self.clients, CarriedMemory())
         self.memories: dict[int, dict[str, Any]] = {id: {} for id in self.clients}
         server = Server(self.spec, self.clients)
         for round in range(1, ROUND):
-            updates = [self._train(assignment) for assignment in server.assign(round)]
-            server.aggregate(updates)
+            server.aggregate([self._train(assignment, self.memories) for assignment in server.assign(round)])
         self.assignment = server.assign(ROUND)[0]
 
-    def _train(self, assignment: Assignment) -> Update:
+    def _train(self, assignment: Assignment, memories: dict[int, dict[str, Any]]) -> Update:
         id = assignment.client_id
-        return client_round(self.worker, assignment, self.clients[id], self.memories[id])
+        opened = OpenRound(self.executor, assignment, self.clients[id], memories[id])
+        return opened.close(opened.train)
 
     def once(self) -> Update:
         """The client's third round, from the same memory every time."""
         id = self.assignment.client_id
-        return client_round(self.worker, self.assignment, self.clients[id], copy.deepcopy(self.memories[id]))
+        return self._train(self.assignment, {id: copy.deepcopy(self.memories[id])})
 
 
 class Reference:

@@ -13,9 +13,10 @@ import sparsekit_fl as fl
 from sparsekit.graph import Layer, UnitGraph, WeightMask
 from sparsekit_fl.client.context import PolicyKind
 from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.policies.context import ClientInfo
+from sparsekit_fl.results.state.store import CarriedMemory
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
@@ -112,8 +113,8 @@ def client_context(method, problem=None, config=None, *, place=0, kind="local", 
     spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
     client = tiny_clients(place + 1)[place]
     memory = {} if memory is None else memory
-    ctx = WorkerState(spec).context(client=client, round=round, capability=client.capability, memory=memory, received=received)
-    return spec, client, ctx.scoped(kind)
+    given = {"client": client, "capability": client.capability, "memory": memory, "received": received}
+    return spec, client, ClientExecutor(spec, {}, CarriedMemory()).context(round=round, **given).scoped(kind)
 
 
 def equals(count: int = 20):

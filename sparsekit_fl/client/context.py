@@ -59,7 +59,7 @@ class ClientContext:
         reading: Split → the generator of random transforms and augmentations of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
-        scored: FLOPs of each call of `score` in this call of `client_round`.
+        scored: FLOPs of each call of `score` in this round.
         deploying: FLOPs of what a personal policy runs to make the model that is deployed, such as a step of adaptation.
         kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
@@ -112,7 +112,7 @@ class ClientContext:
         return self.rngs[self.kind]
 
     def examples(self, split: Split) -> Examples:
-        """Return one split of the client's data, which is decoded once per call of `client_round`.
+        """Return one split of the client's data, which is decoded once per round.
 
         Raises:
             DataError: its inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.

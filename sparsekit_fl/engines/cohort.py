@@ -22,8 +22,7 @@ from sparsekit_fl.client.loop import Batch, Batches, TrainingLog
 from sparsekit_fl.client.messages import Assignment
 from sparsekit_fl.engines.base import Loop, Reply
 from sparsekit_fl.engines.embedded import LocalPool
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.round import OpenRound
+from sparsekit_fl.engines.executor import ClientExecutor, OpenRound
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.fedprox import ProximalSgd

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from torch import Tensor
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import (
-    Assignment,
-    Update,
-    decode_assignment,
-    decode_update,
-    encode_assignment,
-    encode_update,
-)
+from sparsekit_fl.client.messages import Assignment, Update, encode_assignment
 from sparsekit_fl.engines.base import Loop, Reply, Scored, Unscored, in_order
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec, check_device
+from sparsekit_fl.engines.tasks import Answer, Task, TaskPool, answer
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.devices import device_of, exact_arithmetic
@@ -64,74 +57,23 @@ class LocalPool:
                 yield Unscored(client_id, str(error))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Task:
-    """What a worker process is asked.
-
-    Args:
-        client_id: The client.
-        version: The round of its memory that counts.
-        round: The round.
-        assignment: What to train on, packed, without the state: that is in shared memory. Empty to score the client.
-        how: How to score the client.
-    """
-
-    client_id: int
-    version: int | None
-    round: int
-    assignment: bytes = b""
-    how: Mapping[str, Any] = field(default_factory=dict)
-
-    def answer(self, executor: ClientExecutor, shared: StateDict) -> Any:
-        """Return the packed update and whether a memory was stored; or the scores. In the worker process."""
-        if not self.assignment:
-            return executor.evaluate(shared, self.client_id, self.version, **self.how)
-        assignment = decode_assignment(self.assignment, executor.spec.graph, state=shared)
-        update, stored = executor.train(assignment, self.version)
-        return encode_update(update), stored
-
-    def died(self, child: Child) -> WorkerDiedError:
-        """Return the error about a worker that died over it."""
-        what = "train" if self.assignment else "evaluate"
-        task = f"client {self.client_id} in round {self.round} (task: {what})"
-        return WorkerDiedError(f"a worker process ended by {child.ending()} while it had {task}")
-
-
 def serve(connection: Connection, make: Callable[..., ClientExecutor], shared: dict[str, Tensor], device: str) -> None:
     """Answer tasks in a worker process until the pipe closes.
 
     Args:
-        connection: Brings tasks, and takes their answers, or errors that the main process raises.
+        connection: Brings tasks, and takes their answers.
         make: Makes the executor, for a device.
         shared: The state, in shared memory.
         device: Where this process trains.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    executor = None
+    executor = cache(partial(make, device=device))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            task: _Task = connection.recv()
-            try:
-                executor = executor or make(device=device)
-                answer = task.answer(executor, shared)
-            except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
-                answer = _sent(error, "failed" if executor else "could not start")
-                answer.add_note(f"In a worker process:\n{traceback.format_exc()}")
-            connection.send(answer)
+            connection.send(answer(connection.recv(), executor, shared))
 
 
-def _sent(error: Exception, what: str) -> Exception:
-    """Return what the main process gets to see of an error: its class may be known here alone."""
-    if isinstance(error, ClientError):
-        return ClientError(str(error))
-    if isinstance(error, OSError) and error.errno and what == "failed":
-        # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
-        return OSError(error.errno, error.strerror, error.filename)
-    # No client's fault: its memory cannot be read or written, or this package has a bug.
-    return WorkerDiedError(f"a worker process {what}: {type(error).__name__}: {error}")
-
-
-class ProcessPool:
+class ProcessPool(TaskPool):
     """Clients in worker processes, which read the state from shared memory.
 
     Args:
@@ -142,45 +84,25 @@ class ProcessPool:
     """
 
     def __init__(self, children: Children, workers: int, spec: RunSpec, make: Callable[..., ClientExecutor]) -> None:
-        self.workers = workers
-        self._graph = spec.graph
+        super().__init__(spec, workers)
         self._loaded: StateDict | None = None
         self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._children = children
         for number in range(workers):
             children.start(serve, make, self._shared, device_of(spec.config.device, number))
 
-    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
-        tasks = [
-            _Task(
-                client_id=assignment.client_id,
-                version=memory_rounds.get(assignment.client_id),
-                round=assignment.round,
-                assignment=encode_assignment(assignment, self._graph, with_state=False),
-            )
-            for assignment in assignments
-        ]
-        for task, answer in self._answers(assignments[0].state, tasks):
-            if isinstance(answer, ClientError):
-                yield Reply(client_id=task.client_id, error=answer)
-            else:
-                payload, stored = answer
-                yield Reply(client_id=task.client_id, update=decode_update(payload), stored=stored)
+    def encode(self, assignment: Assignment) -> bytes:
+        return encode_assignment(assignment, self.spec.graph, with_state=False)
 
-    def evaluate(self, state: StateDict, ids: Sequence[int], memory_rounds: MemoryRounds, **how: Any) -> Iterator[Scored]:
-        tasks = [_Task(client_id=i, version=memory_rounds.get(i), round=how["round"], how=how) for i in ids]
-        for task, answer in self._answers(state, tasks):
-            yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
-
-    def _answers(self, state: StateDict, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
-        """Put the state where the workers read it, now that all are idle; yield tasks and answers in the order of the tasks."""
+    def answers(self, tasks: Sequence[Task], state: StateDict, *, times: int = 1) -> Iterator[Answer]:  # noqa: ARG002
         if state is not self._loaded:
+            # All workers are idle now.
             for name, tensor in self._shared.items():
                 tensor.copy_(state[name])
             self._loaded = state
-        return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
+        return in_order(self._exchange(tasks), len(tasks))
 
-    def _exchange(self, tasks: Sequence[_Task]) -> Iterator[tuple[int, Any]]:
+    def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Answer]]:
         """Hand tasks to idle workers; yield the place of a task and its answer, in the order in which they come."""
         waiting = iter(enumerate(tasks))
         for child in self._children:
@@ -188,25 +110,28 @@ class ProcessPool:
         left = len(tasks)
         while left:
             found = []
-            for child, answer in self._children.poll():
+            for child, said in self._children.poll():
                 place, task = child.task
-                if answer is None:
-                    raise task.died(child)
-                if isinstance(answer, Exception) and not isinstance(answer, ClientError):
-                    raise answer
-                found.append((place, answer))
+                if said is None:
+                    raise _died(child, task)
+                found.append((place, said))
                 _give(child, next(waiting, None))
             left -= len(found)
             yield from found
 
 
-def _give(child: Child, task: tuple[int, _Task] | None) -> None:
+def _give(child: Child, task: tuple[int, Task] | None) -> None:
     child.task = task
     if task is not None:
         try:
             child.connection.send(task[1])
         except (BrokenPipeError, ConnectionResetError):
-            raise task[1].died(child) from None
+            raise _died(child, task[1]) from None
+
+
+def _died(child: Child, task: Task) -> WorkerDiedError:
+    what = f"{task.who} (task: {task.header['task']})"
+    return WorkerDiedError(f"a worker process ended by {child.ending()} while it had {what}")
 
 
 @dataclass(frozen=True)

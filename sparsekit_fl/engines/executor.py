@@ -1,24 +1,38 @@
-"""ClientExecutor: trains and scores client after client, in a process of any engine."""
+"""ClientExecutor: trains and scores client after client, in a process of any engine; OpenRound: what one does in a round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
+from sparsekit.allocation import check_ratio
 from sparsekit.graph import StateDict, UnitMask
+from sparsekit.rng import torch_scope
 from sparsekit.surgery import save_compact
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Kept
-from sparsekit_fl.client.messages import Assignment, Evaluation, Update
-from sparsekit_fl.engines.round import OpenRound, WorkerState, blame, completed
+from sparsekit.training import GradientImportance, LearnableMask
+from sparsekit_fl.client.context import ClientContext, Memory, rngs_by_kind
+from sparsekit_fl.client.costs import client_seconds
+from sparsekit_fl.client.kept import Kept, Mask, mask_state
+from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
+from sparsekit_fl.client.packing import upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.devices import device_of, use_exact_arithmetic
 from sparsekit_fl.policies.context import Roster
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.results.state.store import MemoryStore
+from sparsekit_fl.streams import Streams
+
+_SPLITS = ("train", "val", "test")
 
 
 class ClientExecutor:
@@ -42,11 +56,48 @@ class ClientExecutor:
         device: str | None = None,
         home: Path | None = None,
     ) -> None:
-        self.spec, self.home = spec, home
+        self.spec, self.home, self.store = spec, home, store
         self._global: object = None
-        self._worker = WorkerState(spec, device)
         self._clients = dict(clients)
-        self.store = store
+        self._device = device_of(spec.config.device) if device is None else device
+        if spec.config.deterministic:
+            use_exact_arithmetic()
+        with torch_scope(Streams(spec.config.seed).model()):
+            model = spec.problem.model().to(self._device)
+        self.masked = LearnableMask(model, graph=spec.graph, learning=GradientImportance(explore=0.0))
+
+    def context(
+        self,
+        *,
+        client: Client,
+        round: int,
+        capability: Capability,
+        memory: Memory,
+        extra: StateDict | None = None,
+        received: Mask | None = None,
+    ) -> ClientContext:
+        """Make the context of one client in one round."""
+        spec, streams = self.spec, Streams(self.spec.config.seed)
+        return ClientContext(
+            round=round,
+            rounds=spec.config.rounds,
+            client=client,
+            capability=capability,
+            problem=spec.problem,
+            graph=spec.graph,
+            training=spec.training(max(round, 1)),
+            costs=spec.costs,
+            masked=self.masked,
+            device=self._device,
+            rngs=rngs_by_kind(streams.client(round, client.id)),
+            memory=memory,
+            extra=extra or {},
+            received=received,
+            initial_state=lambda: spec.initial,
+            cache={},
+            frozen=spec.frozen,
+            reading=lambda split: streams.reading(round, client.id).spawn(3)[_SPLITS.index(split)],
+        )
 
     def add(self, clients: Mapping[int, Client]) -> None:
         """Have further clients, which will be asked for."""
@@ -72,7 +123,7 @@ class ClientExecutor:
     def open(self, assignment: Assignment, version: int | None) -> OpenRound:
         """Begin what `train` does, up to where the local policy trains."""
         memory = self.store.read(assignment.client_id, version)
-        return OpenRound(self._worker, assignment, self._clients[assignment.client_id], memory)
+        return OpenRound(self, assignment, self._clients[assignment.client_id], memory)
 
     def close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> tuple[Update, bool]:
         """End what `train` does, once `train` has done what the local policy would do."""
@@ -106,16 +157,16 @@ class ClientExecutor:
         Raises:
             ClientError: the personal policy failed.
         """
-        spec, module = self.spec, self._worker.masked.model
+        spec, module = self.spec, self.masked.model
         personal, client = spec.method.personal, self._clients[client_id]
-        ctx = self._worker.context(
+        ctx = self.context(
             client=client,
             round=round,
             capability=Roster(self._clients, spec.config, round)[client_id].capability,
             memory=self.store.read(client_id, version),
         ).scoped("personal")
-        with blame(ctx, spec.method, "personal"):
-            full = completed(ctx, state)
+        with _blame(ctx, spec.method, "personal"):
+            full = _complete(ctx, state)
             model = personal.model(ctx, full)
             _load(ctx, model)
             personal.calibrate(ctx, module)
@@ -170,3 +221,136 @@ def _load(ctx: ClientContext, model: PersonalModel) -> None:
         # What is dropped never runs, so it may hold anything of the right shape.
         state = Kept(ctx.graph, model.mask).scatter_all(state, ctx.initial_state())
     ctx.load(state, model.mask)
+
+
+@contextmanager
+def _blame(ctx: ClientContext, method: Method, policy: str) -> Iterator[None]:
+    """Turn what a policy raises into a ClientError that says whose policy it was, and when."""
+    try:
+        yield
+    except ClientError:
+        raise
+    except Exception as error:
+        raise ClientError(
+            f"client {ctx.client.id} failed in round {ctx.round} of method {method.name!r}, in its {policy} policy:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _complete(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
+    """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
+    own = ctx.scoped("share").memory
+    initial = ctx.initial_state()
+    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in initial.items()}
+
+
+class OpenRound:
+    """A round of a client that has begun, and stands where the local policy trains.
+
+    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`.
+
+    Args:
+        executor: Has the spec and the narrow model of this process.
+        assignment: The server's message.
+        client: The client, with its data.
+        memory: The client's memory; written to. When anything raises, throw the memory away.
+
+    Raises:
+        ClientError: a policy failed; names it, and carries the cause.
+    """
+
+    def __init__(self, executor: ClientExecutor, assignment: Assignment, client: Client, memory: Memory) -> None:
+        self._began = time.perf_counter()
+        self._spec, self.assignment, self.memory = executor.spec, assignment, memory
+        self._ctx = ctx = executor.context(
+            client=client,
+            round=assignment.round,
+            capability=assignment.capability,
+            memory=memory,
+            extra=assignment.extra,
+            received=assignment.mask,
+        )
+        method, graph = self._spec.method, self._spec.graph
+        with _blame(ctx, method, "share"):
+            self._received = mask_state(graph, assignment.mask, assignment.state)
+            self._completed = _complete(ctx, self._received)
+        with _blame(ctx, method, "ratio"):
+            self.ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
+        with _blame(ctx, method, "share"):
+            self.start = method.share.enter(ctx.scoped("share"), self._completed)
+        with _blame(ctx, method, "mask"):
+            self.mask = method.mask.choose(ctx.scoped("mask"), self.ratio, self.start)
+            if self.mask is not None:
+                self.mask.check(graph)
+        self.ctx = ctx.scoped("local")
+
+    def train(self) -> LocalResult:
+        """Let the local policy train."""
+        return self._spec.method.local.train(self.ctx, self.start, self.mask, self.ratio)
+
+    def close(self, train: Callable[[], LocalResult]) -> Update:
+        """Let the client be trained, and return its update.
+
+        Args:
+            train: `train` of this round, or what does the same.
+
+        Raises:
+            ClientError: a policy, or `train`, failed.
+        """
+        ctx, method, assignment, ratio = self._ctx, self._spec.method, self.assignment, self.ratio
+        with _blame(ctx, method, "local"):
+            result = _on_cpu(train())
+            ratio = ratio if result.ratio is None else check_ratio(result.ratio)
+        with _blame(ctx, method, "mask"):
+            method.mask.keep(ctx.scoped("mask"), result)
+        with _blame(ctx, method, "personal"):
+            method.personal.keep(ctx.scoped("personal"), result, ratio)
+        with _blame(ctx, method, "share"):
+            delta, upload = self._upload(result)
+        work = result.work or ctx.work(result.mask, result.log)
+        scored = sum(ctx.scored)
+        cost = WorkCost(flops_compact=work.flops_compact + scored, flops_rowmask=work.flops_rowmask, flops_scoring=scored)
+        update = Update(
+            round=assignment.round,
+            client_id=assignment.client_id,
+            examples=len(ctx.client.data.train),
+            delta=delta,
+            mask=upload,
+            ratio=ratio,
+            extra=result.extra,
+            metrics={**result.log.metrics(), **result.metrics},
+            cost=cost,
+        )
+        cost = dataclasses.replace(
+            cost,
+            uplink_bytes=update_bytes(update),
+            downlink_bytes=assignment_bytes(assignment, ctx.graph),
+            wall_seconds=time.perf_counter() - self._began,
+        )
+        cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
+        return dataclasses.replace(update, cost=cost)
+
+    def _upload(self, result: LocalResult) -> tuple[dict[str, Tensor], Mask | None]:
+        """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
+        spec, ctx, completed = self._spec, self._ctx.scoped("share"), self._completed
+        share, graph = spec.method.share, spec.graph
+        upload = share.upload_mask(ctx, result)
+        private = [name for name in completed if name not in self._received and name not in spec.frozen]
+        trained, narrow = result.state, isinstance(result.mask, UnitMask)
+        if narrow and (private or upload is not result.mask):
+            trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
+        ctx.memory.update({name: trained[name] for name in private})
+        kept = Kept(graph, upload)
+        delta = {}
+        for name in self._received:
+            value = trained[name] if narrow else kept.gather(name, trained[name])
+            before = kept.gather(name, completed[name])
+            change = share.leave(ctx, name, value.detach(), before) - before
+            delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
+        return delta, upload
+
+
+def _on_cpu(result: LocalResult) -> LocalResult:
+    if all(tensor.device.type == "cpu" for tensor in result.state.values()):
+        return result
+    return dataclasses.replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})

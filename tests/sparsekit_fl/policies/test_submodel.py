@@ -14,10 +14,11 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.criteria import Ordered
 from sparsekit.graph import UnitMask
-from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl, with_settings
 from sparsekit_fl.policies import RecalibratedBatchNorm, Sgd, SubmodelSgd
+from sparsekit_fl.results.state.store import CarriedMemory
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -49,7 +50,7 @@ def trained(local, labels, *, ratio=0.5):
     client, problem, config = one_client(labels)
     method = dataclasses.replace(heterofl(), local=local)
     spec = RunSpec.build(method, problem, config)
-    worker = WorkerState(spec)
+    worker = ClientExecutor(spec, {}, CarriedMemory())
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
     keep = torch.tensor([True, ratio == 1.0])
     result = local.train(ctx, spec.initial, UnitMask({"first": keep}), ratio)
@@ -117,7 +118,7 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
     spec = RunSpec.build(fedavg(), problem, config)
-    worker = WorkerState(spec)
+    worker = ClientExecutor(spec, {}, CarriedMemory())
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
     module = worker.masked.model
     RecalibratedBatchNorm().calibrate(ctx, module)

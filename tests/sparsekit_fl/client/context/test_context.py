@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg
+from sparsekit_fl.results.state.store import CarriedMemory
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -16,8 +17,8 @@ def spec():
 
 
 def context(spec, memory, **options):
-    client = tiny_clients(1)[0]
-    return WorkerState(spec).context(client=client, round=1, capability=client.capability, memory=memory, **options)
+    client, executor = tiny_clients(1)[0], ClientExecutor(spec, {}, CarriedMemory())
+    return executor.context(client=client, round=1, capability=client.capability, memory=memory, **options)
 
 
 def test_scopes_are_siblings_whichever_one_comes_from(spec) -> None:
