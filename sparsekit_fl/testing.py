@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from sparsekit.graph import StateDict
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.messages import Evaluation, Update
+from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, RunInterrupted

@@ -12,7 +12,7 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.graph import Layer, UnitGraph, WeightMask
 from sparsekit_fl.client.context import PolicyKind
-from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.policies.context import ClientInfo

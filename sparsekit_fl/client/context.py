@@ -15,9 +15,9 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.costs import rowmask_flops
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
+from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem

@@ -13,8 +13,18 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.client.kept import Kept, Mask, mask_state
-from sparsekit_fl.client.packing import MAX_HEADER_BYTES, MaskShapes, pack, pack_mask, packed_bytes, unpack, unpack_mask
+from sparsekit_fl.client.packing import (
+    MAX_HEADER_BYTES,
+    Kept,
+    Mask,
+    MaskShapes,
+    mask_state,
+    pack,
+    pack_mask,
+    packed_bytes,
+    unpack,
+    unpack_mask,
+)
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.checked import Checked, NonNegativeCount, Ratio
 from sparsekit_fl.problem.clients import Capability

@@ -1,4 +1,4 @@
-"""Tensors and JSON metadata to bytes and back, in the safetensors format, with the size known before packing.
+"""What of a state travels under a mask, and tensors and JSON to bytes and back, in the safetensors format, of known size.
 
 Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
 """
@@ -19,9 +19,108 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.graph import UnitMask, WeightMask, digest, plain_bytes
-from sparsekit_fl.client.kept import Mask
+from sparsekit.graph import (
+    StateDict,
+    UnitGraph,
+    UnitMask,
+    WeightMask,
+    add_,
+    cut_axes,
+    digest,
+    gather,
+    narrow_shape,
+    plain_bytes,
+    scatter_,
+)
 from sparsekit_fl.options.config import Upload
+
+Mask = UnitMask | WeightMask
+"""What is kept, by unit or by entry."""
+
+
+class Kept:
+    """The entries that a mask keeps, for every key of a model's state.
+
+    A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
+    entries in row-major order, no mask everything; keys of which the mask drops nothing are kept whole, in their own shape.
+
+    Args:
+        graph: The units and shapes of the model.
+        mask: What is kept; None keeps all.
+    """
+
+    def __init__(self, graph: UnitGraph, mask: Mask | None) -> None:
+        self.graph = graph
+        self.mask = mask
+        self._axes: dict[str, dict[int, Tensor]] = {}
+        self._flat: dict[str, Tensor] = {}
+        if isinstance(mask, UnitMask):
+            # A full axis needs no index, so a mask that keeps everything costs what no mask costs.
+            cut = {name: cut_axes(graph.shapes[name], axes) for name, axes in graph.kept_indices(mask).items()}
+            self._axes = {name: axes for name, axes in cut.items() if axes}
+        elif mask is not None:
+            # Likewise an entry of which nothing is dropped.
+            partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
+            self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
+
+    def is_whole(self, name: str) -> bool:
+        """True where every entry of `name` is kept and its shape is the model's."""
+        return name not in self._axes and name not in self._flat
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what is kept of `name`."""
+        if name in self._flat:
+            return (self._flat[name].numel(),)
+        return tuple(narrow_shape(self.graph.shapes[name], self._axes.get(name, {})))
+
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """What is kept of the dense `tensor`; a view where everything is."""
+        if name in self._flat:
+            return tensor.reshape(-1).index_select(0, self._flat[name].to(tensor.device))
+        return gather(tensor, self._axes.get(name, {}))
+
+    def scatter(self, name: str, kept: Tensor, into: Tensor) -> None:
+        """Write what is kept into the dense tensor `into`, in place."""
+        if name in self._flat:
+            into.view(-1)[self._flat[name]] = kept
+        else:
+            scatter_(kept, into, self._axes.get(name, {}))
+
+    def add(self, name: str, kept: Tensor | float, into: Tensor) -> None:
+        """Add to the kept entries of the dense tensor `into`, in place; a number is added to each."""
+        if name in self._flat:
+            into.view(-1)[self._flat[name]] += kept
+        else:
+            add_(kept, into, self._axes.get(name, {}))
+
+    def gather_all(self, state: StateDict) -> dict[str, Tensor]:
+        """What is kept of each entry of a dense state."""
+        return {name: self.gather(name, tensor) for name, tensor in state.items()}
+
+    def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
+        """A new dense state: `into` with the kept entries written over it."""
+        result: dict[str, Tensor] = {}
+        for name, tensor in kept.items():
+            if self.is_whole(name):
+                result[name] = tensor.detach().clone()
+            else:
+                result[name] = into[name].detach().clone()
+                self.scatter(name, tensor, result[name])
+        return result
+
+
+def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:
+    """A dense state in which everything that `mask` drops is zero; untouched keys are the same tensors."""
+    kept = Kept(graph, mask)
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if kept.is_whole(name):
+            result[name] = tensor
+        else:
+            result[name] = torch.zeros_like(tensor)
+            kept.scatter(name, kept.gather(name, tensor), result[name])
+    return result
+
 
 MAX_HEADER_BYTES = 2**24
 """A message's header is no longer: that of a hundred thousand tensors."""

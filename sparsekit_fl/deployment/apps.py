@@ -6,22 +6,76 @@ Flower starts a process for each message to a SuperNode, so nothing lives there 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.deployment.plan import Plan, client_ids
 from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.flower.introduction import described, introduced_by
 from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.engines.flower.nodes import Deployment, Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.state.store import CarriedMemory, DeviceStore, MemoryStore
+
+_log = logging.getLogger("flwr")  # what Flower shows of an app
+
+# Of a round in the log; with thousands of clients there may be as many.
+_MOST_NOTES = 10
+
+
+class _Report(Callback):
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:  # noqa: ARG002 - a hook
+        scores = record.evaluation
+        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
+        if scores is not None:
+            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
+        for client_id, reason in record.dropped:
+            text += f"; without client {client_id}: {reason}"
+        for note in record.notes[:_MOST_NOTES]:
+            text += f"; {note}"
+        if len(record.notes) > _MOST_NOTES:
+            text += f"; and {len(record.notes) - _MOST_NOTES} notes more, in rounds.jsonl"
+        _log.info(text)
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """Wait for the SuperNodes, find out who their clients are, and run all rounds of the `Plan` in the run configuration."""
+    # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
+    from sparsekit_fl.server.loop import run
+
+    plan = Plan.of(context.run_config)
+    problem, _ = plan.make_problem()
+    # The number of clients is not known yet, and no part of what the model is.
+    spec = RunSpec.build(plan.make_method(), problem, plan.make_config())
+    nodes = Nodes(
+        grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds, identity=introduced_by(spec), allowed=plan.allowed_clients()
+    )
+    clients = nodes.introduce()
+    config = plan.make_config(len(clients))
+    described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
+    result = run(
+        plan.make_method(),
+        problem,
+        [clients[id] for id in sorted(clients)],
+        config,
+        engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
+        callbacks=[_Report()],
+        out=plan.out or None,
+        resume=plan.resume,
+        experiment={**described, "clients": len(clients)},
+    )
+    _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
+
 
 # What the nodes of a run have in common is built once in a process: a simulation's processes serve all of its nodes.
 _made: dict[str, tuple[RunSpec, dict[int, Client]]] = {}
@@ -94,11 +148,4 @@ def _introduce(message: Message, context: Context) -> Message:
 client.query()(_introduce)
 
 server = ServerApp()
-
-
-@server.main()
-def _main(grid: Grid, context: Context) -> None:
-    # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
-    from sparsekit_fl.deployment.rounds_app import serve
-
-    serve(grid, context)
+server.main()(serve)

@@ -17,9 +17,8 @@ from sparsekit.surgery import save_compact
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.context import ClientContext, Memory, rngs_by_kind
 from sparsekit_fl.client.costs import client_seconds
-from sparsekit_fl.client.kept import Kept, Mask, mask_state
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
-from sparsekit_fl.client.packing import upload_dtype
+from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.methods.method import Method

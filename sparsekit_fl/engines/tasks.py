@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Assignment, Evaluation, decode_assignment, decode_update, encode_assignment, encode_update
+from sparsekit_fl.client.messages import (
+    Assignment,
+    Evaluation,
+    decode_assignment,
+    decode_update,
+    encode_assignment,
+    encode_update,
+)
 from sparsekit_fl.engines.base import Reply, Scored, Unscored
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
-from sparsekit_fl.client.kept import Mask, mask_state
+from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Positive, Ratio
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, MaskPolicy, Mean, ServerContext, Sgd, SharePolicy
-from sparsekit_fl.policies.aggregate import Arrivals, Weighting
-from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
-from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, Weighting, mean
+from sparsekit_fl.policies.mask import largest_weights, prunable_weights
 from sparsekit_fl.problem.problem import Problem
 
 

@@ -21,8 +21,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Ratio
 from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, Mask, MaskPolicy, Mean, PrivateHead, ServerContext
-from sparsekit_fl.policies.mask import require_units
-from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.policies.mask import largest_weights, require_units
 from sparsekit_fl.problem.problem import Problem
 
 

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.kept import Mask
-from sparsekit_fl.client.packing import recall_mask, remember_mask, unpack_mask
+from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Share
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, Mean, RememberedMask, ServerContext, Sgd, UnderOwnMask
-from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
+from sparsekit_fl.policies.mask import keep_largest_entries, layer_densities, prunable_weights, random_weights
 from sparsekit_fl.problem.problem import Problem
 
 _NEXT = "next_mask"

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ClientContext, LocalResult, Mask, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
-from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.policies.mask import largest_weights, prunable_weights
 from sparsekit_fl.problem.problem import Problem
 
 

@@ -27,10 +27,9 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Assignment, Update, WorkCost, require_metrics
-from sparsekit_fl.client.packing import recall_mask, remember_mask
+from sparsekit_fl.client.packing import Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
@@ -46,10 +45,8 @@ from sparsekit_fl.policies import (
     load_leaves,
     sgd,
 )
-from sparsekit_fl.policies.aggregate import Arrivals
-from sparsekit_fl.policies.combine import Over, Rule, mean
-from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.weight_masks import search_weights
+from sparsekit_fl.policies.aggregate import Arrivals, Over, Rule, mean
+from sparsekit_fl.policies.mask import prunable_weights, search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
 

@@ -24,8 +24,7 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
 from sparsekit_fl.policies import SamplingPolicy, ServerContext, Update
-from sparsekit_fl.policies.aggregate import Arrivals, Mean, Weighting
-from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
+from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Mean, Over, Rule, Weighting, mean
 
 
 @dataclass(frozen=True, kw_only=True)

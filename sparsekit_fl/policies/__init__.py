@@ -10,12 +10,12 @@ from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sparsekit_fl.client.context import ClientContext as ClientContext
-    from sparsekit_fl.client.kept import Mask as Mask
+    from sparsekit_fl.client.packing import Mask as Mask
     from sparsekit_fl.client.messages import Assignment as Assignment, Update as Update
     from sparsekit_fl.client.optimizer import Adjust as Adjust
     from sparsekit_fl.policies.aggregate import AggregatePolicy as AggregatePolicy, Mean as Mean
     from sparsekit_fl.policies.aggregate import TouchedRowsMean as TouchedRowsMean
-    from sparsekit_fl.policies.combine import Rule as Rule, mean as mean
+    from sparsekit_fl.policies.aggregate import Rule as Rule, mean as mean
     from sparsekit_fl.policies.context import ServerContext as ServerContext
     from sparsekit_fl.policies.learnable import LearnableSgd as LearnableSgd
     from sparsekit_fl.policies.local import Leaves as Leaves, LocalPolicy as LocalPolicy, LocalResult as LocalResult, Sgd as Sgd
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.policies.mask import ServerCriterion as ServerCriterion, UnitCriterion as UnitCriterion
     from sparsekit_fl.policies.personal import GlobalModel as GlobalModel, LocalModel as LocalModel
     from sparsekit_fl.policies.personal import PersonalModel as PersonalModel, PersonalPolicy as PersonalPolicy
-    from sparsekit_fl.policies.pruning import PruneWhenAccurate as PruneWhenAccurate, RememberedMask as RememberedMask
-    from sparsekit_fl.policies.pruning import UnderOwnMask as UnderOwnMask
+    from sparsekit_fl.policies.mask import PruneWhenAccurate as PruneWhenAccurate, RememberedMask as RememberedMask
     from sparsekit_fl.policies.ratio import BanditRatio as BanditRatio, ByCapability as ByCapability, Constant as Constant
     from sparsekit_fl.policies.ratio import Full as Full, RatioPolicy as RatioPolicy
     from sparsekit_fl.policies.sampling import BySize as BySize, Fixed as Fixed, Poisson as Poisson
@@ -34,5 +33,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.policies.share import Everything as Everything, Nothing as Nothing, OwnClasses as OwnClasses
     from sparsekit_fl.policies.share import PrivateHead as PrivateHead, SharePolicy as SharePolicy
     from sparsekit_fl.policies.submodel import RecalibratedBatchNorm as RecalibratedBatchNorm, SubmodelSgd as SubmodelSgd
+    from sparsekit_fl.policies.submodel import UnderOwnMask as UnderOwnMask
 
 __all__, __getattr__ = lazy_names(__name__)

@@ -13,8 +13,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.client.optimizer import Adjust
+from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.options.checked import Hint, NonNegative, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import (

@@ -16,10 +16,10 @@ from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask, mask_state
 from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import Adjust, SgdStep, TorchStep, make_step
+from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.context import Policy

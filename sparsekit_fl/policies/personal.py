@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Kept, Mask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.client.packing import recall_mask, remember_mask
+from sparsekit_fl.client.packing import Kept, Mask, recall_mask, remember_mask
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparsekit.graph import UnitGraph
 from sparsekit_fl.client.context import Memory
-from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.combine import Changes, Counted
+from sparsekit_fl.policies.aggregate import Changes, Counted
 
 _ADAPTIVE_LR = 0.01
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, along, head_entries
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.options.checked import Count, Hint, Positive
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult

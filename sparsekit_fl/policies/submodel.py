@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from sparsekit.allocation import select
 from sparsekit.criteria import Criterion
 from sparsekit.finetuning import recalibrate
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitMask
 from sparsekit.layers import is_convolution
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.kept import Kept, Mask
+from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask
 from sparsekit_fl.options.checked import Positive
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import RoundView
@@ -148,3 +148,21 @@ class RecalibratedBatchNorm(PersonalPolicy):
         if recalibrate(module, inputs()):
             ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
         module.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderOwnMask(RecalibratedBatchNorm):
+    """The global model under the client's own mask; a client that never trained deploys the whole of it.
+
+    Batch norm statistics are taken from the client's training data, since those of the server are averages over many masks.
+    """
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """Return the global state under the client's mask; compact where units are dropped."""
+        kept = ctx.peek("mask")
+        mask, ratio = recall_mask(kept), kept.get("ratio")
+        if mask is None:
+            return PersonalModel(state=state)
+        if isinstance(mask, UnitMask):
+            return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, ratio=ratio)
+        return PersonalModel(state=mask_state(ctx.graph, mask, state), mask=mask, ratio=ratio)

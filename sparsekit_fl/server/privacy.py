@@ -24,8 +24,7 @@ import torch
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.aggregate import AggregatePolicy
-from sparsekit_fl.policies.combine import Changes, Counted, Over, add_up, scales_to
+from sparsekit_fl.policies.aggregate import AggregatePolicy, Changes, Counted, Over, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy

@@ -13,15 +13,13 @@ from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
 from sparsekit_fl.client.context import Memory, rngs_by_kind
 from sparsekit_fl.client.costs import scoring_seconds
-from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import Assignment, Update
-from sparsekit_fl.client.packing import upload_dtype
+from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload
-from sparsekit_fl.policies.aggregate import AggregatePolicy
-from sparsekit_fl.policies.combine import Changes, Counted, Over, mean, rule_of
+from sparsekit_fl.policies.aggregate import AggregatePolicy, Changes, Counted, Over, mean, rule_of
 from sparsekit_fl.policies.context import Roster, ServerContext
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer

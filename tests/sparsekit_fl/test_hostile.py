@@ -18,7 +18,6 @@ from safetensors.torch import save
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
-from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import (
     Assignment,
     Evaluation,
@@ -29,7 +28,7 @@ from sparsekit_fl.client.messages import (
     encode_assignment,
     encode_update,
 )
-from sparsekit_fl.client.packing import pack
+from sparsekit_fl.client.packing import Kept, pack
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method

@@ -13,7 +13,7 @@ from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.policies.mask import largest_weights
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape
 

@@ -15,8 +15,8 @@ from local_grid import LocalGrid
 
 from sparsekit.errors import DataError
 from sparsekit_fl.deployment import apps
+from sparsekit_fl.deployment.apps import serve
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.deployment.rounds_app import serve
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.server.loop import run

@@ -77,9 +77,7 @@ class OnlyHere:
 
 def test_a_worker_whose_model_cannot_be_made_says_so_with_the_reason() -> None:
     problem = replace(tiny_problem(), model=OnlyHere())
-    with pytest.raises(
-        WorkerDiedError, match=r"could not start: FileNotFoundError: weights.pt is not on this machine"
-    ) as error:
+    with pytest.raises(WorkerDiedError, match=r"failed: FileNotFoundError: weights.pt is not on this machine") as error:
         run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2))
     assert error.value.__cause__ is not None
     assert "Traceback" in "".join(error.value.__cause__.__notes__)

@@ -16,7 +16,7 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import WeightMask
-from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import cs, fedspa, prunefl, registry

@@ -11,7 +11,7 @@ from personal import client_context, combine, deep_problem, update, watched
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import lotteryfl, with_settings
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.weight_masks import weight_count
+from sparsekit_fl.policies.mask import weight_count
 from sparsekit_fl.testing import tiny_config
 
 

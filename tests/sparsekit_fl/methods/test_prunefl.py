@@ -14,7 +14,7 @@ from sparsekit.graph import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.prunefl import Search, weight_seconds
-from sparsekit_fl.policies.weight_masks import search_weights
+from sparsekit_fl.policies.mask import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.testing import tiny_config, tiny_problem
 

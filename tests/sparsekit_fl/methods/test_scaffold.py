@@ -14,7 +14,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods import fedavg, scaffold
 from sparsekit_fl.methods.scaffold import ControlledMean
 from sparsekit_fl.policies import Assignment, Mean, Update
-from sparsekit_fl.policies.combine import median
+from sparsekit_fl.policies.aggregate import median
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 LR, STEPS = 0.2, 3

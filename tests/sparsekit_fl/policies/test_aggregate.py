@@ -14,12 +14,12 @@ from personal import server_context
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
-from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.errors import RunInterrupted, UpdateError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies import AggregatePolicy, Assignment, Mean, Update
-from sparsekit_fl.policies import combine as combining
-from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
+from sparsekit_fl.policies import aggregate as combining
+from sparsekit_fl.policies.aggregate import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 INDEX = torch.arange(3).view(3, 1)

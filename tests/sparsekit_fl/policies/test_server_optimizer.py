@@ -12,7 +12,7 @@ import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, WeightMask
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
-from sparsekit_fl.policies.combine import Changes, Counted
+from sparsekit_fl.policies.aggregate import Changes, Counted
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 

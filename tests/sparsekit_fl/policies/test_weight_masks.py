@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.graph import WeightMask
-from sparsekit_fl.policies.weight_masks import (
+from sparsekit_fl.policies.mask import (
     keep_largest_entries,
     largest_weights,
     layer_densities,

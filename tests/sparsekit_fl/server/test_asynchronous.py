@@ -15,9 +15,9 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.server.asynchronous import Simulated
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import aged
+from sparsekit_fl.server.steps import Simulated
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 

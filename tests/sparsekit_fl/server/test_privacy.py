@@ -14,8 +14,8 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
-from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import Update
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import RunInterrupted

@@ -8,7 +8,7 @@ from torch import nn
 
 from sparsekit import trace_units
 from sparsekit.graph import UnitMask, WeightMask
-from sparsekit_fl.client.kept import Kept, mask_state
+from sparsekit_fl.client.packing import Kept, mask_state
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +30,6 @@ def test_scatter_undoes_gather(convolutions):
         other = {name: torch.full_like(tensor, 9) for name, tensor in state.items()}
         partial = kept.scatter_all(kept.gather_all(state), other)
         assert all(torch.equal(a, b) for a, b in zip(kept.gather_all(partial).values(), kept.gather_all(state).values()))
-
-
-@pytest.mark.parametrize("step", [1, 2, 100])
-def test_rows_written_piece_by_piece_are_those_written_at_once(convolutions, step):
-    graph, state, masks = convolutions
-    for mask in masks:
-        kept = Kept(graph, mask)
-        for name, tensor in state.items():
-            whole = torch.full_like(tensor, 9)
-            kept.scatter(name, kept.gather(name, tensor), whole)
-            if not tensor.dim():
-                continue
-            pieces = [torch.full_like(part, 9) for part in tensor.split(step)]
-            for number, piece in enumerate(pieces):
-                kept.scatter_rows(name, kept.gather(name, tensor), piece, number * step)
-            assert torch.equal(torch.cat(pieces), whole), name
 
 
 def test_shapes_and_counts_are_those_of_what_is_gathered(convolutions):

@@ -10,7 +10,6 @@ import torch
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit.graph import UnitMask, WeightMask
-from sparsekit_fl.client.kept import Kept
 from sparsekit_fl.client.messages import (
     Assignment,
     Evaluation,
@@ -23,6 +22,7 @@ from sparsekit_fl.client.messages import (
     encode_update,
     update_bytes,
 )
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 

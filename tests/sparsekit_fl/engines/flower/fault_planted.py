@@ -81,7 +81,7 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """The server app of a deployment, which says how it ended."""
-    from sparsekit_fl.deployment.rounds_app import serve
+    from sparsekit_fl.deployment.apps import serve
 
     try:
         serve(Twice(grid), context)  # type: ignore[arg-type]

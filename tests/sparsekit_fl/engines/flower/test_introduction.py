@@ -15,8 +15,7 @@ from flwr.clientapp import ClientApp
 from local_grid import LocalGrid, over_the_wire
 
 from sparsekit.errors import DataError
-from sparsekit_fl.engines.flower.introduction import described, read_clients
-from sparsekit_fl.engines.flower.nodes import Nodes
+from sparsekit_fl.engines.flower.nodes import Nodes, described, read_clients
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData

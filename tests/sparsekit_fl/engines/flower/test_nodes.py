@@ -19,8 +19,7 @@ from local_grid import InProcess
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import nodes as module
-from sparsekit_fl.engines.flower.introduction import described
-from sparsekit_fl.engines.flower.nodes import Nodes, _run_id
+from sparsekit_fl.engines.flower.nodes import Nodes, _run_id, described
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
