@@ -47,14 +47,11 @@ def code_version() -> dict[str, str]:
 
 
 def data_digest(clients: Iterable[Client]) -> str:
-    """Return a digest of the clients' examples, 16 hexadecimal digits.
+    """Return a digest of the clients' examples, in any order of the clients, 16 hexadecimal digits.
 
     `TensorData` counts with every byte and its transform. A data set with `digest()`, or with the `_fingerprint` of a
     Hugging Face data set, counts with that. Of any other one, type and length count, and the first and the last example
     where two reads give the same.
-
-    Args:
-        clients: In any order.
     """
     sha = hashlib.sha256()
     # Clients share tensors; each is read once. The tensors are kept, so that no other gets the place of one.

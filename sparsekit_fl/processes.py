@@ -113,13 +113,7 @@ def _received(payload: bytes) -> _Sent:
 
 @dataclass(eq=False)
 class Child:
-    """A process that this one started.
-
-    Args:
-        process: The process.
-        connection: This end of its pipe.
-        task: What it works on; None while it is idle.
-    """
+    """A process that this one started, this end of its pipe, and what it works on; None while it is idle."""
 
     process: Any
     connection: Connection
@@ -194,14 +188,7 @@ class Children:
         return child
 
     def poll(self, timeout: float | None = None) -> Iterator[tuple[Child, Any]]:
-        """Wait until a child that has a task sends something, or dies.
-
-        Args:
-            timeout: Seconds; None waits without end.
-
-        Yields:
-            Each child from which there is something, and what it sent; None where it died.
-        """
+        """Wait until children that have a task send something, or die; yield each, and what it sent; None where it died."""
         busy = {child.connection: child for child in self if child.task is not None}
         for ready in wait(list(busy), timeout):
             assert isinstance(ready, Connection)

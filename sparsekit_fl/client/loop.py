@@ -45,13 +45,7 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 class Examples:
     """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
 
-    Args:
-        problem: Says how examples are read.
-        data: The split.
-        device: Where the tensors are.
-        name: Whose examples they are, for messages.
-        split: Which of them, for messages.
-        rng: Seeds random transforms of the data, and augmentations; None where there are none.
+    `name` and `split` are for messages. `rng` seeds random transforms of the data and augmentations; None: there are none.
     """
 
     def __init__(
@@ -119,12 +113,9 @@ class Examples:
         return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]], *, augmented: bool = False) -> Iterator[Batch]:
-        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop).
+        """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop).
 
-        Args:
-            order: Positions, int64 (examples,).
-            bounds: The [start, stop) of each batch.
-            augmented: Apply the problem's augmentation, drawn anew in every call.
+        `augmented` applies the problem's augmentation, drawn anew in every call.
         """
         augment = self._problem.augment if augmented else None
         found = self._read(order, bounds) if self._lazy else self._slices(order, bounds)
@@ -161,11 +152,7 @@ class Examples:
 class Batches:
     """Epochs of shuffled batches. A final batch of one example joins the one before it, as batch norm needs two.
 
-    Args:
-        examples: Where the batches come from.
-        epochs: Number of passes.
-        batch_size: Examples per batch.
-        rng: Draws one permutation per epoch, all of them now, so that what is drawn later changes nothing.
+    One permutation per epoch is drawn, all of them now, so that what is drawn later changes nothing.
     """
 
     def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:
@@ -237,19 +224,10 @@ def fit(
     amp: Amp = "off",
     device: str = "cpu",
 ) -> TrainingLog:
-    """Run `step` over every batch. The only loop over batches.
+    """Run `step` over every batch; the only loop over batches. Return loss and accuracy per epoch, and counts.
 
-    Args:
-        module: Put in training mode; the step trains it.
-        batches: The epochs.
-        step: Learns from one batch.
-        metrics: The metrics of the problem; "accuracy" is recorded where it exists and looks at examples one by one.
-        rng: Seeds torch's global generator, from which dropout draws.
-        amp: Automatic mixed precision of the steps.
-        device: Where the module trains, for that.
-
-    Returns:
-        Loss and accuracy per epoch, and counts.
+    The module is put in training mode. Accuracy is recorded where the problem has a metric of that name which looks at examples
+    one by one. `rng` seeds torch's global generator, from which dropout draws.
     """
     accuracy = in_batches(metrics).get("accuracy")
     losses: list[float] = []
@@ -296,17 +274,11 @@ def evaluate(
     predict: Callable[..., Any] | None = None,
     positions: Tensor | None = None,
 ) -> Scores:
-    """Score a module in evaluation mode.
-
-    Args:
-        module: What to score.
-        problem: Loss and metrics.
-        examples: The data; may be empty.
-        predict: Called with a batch's inputs instead of the module.
-        positions: Positions of the examples that count, int64; None for all.
+    """Score a module in evaluation mode, by `predict` where it is called with a batch's inputs instead.
 
     Returns:
-        `loss` and every metric of the problem, as (sum over examples, weight); empty without examples.
+        `loss` and every metric of the problem, as (sum over examples, weight), of the examples at `positions`, int64, or all;
+        empty without examples.
     """
     if len(examples) == 0:
         return {}

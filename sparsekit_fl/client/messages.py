@@ -266,15 +266,9 @@ def _mask_shapes(graph: UnitGraph) -> Mapping[str, MaskShapes]:
 
 
 def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
-    """The inverse of `encode_update`.
+    """The inverse of `encode_update`; raises DataError where the bytes are not an update.
 
-    Args:
-        payload: The bytes.
-        graph: The units of the model, by which the size of a mask is checked before room is made for it; None for bytes of
-            one's own.
-
-    Raises:
-        DataError: the bytes are not an update.
+    By the units of the model the size of a mask is checked before room is made for it; without them bytes are one's own.
     """
     tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
     try:
@@ -312,10 +306,7 @@ def _assignment_parts(assignment: Assignment) -> tuple[dict[str, Tensor], dict[s
 def encode_assignment(assignment: Assignment, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """The assignment as it crosses the wire: of the state, only what its mask keeps.
 
-    Args:
-        assignment: What to send.
-        graph: The units of the model.
-        with_state: False leaves the state out, for an engine whose clients read it from shared memory.
+    `with_state=False` leaves the state out, for an engine whose clients read it from shared memory.
     """
     tensors, meta = _assignment_parts(assignment)
     state = Kept(graph, assignment.mask).gather_all(assignment.state) if with_state else {}
@@ -332,15 +323,9 @@ def assignment_bytes(assignment: Assignment, graph: UnitGraph) -> int:
 
 
 def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Assignment:
-    """The inverse of `encode_assignment`; entries that the mask dropped come out as zero.
+    """The inverse of `encode_assignment`; entries that the mask dropped come out as zero. Raises DataError for other bytes.
 
-    Args:
-        payload: The bytes.
-        graph: The units of the model.
-        state: The dense shared state where the message was sent without it.
-
-    Raises:
-        DataError: the bytes are not an assignment for this model.
+    `state` is the dense shared state, where the message was sent without it.
     """
     tensors, meta = unpack(payload)
     try:

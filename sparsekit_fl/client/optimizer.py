@@ -45,13 +45,7 @@ class _Scale:
 
 
 class _Step(ABC):
-    """What all optimisers of a client share.
-
-    Args:
-        parameters: Leaves; those that need no gradient are left alone.
-        lr: Learning rate.
-        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
-    """
+    """What all optimisers of a client share. `clip`: largest norm of the whole gradient, before weight decay; None: any."""
 
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, clip: float | None) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -61,12 +55,7 @@ class _Step(ABC):
         self._scale: _Scale | None = None
 
     def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
-        """Take one step down `loss`.
-
-        Args:
-            loss: A scalar with a graph.
-            adjusts: Changes of the gradients, one after the other, before clipping.
-        """
+        """Take one step down a loss; `adjusts` change the gradients, one after the other, before clipping."""
         scaled = loss if self._scale is None else loss.float() * self._scale.value
         found = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
         gradients = {leaf: one for leaf, one in zip(self.parameters, found, strict=True) if one is not None}
@@ -111,15 +100,7 @@ class _Step(ABC):
 
 
 class SgdStep(_Step):
-    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
-
-    Args:
-        parameters: Leaves; those that need no gradient are left alone.
-        lr: Learning rate.
-        momentum: In [0, 1).
-        weight_decay: Factor of the weights that is added to the gradient.
-        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
-    """
+    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`."""
 
     def __init__(
         self,
@@ -154,12 +135,7 @@ class SgdStep(_Step):
 
 
 class TorchStep(_Step):
-    """An optimiser of torch behind the calls of `SgdStep`.
-
-    Args:
-        parameters: Leaves; those that need no gradient are left alone.
-        training: Options; `training.optimizer` names it.
-    """
+    """An optimiser of torch, which the options name, behind the calls of `SgdStep`."""
 
     def __init__(self, parameters: Iterable[Tensor], training: TrainingConfig) -> None:
         super().__init__(parameters, lr=training.lr, clip=training.clip)
@@ -217,12 +193,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 def check_training(training: TrainingConfig) -> None:
-    """Raise where the optimiser of the options cannot be made.
-
-    Raises:
-        UnknownNameError: torch has no optimiser of that name.
-        InvalidValueError: it refuses an argument, or needs what a client's step does not give.
-    """
+    """Raise UnknownNameError or InvalidValueError where torch lacks the optimiser of the options, or it refuses an argument."""
     if training.optimizer == "sgd" and not training.optimizer_args:
         return
     kind = optimizer_class(training.optimizer)

@@ -174,15 +174,7 @@ def packed_bytes(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
 
 
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Tensors and metadata as one safetensors file.
-
-    Args:
-        tensors: Name → tensor; written on the CPU, row-major.
-        meta: Plain JSON values.
-
-    Returns:
-        The bytes; equal input gives equal bytes.
-    """
+    """Tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes."""
     header, order, _ = _header(tensors, meta)
     parts: Sequence[bytes | memoryview] = [plain_bytes(tensors[name]) for name in order]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
@@ -194,15 +186,7 @@ def checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 
 
 def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `pack` wrote.
-
-    Args:
-        payload: The bytes.
-        max_header_bytes: Refuse a longer header unread; None takes any that safetensors takes.
-
-    Raises:
-        DataError: the bytes are not such a file.
-    """
+    """Read what `pack` wrote. Raises DataError for other bytes, and, unread, for a header longer than `max_header_bytes`."""
     try:
         size = int.from_bytes(payload[:8], "little")
         if max_header_bytes is not None and size > max_header_bytes:

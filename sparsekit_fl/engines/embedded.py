@@ -58,14 +58,7 @@ class LocalPool:
 
 
 def serve(connection: Connection, make: Callable[..., ClientExecutor], shared: dict[str, Tensor], device: str) -> None:
-    """Answer tasks in a worker process until the pipe closes.
-
-    Args:
-        connection: Brings tasks, and takes their answers.
-        make: Makes the executor, for a device.
-        shared: The state, in shared memory.
-        device: Where this process trains.
-    """
+    """Answer tasks in a worker process, which trains on `device`, until the pipe closes; `shared` is in shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     executor = cache(partial(make, device=device))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -76,11 +69,7 @@ def serve(connection: Connection, make: Callable[..., ClientExecutor], shared: d
 class ProcessPool(TaskPool):
     """Clients in worker processes, which read the state from shared memory.
 
-    Args:
-        children: Starts the processes.
-        workers: Number of processes.
-        spec: The fixed parts of the run.
-        make: Makes the executor in each of them, with a keyword `device`; picklable unless processes fork.
+    `make` makes the executor in each of them, with a keyword `device`; it must be picklable unless processes fork.
     """
 
     def __init__(self, children: Children, workers: int, spec: RunSpec, make: Callable[..., ClientExecutor]) -> None:

@@ -246,13 +246,8 @@ def _complete(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
 class OpenRound:
     """A round of a client that has begun, and stands where the local policy trains.
 
-    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`.
-
-    Args:
-        executor: Has the spec and the narrow model of this process.
-        assignment: The server's message.
-        client: The client, with its data.
-        memory: The client's memory; written to. When anything raises, throw the memory away.
+    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`. `memory` is written to; when anything
+    raises, throw it away.
 
     Raises:
         ClientError: a policy failed; names it, and carries the cause.
@@ -288,14 +283,7 @@ class OpenRound:
         return self._spec.method.local.train(self.ctx, self.start, self.mask, self.ratio)
 
     def close(self, train: Callable[[], LocalResult]) -> Update:
-        """Let the client be trained, and return its update.
-
-        Args:
-            train: `train` of this round, or what does the same.
-
-        Raises:
-            ClientError: a policy, or `train`, failed.
-        """
+        """Let the client be trained, by `train` of this round or its like, and return the update; raises ClientError."""
         ctx, method, assignment, ratio = self._ctx, self._spec.method, self.assignment, self.ratio
         with _blame(ctx, method, "local"):
             result = _on_cpu(train())

@@ -37,12 +37,7 @@ _MOST_TEXT = 4000
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What one client is asked.
-
-    Args:
-        header: Plain JSON values: "task" ("train" or "evaluate"), "client", "round", …
-        payloads: Bytes by name.
-    """
+    """What one client is asked, in a header of plain JSON values: "task" ("train" or "evaluate"), "client", "round", …"""
 
     header: Mapping[str, Any]
     payloads: Mapping[str, bytes] = field(default_factory=dict)
@@ -60,10 +55,7 @@ Answer = tuple[Mapping[str, Any], Mapping[str, bytes]]
 def answer(task: Task, executor: Callable[[], ClientExecutor], shared: StateDict) -> Answer:
     """Do a task where its client is. Whatever goes wrong becomes an answer, so that the server can tell whose fault it was.
 
-    Args:
-        task: The task.
-        executor: Makes or finds the executor of this process.
-        shared: The shared state, where it came beside the task.
+    `executor` makes or finds the executor of this process; `shared` is the shared state, where it came beside the task.
     """
     try:
         found, do = executor(), _train if task.header["task"] == "train" else _evaluate
@@ -114,14 +106,7 @@ def _evaluate(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer
 
 
 class TaskPool(ABC):
-    """Runs clients by tasks; a subclass carries them.
-
-    Every client is asked once, with all that it needs, and answers once.
-
-    Args:
-        spec: The fixed parts of the run.
-        workers: Number of clients that train at once, for the record.
-    """
+    """Runs clients by tasks; a subclass carries them. Every client is asked once, with all that it needs, and answers once."""
 
     times_scored = 1
     """Number of times that a client is asked for its scores."""
@@ -138,12 +123,9 @@ class TaskPool(ABC):
 
     @abstractmethod
     def answers(self, tasks: Sequence[Task], state: StateDict, *, times: int = 1) -> Iterator[Answer]:
-        """Carry tasks of one kind; yield their answers in the order of the tasks.
+        """Carry tasks of one kind, about one shared state; yield their answers in the order of the tasks.
 
-        Args:
-            tasks: The tasks.
-            state: The shared state that all of them are about.
-            times: How often to ask where nothing usable comes back.
+        Where nothing usable comes back a task is asked again, `times` in all.
         """
 
     def encode(self, assignment: Assignment) -> bytes:
@@ -235,12 +217,7 @@ class TaskPool(ABC):
         return evaluation
 
     def _raise_failure(self, header: Mapping[str, Any], who: str = "") -> None:
-        """Raise what an answer says of a failure, if it does.
-
-        Raises:
-            ClientError: the client failed, or a node that is not ours.
-            WorkerDiedError, OSError: a process of ours is broken, or cannot write: the run ends.
-        """
+        """Raise what an answer says of a failure, if it does: ClientError, or, of processes of ours, what ends the run."""
         where = f"Where it failed:\n{str(header.get('traceback', ''))[:_MOST_TEXT]}"
         if "failure" in header:
             raise ClientError(f"{who}{str(header['failure'])[:_MOST_TEXT]}")

@@ -57,14 +57,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """The content of a checkpoint; of a run that begins, nothing.
-
-    Args:
-        server: The server after the last finished round.
-        memory_rounds: Client id → round of its newest memory.
-        records: One per finished round.
-        callbacks: Class and state of each callback.
-    """
+    """The content of a checkpoint; of a run that begins, nothing. `callbacks`: class and state of each."""
 
     server: ServerState | None = None
     memory_rounds: dict[int, int] = field(default_factory=dict)
@@ -80,11 +73,7 @@ def holds_run(path: Path) -> bool:
 class RunFolder:
     """The files of a run: `run.json`, `checkpoint.safetensors`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
 
-    No two runs write to one folder: a lock is held from here to `close`.
-
-    Args:
-        path: The folder; made if absent, unless it is to be resumed.
-        resume: Go on with the run that is there.
+    No two runs write to one folder: a lock is held from here to `close`. It is made if absent, unless it is to be resumed.
 
     Raises:
         FolderInUseError: another run writes to it.
@@ -122,15 +111,9 @@ class RunFolder:
         self.close()
 
     def start(self, described: Mapping[str, Any], fingerprint: Mapping[str, Any], *, accept_code: bool = False) -> Saved:
-        """Load what was saved, or remove what an interrupted first round left.
+        """Load what was saved, or remove what an interrupted first round left; of a run that starts afresh nothing was saved.
 
-        Args:
-            described: What must be equal to resume the run, from `describe_run`.
-            fingerprint: Code and data, from `fingerprint_of`.
-            accept_code: Go on with a run of other code.
-
-        Returns:
-            What was saved; nothing of a run that starts afresh.
+        What `describe_run` and `fingerprint_of` gave must be equal to resume the run, unless code may differ (`accept_code`).
 
         Raises:
             ResumeError: an option, the code or the data changed, or a file is damaged.

@@ -223,11 +223,8 @@ def privacy_of(
 ) -> PrivacySpent | None:
     """Return the guarantee that a run will give at its end; None where it is not private.
 
-    Args:
-        config: The options.
-        clients: Ids of all clients.
-        poisson: Whether each client is drawn by a coin of its own, and not a cohort of fixed size.
-        availability: When clients can be reached; None: always. A smaller crowd hides a client less.
+    `poisson`: each client is drawn by a coin of its own, and not a cohort of fixed size. `availability`: when clients can be
+    reached; None: always. A smaller crowd hides a client less.
     """
     if config.dp_clip is None or config.dp_noise is None:
         return None

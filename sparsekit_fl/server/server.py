@@ -38,13 +38,10 @@ _LONGEST = 1e15  # seconds
 
 @dataclass
 class ServerState:
-    """The part of the server that goes into a checkpoint.
+    """The part of the server that goes into a checkpoint, after its last finished round.
 
-    Args:
-        round: The last finished round.
-        state: The whole dense global state; entries that are not shared stay as they were at first.
-        memory: Kind of policy → its memory.
-        noise_seed: Seed of the noise of a private run; only the server has it.
+    `state` is the whole dense global state, whose entries that are not shared stay as they were at first; `memory` is that of
+    each kind of policy. Only the server has the seed of the noise of a private run.
     """
 
     round: int
@@ -63,17 +60,7 @@ def aged(update: Update, age: int, staleness: float) -> Update:
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
-    """Raise unless an update may touch the model.
-
-    Args:
-        update: The client's update.
-        assignment: The assignment of that client in that round.
-        ctx: The server's context.
-        upload: The data type in which changes are sent.
-
-    Raises:
-        UpdateError: says what is wrong; nothing was changed.
-    """
+    """Raise UpdateError unless an update, whose changes are sent as `upload`, may touch the model; nothing was changed."""
     who = f"the update of client {update.client_id}"
     if (update.round, update.client_id) != (assignment.round, assignment.client_id):
         raise UpdateError(
@@ -142,10 +129,8 @@ def _check_asynchronous(method: Method) -> None:
 class Server:
     """Holds the global model. Policies keep their state in `state.memory`; nothing else lives from round to round.
 
-    Args:
-        spec: The fixed parts of the run.
-        clients: Client id → client; only sizes and capabilities are read.
-        state: The state to go on from; None starts from the initial model.
+    Of the clients only sizes and capabilities are read. A state is gone on from; without one the server starts from the initial
+    model.
 
     Raises:
         InvalidValueError: the method's changes cannot be combined, or made private, as the options say.
@@ -206,10 +191,7 @@ class Server:
         )
 
     def assign(self, round: int) -> list[Assignment]:
-        """Sample the cohort and write its assignments.
-
-        Args:
-            round: The next round, counted from 1.
+        """Sample the cohort of the next round, counted from 1, and write its assignments.
 
         Raises:
             InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.

@@ -84,13 +84,7 @@ def shortened(texts: Sequence[str]) -> str:
 
 
 class Steps(ABC):
-    """How the server comes to its next model.
-
-    Args:
-        server: Chooses clients, and aggregates.
-        pool: Trains clients.
-        told: Is told of every client that has trained.
-    """
+    """How the server comes to its next model; `told` is told of every client that has trained."""
 
     def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
         self._server, self._pool, self._told = server, pool, told
@@ -106,12 +100,7 @@ class Steps(ABC):
 
     @abstractmethod
     def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
-        """Let clients train until the server can aggregate, and aggregate.
-
-        Args:
-            round: Round of the server, counted from 1.
-            memory_rounds: The memory of each client that counts.
-            ids: All clients.
+        """Let clients train until the server can aggregate, and aggregate; `ids` are all clients.
 
         Raises:
             TooFewRepliesError: too few updates were valid, also when clients were asked again.

@@ -286,14 +286,10 @@ def _run_id(store: ClientStore) -> str:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Clients on SuperNodes.
+    """Clients on SuperNodes, which have introduced their clients.
 
-    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered.
-
-    Args:
-        nodes: The nodes, which have introduced their clients.
-        memory: Who keeps the clients' memories; see `GridPool`.
-        timeout_seconds: Replies that take longer are given up; None waits.
+    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered. For
+    `memory` and `timeout_seconds` see `GridPool`.
     """
 
     nodes: Nodes

@@ -111,12 +111,7 @@ class GridPool(TaskPool):
                         yield places[task], answer
 
     def post(self, shared: bytes = b"", *, most: int | None = None) -> Post[tuple[Task, ...]]:
-        """Return what carries messages, each of tasks for one node.
-
-        Args:
-            shared: Bytes that go with every message.
-            most: Number of messages that may be open at once; None: any.
-        """
+        """Return what carries messages of tasks for one node, each with `shared`; at most `most` are open at once."""
         return Post(
             self.carrier,
             partial(self._message, shared),

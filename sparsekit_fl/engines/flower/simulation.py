@@ -106,13 +106,8 @@ class Flower(Checked):
 class _Session(Carrier):
     """A simulation in a thread beside ours, and its grid. It is started anew when one of its processes dies.
 
-    Its processes are Ray's, which supervises them itself, so `processes.Children` has no part in it.
-
-    Args:
-        engine: The options.
-        spec: The fixed parts of the run.
-        clients: Number of clients.
-        make: Makes the executor of an actor; it goes to every machine once, through Ray's object store.
+    Its processes are Ray's, which supervises them itself, so `processes.Children` has no part in it. `make` makes the executor
+    of an actor; it goes to every machine once, through Ray's object store.
     """
 
     exclusive = False  # any actor serves any node

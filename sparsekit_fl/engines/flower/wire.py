@@ -21,12 +21,7 @@ _STYPE = "sparsekit.raw"
 
 
 def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
-    """Make the content of a message.
-
-    Args:
-        header: Plain JSON values.
-        payloads: Bytes by name; empty ones are left out.
-    """
+    """Make the content of a message: a header of plain JSON values, and payloads, of which empty ones are left out."""
     arrays = {
         name: Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data) for name, data in payloads.items() if data
     }
@@ -34,14 +29,10 @@ def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
 
 
 def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Undo `content`.
-
-    Args:
-        message: As it came, without an error.
-        max_bytes: Refuse more payload than this.
+    """Undo `content`, for a message without an error.
 
     Raises:
-        DataError: the message is not one of this package, or too large.
+        DataError: the message is not one of this package, or holds more than `max_bytes`.
     """
     try:
         text = message.content["header"]["json"]
