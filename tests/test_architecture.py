@@ -117,7 +117,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/problem/partition": ("sparsekit_fl.problem.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/problem/models": ("sparsekit_fl.problem.models", "models", {"base"}),
-    "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", {"base", "executor", "spec"}),
+    "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", {"base", "executor", "spec", "tasks"}),
 }  # fmt: skip
 
 

@@ -171,16 +171,13 @@ class ClientContext:
         padded = examples if padded_examples is None else padded_examples
         return WorkCost(flops_compact=3 * compact * examples, flops_rowmask=3 * rowmask_flops(self.costs, mask) * padded)
 
-    def score(
-        self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None, positions: Tensor | None = None
-    ) -> Scores:
+    def score(self, module: nn.Module, split: Split, *, positions: Tensor | None = None) -> Scores:
         """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.
 
         Args:
             module: What is scored. One that is not the narrow model's counts as whole, unless its attribute `mask` is the unit
                 mask of what it holds.
             split: The examples.
-            predict: What is called with a batch's inputs; None calls the module.
             positions: Positions of the examples that count, int64; None for all.
         """
         if len(getattr(self.client.data, split)) == 0:
@@ -189,4 +186,4 @@ class ClientContext:
         held = self.masked.unit_mask() if module is self.masked.model else getattr(module, "mask", None)
         count = len(examples) if positions is None else len(positions)
         self.scored.append(count * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
-        return evaluate(module, self.problem, examples, predict=predict, positions=positions)
+        return evaluate(module, self.problem, examples, positions=positions)

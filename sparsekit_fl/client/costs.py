@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from fractions import Fraction
@@ -163,16 +164,13 @@ class DeviceBudgets:
             costs = self.costs(ratio)
             return all(costs[name] <= limit for name, limit in given.items())
 
-        low, high = 0, len(self._ratios)  # all below `low` fit, none from `high` on
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(self._ratios[middle]) else (low, middle)
-        if not low:
+        fitting = bisect_left(self._ratios, True, key=lambda ratio: not fits(ratio))
+        if not fitting:
             least = self.costs(self._ratios[0])
             told = " and ".join(f"{name} ≤ {format_cost(_METRIC[name], limit)}" for name, limit in given.items())
             reached = " and ".join(format_cost(_METRIC[name], least[name]) for name in given)
             raise BudgetError(f"no submodel fits {told}: one unit of each group already costs {reached}", least)
-        return Capability(ratio=self._ratios[low - 1], **more)
+        return Capability(ratio=self._ratios[fitting - 1], **more)
 
 
 _METRIC = {"flops": "flops", "memory_bytes": "memory"}

@@ -266,15 +266,8 @@ def fit(
     )
 
 
-def evaluate(
-    module: nn.Module,
-    problem: Problem,
-    examples: Examples,
-    *,
-    predict: Callable[..., Any] | None = None,
-    positions: Tensor | None = None,
-) -> Scores:
-    """Score a module in evaluation mode, by `predict` where it is called with a batch's inputs instead.
+def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positions: Tensor | None = None) -> Scores:
+    """Score a module in evaluation mode.
 
     Returns:
         `loss` and every metric of the problem, as (sum over examples, weight), of the examples at `positions`, int64, or all;
@@ -282,7 +275,6 @@ def evaluate(
     """
     if len(examples) == 0:
         return {}
-    predict = module if predict is None else predict
     metrics = in_batches(problem.metrics)
     late = {name: metric for name, metric in problem.metrics.items() if name not in metrics}
     kept: list[tuple[Any, Tensor]] = []
@@ -292,7 +284,7 @@ def evaluate(
     module.eval()
     with torch.no_grad():
         for batch in examples.batches(positions, bounds):
-            outputs = predict(*batch.inputs)
+            outputs = module(*batch.inputs)
             found: dict[str, tuple[Any, Any]] = {name: metric(outputs, batch.targets) for name, metric in metrics.items()}
             found["loss"] = (problem.loss(outputs, batch.targets) * batch.size, batch.size)
             for name, (score, weight) in found.items():

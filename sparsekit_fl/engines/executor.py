@@ -170,16 +170,14 @@ class ClientExecutor:
             _load(ctx, model)
             personal.calibrate(ctx, module)
             deploying = sum(ctx.deploying)
-            predict = personal.predictor(ctx, module)
-            test = ctx.score(module, "test", predict=predict)
-            validation = ctx.score(module, "val", predict=predict)
+            test, validation = ctx.score(module, "test"), ctx.score(module, "val")
             private = any(name not in state and name not in spec.frozen for name in full)
-            is_global = model.state is full and model.mask is None and predict is module and not private
+            is_global = model.state is full and model.mask is None and not private
             shared = test if with_shared else None
             if with_shared and not is_global:
                 ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
                 personal.calibrate(ctx, module)
-                shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
+                shared = ctx.score(module, "test")
             if export is not None and not is_global:
                 _load(ctx, model)  # scoring may have calibrated it, or loaded the global one
                 # With the mask; what a weight mask drops is saved as zeros.

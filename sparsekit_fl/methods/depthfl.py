@@ -78,9 +78,7 @@ class DepthPrefix(MaskPolicy):
 def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
 
-    Args:
-        outputs: d logits, classes last.
-        targets: Targets of the examples.
+    `outputs` are d logits, classes last.
 
     Source: Kim et al., ICLR 2023, equation of the local loss.
     """

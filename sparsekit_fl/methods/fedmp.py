@@ -72,7 +72,7 @@ class TimelyRatio(RatioPolicy):
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         require_metrics(update, "loss")
 
-    def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Credit each client's draw with its loss decrease over its gap to the round's mean time."""
         mean = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:

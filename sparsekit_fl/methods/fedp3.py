@@ -26,13 +26,9 @@ from sparsekit_fl.problem.problem import Problem
 
 
 def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_head: bool) -> tuple[Layer, ...]:
-    """Return the layers that a client owns.
+    """Return the `count` layers that a client owns, cyclically: client k begins at layer k modulo their number; None: all.
 
-    Args:
-        graph: Units of the model.
-        client_id: Client k begins at layer k modulo their number.
-        count: Number of layers, cyclically; None for all.
-        private_head: Leave out the head, which nobody sends.
+    A private head is left out, which nobody sends.
     """
     layers = graph.layers[:-1] if private_head else graph.layers
     if count is None or count >= len(layers):

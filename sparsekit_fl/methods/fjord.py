@@ -45,13 +45,9 @@ def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
 
 
 class _Width:
-    """A width below the client's own: its module, run on parts of the leaves of the widest.
+    """A width below the client's own: its module, run on parts of the leaves of the widest, of which `mask` keeps a part.
 
-    Args:
-        ctx: The client's; its narrow model is loaded with this width and copied.
-        start: The dense state.
-        widest: What the widest keeps.
-        mask: What this width keeps, a part of it.
+    The client's narrow model is loaded with this width and copied.
     """
 
     def __init__(self, ctx: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:

@@ -15,9 +15,9 @@ In a round:
    that one of them refuses changes nothing.
 4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.coverage` what a client
    trained, and `sampling.seconds`.
-5. Last it calls `ratio.observe_all` (which calls `ratio.observe` for each update), `mask.observe`, `sampling.observe`.
+5. Last it calls `ratio.observe`, `mask.observe`, `sampling.observe`.
 
-To score a client: `personal.model`, `personal.calibrate`, `personal.predictor`.
+To score a client: `personal.model`, `personal.calibrate`.
 """
 
 from __future__ import annotations

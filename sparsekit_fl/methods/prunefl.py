@@ -102,11 +102,7 @@ def weight_seconds(
 ) -> dict[str, float]:
     """Return the seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
 
-    Args:
-        costs: Costs of the model.
-        shapes: Key → shape.
-        names: Keys of the weights.
-        examples: Passes forward and backward in a round.
+    `examples`: passes forward and backward in a round.
     """
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second

@@ -49,12 +49,7 @@ class ComingAndGoing(Checked):
             raise InvalidValueError(f"stay_low and stay_high must be in order in [0, 1], got {self.stay_low}, {self.stay_high}")
 
     def advance(self, memory: dict[str, Any], count: int, rng: np.random.Generator) -> tuple[list[bool], list[bool]]:
-        """Go on by one round.
-
-        Args:
-            memory: Holds the chains, float or bool (count,).
-            count: Number of clients.
-            rng: Draws.
+        """Go on by one round, with the chains in the memory, float or bool (count,).
 
         Returns:
             Which clients are available now, and which are expected to be in the next round.

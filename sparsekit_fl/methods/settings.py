@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from sparsekit.criteria import Criterion
 from sparsekit.criteria import registry as criteria
@@ -55,17 +55,13 @@ def arguments_of(make: Callable[..., Any]) -> list[Setting]:
     """Return the arguments of a method's function; none where it is no function."""
     if not inspect.isroutine(make):
         return []
-    texts, hints = _documented(make), get_type_hints(make, include_extras=True)
+    texts, hints = _arguments(inspect.getdoc(make) or ""), get_type_hints(make, include_extras=True)
+    given = {one.name: one.default for one in inspect.signature(make).parameters.values() if one.default is not one.empty}
     return [
         Setting(
-            path=name,
-            value=parameter.default,
-            allowed=_allowed(hints.get(name)),
-            about=texts.get(name, ""),
-            owner=f"{make.__name__}()",
+            path=name, value=value, allowed=_allowed(hints.get(name)), about=texts.get(name, ""), owner=f"{make.__name__}()"
         )
-        for name, parameter in inspect.signature(make).parameters.items()
-        if parameter.default is not parameter.empty
+        for name, value in given.items()
     ]
 
 
@@ -135,7 +131,9 @@ def _where(name: str) -> str:
 def _policy(value: Any, kind: str) -> Any:
     if isinstance(value, Policy):
         return value
-    text = _class_name(str(value))
+    # `power-of-choice` is `PowerOfChoice`, as options name it; other texts are taken as they are.
+    text = str(value)
+    text = "".join(word.capitalize() for word in text.split("-")) if text.islower() and ":" not in text else text
     named = [name for name in policies.__all__ if not name.endswith("Policy") and _is(policies, name, Policy)]
     if ":" not in text and text not in named:
         base = annotation_of(Method, kind)
@@ -148,11 +146,6 @@ def _policy(value: Any, kind: str) -> Any:
         raise InvalidValueError(
             f"{kind}={text} cannot be made from its defaults: {error}; pass package.module:object"
         ) from error
-
-
-def _class_name(text: str) -> str:
-    """`power-of-choice` as `PowerOfChoice`; other texts as they are."""
-    return "".join(word.capitalize() for word in text.split("-")) if text.islower() and ":" not in text else text
 
 
 def _spelled(name: str) -> str:
@@ -190,7 +183,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             raise InvalidValueError(f"{path} must be none, {' or '.join(known)}, or package.module:object, got {value!r}")
     if isinstance(value, str):
         value = parse_value(hint, value, name=path)
-    if hint is not None and _checkable(hint):
+    if hint is not None and not _names_criterion(hint):
         Choice(path, hint, MISSING).check(value)
     return value
 
@@ -203,13 +196,6 @@ def _dataclasses(hint: Any) -> dict[str, Any]:
 
 def _names_criterion(hint: Any) -> bool:
     return hint is Criterion or any(_names_criterion(part) for part in get_args(hint))
-
-
-def _checkable(hint: Any) -> bool:
-    """Whether pydantic can tell: plain types with ranges, and no objects of ours."""
-    if get_origin(hint) is not None:
-        return all(_checkable(part) for part in get_args(hint) if isinstance(part, type) or get_origin(part) is not None)
-    return hint in (int, float, bool, str, type(None), Ellipsis) or not isinstance(hint, type)
 
 
 def _settings(owner: Any, prefix: str, source: str) -> list[Setting]:
@@ -249,16 +235,16 @@ def _allowed(hint: Any) -> str:
         return str(hint)
 
 
-def _documented(owner: Any) -> dict[str, str]:
-    """What the docstrings of a function, or of a class and its bases, say of arguments: the section `Args`."""
+def _documented(owner: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of arguments."""
     found: dict[str, str] = {}
-    for one in reversed(owner.__mro__) if isinstance(owner, type) else [owner]:
-        text = inspect.cleandoc(vars(one).get("__doc__") or "") if isinstance(one, type) else inspect.getdoc(one) or ""
-        found.update(_arguments(text))
+    for one in reversed(owner.__mro__):
+        found.update(_arguments(inspect.cleandoc(vars(one).get("__doc__") or "")))
     return found
 
 
 def _arguments(text: str) -> dict[str, str]:
+    """What the section `Args` of a docstring says."""
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE)
     found: dict[str, str] = {}
     for line in section[1].splitlines() if section else ():

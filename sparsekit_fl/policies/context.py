@@ -22,25 +22,14 @@ from sparsekit_fl.streams import Streams
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client as the server sees it.
-
-    Args:
-        examples: Number of training examples.
-        capability: What the device can do in this round.
-    """
+    """A client as the server sees it: its number of training examples, and what the device can do in this round."""
 
     examples: int
     capability: Capability
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` of one round; levels are drawn on access, so ten thousand clients cost nothing.
-
-    Args:
-        clients: All clients of the run.
-        config: Decides whether and how capability levels are drawn.
-        round: The round, counted from 1.
-    """
+    """Client id → `ClientInfo` of one round, from 1; levels are drawn on access, so ten thousand clients cost nothing."""
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
         self._clients = clients
@@ -132,12 +121,7 @@ class Policy(Checked):
 
 
 def require_accuracy(problem: Problem, who: str) -> None:
-    """Raise InvalidValueError unless the problem has the metric "accuracy".
-
-    Args:
-        problem: Has the metrics.
-        who: Starts the message: who needs accuracy, and for what.
-    """
+    """Raise InvalidValueError unless the problem has the metric "accuracy"; `who` says who needs it, and for what."""
     if "accuracy" not in problem.metrics:
         raise InvalidValueError(
             f"{who}, and the problem has the metrics {sorted(problem.metrics)};"

@@ -147,10 +147,7 @@ def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
 def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
     """Return the context with another number of local epochs.
 
-    Args:
-        ctx: The client's.
-        epochs_factor: Factor on the local epochs of the run; rounded to the nearest whole number (halves up), at least 1.
-            With 5 epochs, 1.4 gives 7.
+    It is `epochs_factor` times that of the run, rounded to the nearest whole number (halves up), at least 1: 1.4 of 5 is 7.
     """
     if epochs_factor == 1.0:
         return ctx

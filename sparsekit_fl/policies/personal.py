@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +65,6 @@ class PersonalPolicy(Policy):
             ctx: The client's.
             module: To be adjusted in place; the next one is loaded afresh.
         """
-
-    def predictor(self, ctx: ClientContext, module: nn.Module) -> Callable[..., Any]:
-        """Return the function that scores call with a batch's inputs; a method with several exits combines them here."""
-        return module
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,8 @@ class RatioPolicy(Policy):
         """Return the executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
 
-    def observe(self, ctx: ServerContext, update: Update) -> None:
-        """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""
-
-    def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Learn from the round's valid updates, for policies that compare clients. The default observes each by itself."""
-        for update in updates:
-            self.observe(ctx, update)
+    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        """Learn from the round's valid updates: credit goes to the executed ratio, `update.ratio`."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,11 @@ class BanditRatio(RatioPolicy):
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         require_metrics(update, "accuracy")
 
-    def observe(self, ctx: ServerContext, update: Update) -> None:
+    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self._observe(ctx, update)
+
+    def _observe(self, ctx: ServerContext, update: Update) -> None:
         """Credit an arm with the utility gained per second."""
         memory = ctx.memory.setdefault(str(update.client_id), {})
         accuracy = update.metrics["accuracy"]

@@ -125,7 +125,7 @@ def check_private(method: Method) -> None:
         )
     hooks: tuple[tuple[object, type, tuple[str, ...]], ...] = (
         (method.sampling, SamplingPolicy, ("observe", "arrivals")),
-        (method.ratio, RatioPolicy, ("observe", "observe_all")),
+        (method.ratio, RatioPolicy, ("observe",)),
         (method.mask, MaskPolicy, ("observe",)),
         (method.aggregate, AggregatePolicy, ("broadcast",)),
     )

@@ -281,7 +281,7 @@ class Server:
         seconds = method.sampling.seconds(sampling)
         self.state.round = ctx.round
         if updates:
-            method.ratio.observe_all(ctx.scoped("ratio"), updates)
+            method.ratio.observe(ctx.scoped("ratio"), updates)
             method.mask.observe(ctx.scoped("mask"), updates)
             method.sampling.observe(sampling, updates)
         return seconds

@@ -44,18 +44,18 @@ def test_proposals_never_exceed_the_capability_of_the_round() -> None:
         assert proposal is not None
         assert 1 / 16 <= proposal <= max(level, 1 / 16)
         if round % 3:
-            policy.observe(ctx, answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1))
+            policy.observe(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
 
 
 def test_the_reward_is_utility_gained_per_second() -> None:
     policy, memory = BanditRatio(), {}
     ctx = server(1, 1.0, memory)
     first = policy.propose(ctx, 7)
-    policy.observe(ctx, answer(first, 0.6, initial_accuracy=0.1))
+    policy.observe(ctx, [answer(first, 0.6, initial_accuracy=0.1)])
     bandit = policy._bandit(ctx, memory["7"], seed=0)
     assert [arm.mean for arm in bandit.arms if arm.pulls] == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0] * 2)
     second = policy.propose(ctx, 7)
-    policy.observe(ctx, answer(second, 0.5))
+    policy.observe(ctx, [answer(second, 0.5)])
     dropped = policy._bandit(ctx, memory["7"], seed=0)
     assert not any(arm.low < second <= arm.high and arm.high == second for arm in dropped.arms)
     assert memory["7"]["accuracy"] == 0.5

@@ -9,9 +9,11 @@ import torch
 from personal import client_context, training, watched
 
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation import select
+from sparsekit.allocation import Uniform, choose, select
 from sparsekit.allocation.shares import keep_count
+from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
+from sparsekit_fl.methods.fedrolex import Rolling
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.paper.ablations import rcr_dyn
 from sparsekit_fl.policies import LearnableSgd, RoundView
@@ -127,3 +129,28 @@ def test_learned_patterns_under_rcr_are_fedlps_at_the_clients_capability() -> No
     _, updates = watched(rcr_dyn())
     assert isinstance(rcr_dyn().local, LearnableSgd)
     assert {update.ratio for update in updates} == {1.0, 0.5, 0.25}
+
+
+def _kept(round: int, count: int, step: int = 1) -> list[int]:
+    """The units of the group of 7 that stay in a round."""
+    graph = example_graph()
+    scores = Rolling(step=step).scores(graph, RoundView(round=round))
+    return choose(graph, scores, {**Uniform(1.0).counts(graph, scores), "first": count})["first"].nonzero().flatten().tolist()
+
+
+class TestRolling(CriterionContract):
+    @pytest.fixture
+    def criterion(self) -> Rolling:
+        return Rolling()
+
+    def view(self, seed: int = 0) -> RoundView:
+        return RoundView(round=3 + seed, **vars(example_view(seed)))
+
+
+def test_the_window_advances_by_one_and_wraps_around() -> None:
+    kept = [_kept(round, 3) for round in (0, 1, 5, 7)]
+    assert kept == [[0, 1, 2], [1, 2, 3], [0, 5, 6], [0, 1, 2]]
+
+
+def test_the_step_is_a_choice() -> None:
+    assert _kept(2, 2, step=3) == [0, 6]

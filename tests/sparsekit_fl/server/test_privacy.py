@@ -237,7 +237,7 @@ def test_methods_whose_server_learns_past_the_noise_are_refused_and_the_others_r
             refused[name] = str(error)
     assert set(refused) == {"oort", "refl", "prunefl", "fedmp", "scaffold"}
     assert "does not sample uniformly" in refused["oort"]
-    assert "TimelyRatio.observe_all" in refused["fedmp"]
+    assert "TimelyRatio.observe" in refused["fedmp"]
 
 
 @pytest.mark.slow

@@ -1,12 +1,20 @@
-"""Passes by which a method decides while it trains are in FLOPs and simulated seconds, and training alone stands beside."""
+"""Costs: simulated time, row-mask FLOPs, budgets of devices, and the passes by which a method decides while it trains."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import sparsekit as sk
 import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
+from sparsekit.measure.budget import BudgetError
+from sparsekit.measure.cost import CostModel, trace_cost
+from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
@@ -119,3 +127,93 @@ def test_methods_that_run_something_to_deploy_are_those_of_the_documentation():
     assert found == {
         "per-fedavg", "heterofl", "fedrolex", "efd", "fjord", "fedmp", "hermes", "lotteryfl", "fedspa",
     }  # fmt: skip
+
+
+def test_a_client_downloads_computes_and_uploads_one_after_the_other():
+    capability = fl.Capability(0.5, flops_per_second=100.0, uplink_bytes_per_second=10.0, downlink_bytes_per_second=20.0)
+    cost = fl.WorkCost(flops_compact=300, flops_rowmask=999, uplink_bytes=50, downlink_bytes=40)
+    assert client_seconds(cost, capability) == pytest.approx(2.0 + 3.0 + 5.0)
+
+
+def test_a_round_takes_as_long_as_its_slowest_client():
+    costs = [
+        fl.WorkCost(flops_compact=1, seconds=2.0, wall_seconds=9.0),
+        fl.WorkCost(flops_compact=2, seconds=5.0, wall_seconds=9.0),
+    ]
+    assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops_compact=3, seconds=5.0, wall_seconds=3.0)
+
+
+def test_a_round_without_work_costs_nothing():
+    assert round_cost([], wall_seconds=0.0) == fl.WorkCost()
+
+
+def test_a_round_may_end_before_its_slowest_client():
+    assert round_cost([fl.WorkCost(seconds=5.0), fl.WorkCost(seconds=2.0)], wall_seconds=1.0, seconds=2.5).seconds == 2.5
+
+
+def test_the_ratio_is_the_largest_that_fits() -> None:
+    devices = fl.DeviceBudgets(tiny_problem())
+    assert devices.costs(1.0)["flops"] == 2 * (6 * 8 + 8 * 3)
+    assert devices.capability(flops=2 * (6 * 5 + 5 * 3)).ratio == 5 / 8
+    assert devices.capability(flops=2 * (6 * 5 + 5 * 3) - 1).ratio == 4 / 8
+    assert devices.capability(flops=1e9).ratio == 1.0
+
+
+@pytest.mark.parametrize("budget", [{"flops": 100.0}, {"memory_bytes": 400.0}, {"flops": 120.0, "memory_bytes": 300.0}])
+def test_no_budget_is_exceeded(budget: dict[str, float]) -> None:
+    devices = fl.DeviceBudgets(tiny_problem())
+    capability = devices.capability(**budget, flops_per_second=1e9)
+    assert capability.flops_per_second == 1e9
+    assert all(devices.costs(capability.ratio)[name] <= limit for name, limit in budget.items())
+    wider = devices.costs(min(1.0, capability.ratio + 1 / 8))
+    assert any(wider[name] > limit for name, limit in budget.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({}, InvalidValueError, "needs a metric"),
+        ({"flops": -1.0}, InvalidValueError, "above 0"),
+        ({"flops": 100.0, "ratio": 0.5}, InvalidValueError, "leave `ratio` out"),
+        ({"flops": 3.0}, BudgetError, "one unit of each group already costs 18 FLOPs"),
+    ],
+)
+def test_what_cannot_be_met_or_meant_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        fl.DeviceBudgets(tiny_problem()).capability(**given)
+
+
+def _mlp() -> CostModel:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    x = torch.zeros(5, 4)
+    return trace_cost(model, x, graph=sk.trace_units(model, x))
+
+
+def test_each_bias_entry_adds_one_flop_per_position() -> None:
+    assert rowmask_flops(_mlp()) == 2 * (4 * 6 + 6 * 3) + 6 + 3
+
+
+def test_a_unit_mask_saves_rows_and_no_columns() -> None:
+    mask = sk.UnitMask({"0": torch.tensor([True, False, True, False, False, False])})
+    assert rowmask_flops(_mlp(), mask) == 2 * (4 * 2 + 6 * 3) + 6 + 3
+
+
+def test_a_weight_mask_counts_its_own_entries() -> None:
+    keep = torch.zeros(6, 4, dtype=torch.bool)
+    keep[0] = True
+    assert rowmask_flops(_mlp(), sk.WeightMask({"0.weight": keep})) == 2 * (4 + 18) + 9
+
+
+def test_the_flops_of_a_part_are_those_of_its_weights() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 9, 5)
+    )
+    x = torch.zeros(3, 2, 6, 6)
+    costs = trace_cost(model, x, graph=sk.trace_units(model, x))
+    convolution, linear = 2 * 36 * 4 * 2 * 9, 2 * 36 * 5
+    assert part_flops(costs, {"0.weight"}) == convolution
+    assert part_flops(costs, {"5.weight", "5.bias", "1.weight"}) == linear
+    assert part_flops(costs, {"0.weight"}, bias=True) == convolution + 36 * 4
+    assert part_flops(costs, model.state_dict()) == costs.forward_flops() == convolution + linear
+    assert part_flops(costs, model.state_dict(), bias=True) == rowmask_flops(costs)
+    assert part_flops(costs, ()) == 0

@@ -1,0 +1,192 @@
+"""Methods that train whole models: FedAvg equals a loop written by hand; local training, FedProx, Ditto, Per-FedAvg."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from personal import ONE_STEP, client_context, deep_problem, training, watched
+
+from sparsekit.rng import torch_scope
+from sparsekit_fl.client.context import rngs_by_kind
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods import ditto, fedavg, fedlps, fedprox, local, per_fedavg, with_settings
+from sparsekit_fl.methods.ditto import TwoModels
+from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
+from sparsekit_fl.policies import Constant, LearnableSgd
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+
+@pytest.mark.same_bits
+def test_equals_a_loop_written_by_hand():
+    clients, config = tiny_clients(), tiny_config(rounds=3)
+    result = run(fedavg(), tiny_problem(), clients, config)
+    streams = Streams(config.seed)
+    with torch_scope(streams.model()):
+        model = TinyNet()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for round in range(1, 4):
+        rng = rngs_by_kind(streams.server(round))["sampling"]
+        cohort = sorted(rng.choice(8, size=4, replace=False).tolist())
+        sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
+        for client_id in cohort:
+            data = clients[client_id].data.train
+            rng = rngs_by_kind(streams.client(round, client_id))["local"]
+            orders = [rng.permutation(len(data)) for _ in range(2)]
+            model.load_state_dict(state)
+            model.train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for order in orders:
+                pieces = np.split(order, range(8, len(data), 8))
+                if len(pieces[-1]) == 1:
+                    pieces[-2:] = [np.concatenate(pieces[-2:])]
+                for piece in pieces:
+                    (inputs,), targets = data.batch(torch.from_numpy(piece))
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), targets).backward()
+                    optimizer.step()
+            for name, tensor in model.state_dict().items():
+                sums[name] += (tensor - state[name]).double() * (len(data) / len(clients[cohort[0]].data.train))
+        weight = sum(len(clients[i].data.train) / len(clients[cohort[0]].data.train) for i in cohort)
+        for name, total in sums.items():
+            value = state[name].double() + total / weight
+            state[name] = (value if state[name].is_floating_point() else value.round()).to(state[name].dtype)
+        assert result.rounds[round - 1].cohort == tuple(cohort)
+    assert all(torch.equal(result.state[name], state[name]) for name in state)
+
+
+def test_the_global_model_never_moves_and_personal_models_learn():
+    config = tiny_config(rounds=8)
+    result = run(local(), tiny_problem(), tiny_clients(), config)
+    initial = RunSpec.build(local(), tiny_problem(), config).initial
+    assert all(torch.equal(result.state[name], initial[name]) for name in initial)
+    assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
+
+
+def trained(method):
+    return run(method, tiny_problem(), tiny_clients(), tiny_config())
+
+
+@pytest.mark.parametrize(("weak", "strong"), [(0.0, 1.0), (1.0, 5.0)])
+def test_a_stronger_term_holds_clients_nearer(weak, strong) -> None:
+    sums = []
+    for strength in (weak, strong):
+        _, updates = watched(with_settings(fedprox(), {"local.proximal": strength}), config=tiny_config(rounds=1))
+        sums.append(sum(float(update.delta["first.weight"].norm()) for update in updates))
+    assert sums[1] < sums[0]
+
+
+LEARNED = replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1))
+
+
+@pytest.mark.parametrize("method", [with_settings(fedprox(), {"local.proximal": 0.5}), LEARNED], ids=["fedprox", "fedlps"])
+def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
+    """Plain SGD interpolates the leaves, in fedlps under a moving mask; weight decay of almost nothing takes the other way."""
+    near, far = (
+        run(method, tiny_problem(), tiny_clients(), training(tiny_config(rounds=2), weight_decay=decay)).state
+        for decay in (0.0, 1e-30)
+    )
+    assert all(torch.allclose(value.double(), far[name].double(), atol=1e-5) for name, value in near.items())
+
+
+def test_stragglers_do_fewer_epochs() -> None:
+    some, all_of_them, none = (
+        trained(with_settings(fedprox(), {"local.stragglers": share})).cost.flops_compact for share in (0.5, 1.0, 0.0)
+    )
+    assert all_of_them < some < none
+    # Epochs are drawn from 1 and 2.
+    assert all_of_them > none / 2
+
+
+def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
+    ours, alone = watched(with_settings(ditto(), {"local.strength": 0.0}))[0], watched(local())[0]
+    assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
+
+
+def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
+    def distance(strength):
+        spec, _, ctx = client_context(with_settings(ditto(), {"local.strength": strength}))
+        TwoModels(strength).train(ctx, spec.initial, None, 1.0)
+        return float((ctx.memory["model"]["first.weight"] - spec.initial["first.weight"]).norm())
+
+    assert distance(5.0) < 0.7 * distance(0.0)
+
+
+def test_one_step_by_hand() -> None:
+    """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
+    spec, client, ctx = client_context(with_settings(ditto(), {"local.strength": 0.5}), config=ONE_STEP)
+    own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in spec.initial.items()}
+    ctx.memory["model"] = own
+    TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
+    model = tiny_problem().model()
+    model.load_state_dict(own)
+    data = client.data.train
+    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
+    for name, value in model.named_parameters():
+        expected = value - 0.1 * (value.grad + 0.5 * (value - spec.initial[name]))
+        assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
+
+
+def test_it_costs_twice_what_fedavg_costs() -> None:
+    ours, plain = watched(ditto())[0], watched(fedavg())[0]
+    assert ours.cost.flops_compact == 2 * plain.cost.flops_compact
+    assert ours.cost.flops_rowmask == 2 * plain.cost.flops_rowmask
+
+
+def gradient(weights, data):
+    model = deep_problem().model()
+    model.load_state_dict(weights)
+    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+def moved(weights, direction, rate):
+    return {name: value - rate * direction[name] for name, value in weights.items()}
+
+
+def test_a_first_order_step_by_hand() -> None:
+    """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
+    result = MetaSgd(adaptation_lr=0.3).train(ctx, spec.initial, None, 1.0)
+    data, start = client.data.train, dict(spec.initial)
+    adapted = moved(start, gradient(start, data), 0.3)
+    expected = moved(start, gradient(adapted, data), 0.1)
+    for name, value in expected.items():
+        assert torch.allclose(result.state[name], value, atol=1e-6), name
+
+
+def test_a_hessian_free_step_by_hand() -> None:
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
+    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx, spec.initial, None, 1.0)
+    data, start = client.data.train, dict(spec.initial)
+    first = gradient(moved(start, gradient(start, data), 0.3), data)
+    plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
+    corrected = {name: first[name] - 0.3 * (plus[name] - minus[name]) / 0.1 for name in first}
+    for name, value in moved(start, corrected, 0.1).items():
+        assert torch.allclose(result.state[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("variant", "gradients"), [("first-order", 2), ("hessian-free", 4)])
+def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
+    # Every batch of these clients is full, so that counted and executed work agree.
+    clients = [client for client in tiny_clients() if len(client.data.train) == 24]
+    config = dataclasses.replace(tiny_config(), cohort=2)
+    ours = watched(with_settings(per_fedavg(), {"local.variant": variant}), clients=clients, config=config)[0]
+    plain = watched(fedavg(), clients=clients, config=config)[0]
+    assert ours.cost.flops_rowmask == gradients * plain.cost.flops_rowmask
+    assert ours.cost.flops_compact == gradients * plain.cost.flops_compact
+
+
+def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP, kind="personal")
+    found = AdaptedModel(adaptation_lr=0.2).model(ctx, spec.initial)
+    expected = moved(dict(spec.initial), gradient(dict(spec.initial), client.data.train), 0.2)
+    for name, value in expected.items():
+        assert torch.allclose(found.state[name], value, atol=1e-6), name
+    assert AdaptedModel(steps=0).model(ctx, spec.initial).state["0.weight"].equal(spec.initial["0.weight"])
