@@ -173,7 +173,6 @@ class StopAfter(Callback):
         self.round = round
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Stop there."""
         if record.round == self.round:
             raise KeyboardInterrupt
 
@@ -225,7 +224,6 @@ class FailingSgd(LocalPolicy):
     clients: tuple[int, ...] | None = None
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train and report the count, or raise."""
         if self.clients is None or ctx.client.id in self.clients:
             raise ArithmeticError(f"no luck with {ctx.client.id}")
         ctx.memory["count"] = ctx.memory.get("count", 0) + 1

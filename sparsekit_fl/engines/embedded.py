@@ -141,7 +141,6 @@ class Embedded(Checked):
     start_method: Literal["fork", "forkserver", "spawn"] | None = None
 
     def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
-        """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
         with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:

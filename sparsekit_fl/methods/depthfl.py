@@ -115,7 +115,6 @@ class ExitSgd(LocalPolicy):
         return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train to the depth that the client's ratio affords."""
         depth = affordable_depth(ctx.graph, ctx.costs, ratio)
         names = depth_entries(ctx.graph)[depth - 1]
         leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}

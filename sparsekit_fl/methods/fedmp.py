@@ -73,7 +73,6 @@ class TimelyRatio(RatioPolicy):
         require_metrics(update, "loss")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Credit each client's draw with its loss decrease over its gap to the round's mean time."""
         mean = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
             memory = ctx.memory[str(update.client_id)]

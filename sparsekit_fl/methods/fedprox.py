@@ -33,7 +33,6 @@ class ProximalSgd(Sgd):
     stragglers: Annotated[Share, Hint("it is the share of slow clients")] = 0.0
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train, for fewer epochs on a straggler."""
         return super().train(self._shortened(ctx), start, mask, ratio)
 
     def _shortened(self, ctx: ClientContext) -> ClientContext:

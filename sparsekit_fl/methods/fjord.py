@@ -105,7 +105,6 @@ class OrderedDropoutSgd(LocalPolicy):
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the prefix that `mask` keeps, at a width drawn for each step."""
         widest = select(Ordered(), ctx.graph, ratio, View())
         if mask not in (None, widest):
             raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerCriterion(Ordered()) or with Dense()")

@@ -142,7 +142,6 @@ class GuidedSampling(SamplingPolicy):
         require_metrics(update, _SQUARES)
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Note utility, time and round of each client, and let the pacer look at the exploited ones."""
         memory = ctx.memory
         gained = []
         for update in updates:

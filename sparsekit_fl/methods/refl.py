@@ -91,7 +91,6 @@ class LeastAvailable(SamplingPolicy):
     availability: ComingAndGoing | None = field(default_factory=ComingAndGoing)
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Sample the least available clients, at most the wanted number."""
         memory, ids = ctx.memory, sorted(ctx.roster)
         here, staying = set(ids), set(ids)
         if self.availability is not None:
@@ -133,7 +132,6 @@ class LeastAvailable(SamplingPolicy):
         return fresh + [(Update(**item["update"]), ctx.round - item["update"]["round"]) for item in ready]
 
     def seconds(self, ctx: ServerContext) -> float | None:
-        """Return the seconds until the awaited share had answered."""
         return float(ctx.memory["length"])
 
 

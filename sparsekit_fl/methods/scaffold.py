@@ -38,7 +38,6 @@ class ControlledSgd(LocalPolicy):
     """SGD along g − cᵢ + c, where cᵢ is the mean gradient of the client's last participation, and c that of all clients."""
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train, and send by how much cᵢ has changed."""
         self.trains_whole(mask)
         leaves = load_leaves(ctx, start, None)
         own = {name: ctx.memory.get(name, torch.zeros_like(common)) for name, common in ctx.extra.items()}

@@ -94,17 +94,10 @@ class LearnableSgd(LocalPolicy):
     noise: NonNegative = 0.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError where the model has no units to learn."""
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train under the learned mask at `ratio`.
-
-        Args:
-            ctx: The client's; its memory holds "importance", float (J,).
-            start: The dense state to start from.
-            mask: Must be None: the mask is learned here.
-            ratio: Share of units kept in each group.
+        """Train under the learned mask at `ratio`; `mask` must be None, and the client's memory holds "importance", float (J,).
 
         Returns:
             The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the

@@ -107,7 +107,6 @@ class LocalModel(PersonalPolicy):
     select: Literal["last", "best", "loss"] = "last"
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
-        """Keep the result, unless an earlier one was better."""
         if self.select != "last":
             module = self._module(ctx, result)
             validation = ctx.score(module, "val")

@@ -121,7 +121,6 @@ class PowerOfChoice(SamplingPolicy):
         return sorted(int(id) for id in ranked[: ctx.cohort_size])
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError unless the update reports its training loss."""
         require_metrics(update, "loss")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:

@@ -69,7 +69,6 @@ class Nothing(SharePolicy):
     """No entry: each client goes on alone from its own last state."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """Return False."""
         return False
 
 

@@ -91,7 +91,6 @@ class SubmodelSgd(Sgd):
     masked_loss: bool = False
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the submodel with the measures that are on."""
         ctx = self._clipped(ctx)
         if self.masked_loss:
             examples = ctx.examples("train")
