@@ -30,8 +30,8 @@ class GradientImportance(Learning):
     The mask follows after every step in which the order of importance changed. By default the optimiser steps importance: add
     `masked.penalty()` to the loss, and keep importance out of weight decay with `masked.param_groups()`. With a rate of its own
     the rule steps it by plain gradient descent, which is faster, as both gradients are computed in closed form from those of
-    the weights; `penalty()` is then 0, and optimisers need not know importance. It reads its target from the weights at every
-    fourth step then, since that reads all weights, and they move slowly.
+    the weights; `penalty()` is then 0, and optimisers need not know importance. It reads weights and their gradients at every
+    fourth step alone, and after a change of the mask: between, the gradient of the gates and the target stay as they were.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
@@ -66,7 +66,7 @@ class GradientImportance(Learning):
 
 
 _EVERY = 4
-"""Own steps of the rule between two readings of the weights for the targets, which move as slowly as the weights do."""
+"""Own steps of the rule for one reading of the weights and their gradients: read every time, they took a tenth of a step."""
 
 
 class FollowScores(Rule):
@@ -82,6 +82,9 @@ class FollowScores(Rule):
         self._stepped = False
         self._learned = False
         self._target: Tensor | None = None
+        self._gates: Tensor | None = None
+        """∂L/∂gate of each kept unit, as it was last read, in the order of `_slots`."""
+        self._slots: Tensor | None = None
         self._age = 0
         sizes = [group.size for group in host.graph.groups.values()]
         self._sizes = sizes
@@ -169,11 +172,16 @@ class FollowScores(Rule):
     def _targets(self, host: Host) -> Tensor:
         return self.settings.regularizer.targets(host.execution.fused.magnitudes(), self._sizes).to(host.scores.dtype)
 
-    def _recent_targets(self, host: Host) -> Tensor:
-        if self._target is None or self._age % _EVERY == 0:
-            self._target = self._targets(host)
+    def _recent(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The targets and the gates' gradient, read anew at every fourth step; the latter also for other kept units."""
+        fused, due = host.execution.fused, self._age % _EVERY == 0
         self._age += 1
-        return self._target
+        if self._target is None or due:
+            self._target = self._targets(host)
+        if self._gates is None or due or self._slots is not fused.slot_units:
+            gates, self._slots = fused.gate_gradient(gradients), fused.slot_units
+            self._gates = (gates if scale is None else gates / scale).to(self._target)
+        return self._target, self._gates
 
     def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
@@ -184,9 +192,8 @@ class FollowScores(Rule):
         with torch.no_grad():
             fused = host.execution.fused
             scores = host.scores.detach()
-            gates = fused.gate_gradient(gradients)
-            gradient = (scores - self._recent_targets(host)).mul_(self._pull)
-            gradient.index_add_(0, fused.slot_units, (gates if scale is None else gates / scale).to(gradient))
+            target, gates = self._recent(host, gradients, scale)
+            gradient = (scores - target).mul_(self._pull).index_add_(0, fused.slot_units, gates)
             if host.scores.grad is not None:  # of a pass of the dense model
                 dropped, seen = fused.dropped_units, host.scores.grad
                 gradient.index_add_(0, dropped, seen[dropped] if scale is None else seen[dropped] / scale)
@@ -206,18 +213,21 @@ class FollowScores(Rule):
         self._stepped = self._stepped or holds(optimizer, host.scores)
 
     def state(self) -> dict[str, Tensor]:
-        target = {} if self._target is None else {"target": self._target.clone()}
-        return {"passes": torch.tensor(self.passes), "age": torch.tensor(self._age), **target}
+        read = {"target": self._target, "gates": self._gates}
+        kept = {name: tensor.clone() for name, tensor in read.items() if tensor is not None}
+        return {"passes": torch.tensor(self.passes), "age": torch.tensor(self._age), **kept}
 
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         self.passes = int(state.get("passes", self.passes))
         self._age = int(state.get("age", 0))
-        target = state.get("target")
-        self._target = None if target is None else target.to(host.scores, copy=True)
+        self._target, self._gates = (
+            None if name not in state else state[name].to(host.scores, copy=True) for name in ("target", "gates")
+        )
+        self._slots = host.execution.fused.slot_units
         self._density = host.execution.mask.density(host.graph)
         self._mark_seen(host)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         moved = function(self._pull)
         self._pull = self._pull.to(moved.device) if moved.dtype.itemsize < 4 else moved
-        self._target = None if self._target is None else self._target.to(self._pull)
+        self._target, self._gates = (None if one is None else one.to(self._pull) for one in (self._target, self._gates))
