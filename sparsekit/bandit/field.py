@@ -1,4 +1,4 @@
-"""Field: the cells of a partition with their arms, the rewards told, and what is believed of them."""
+"""Field: the arms of a SplitUCBV in the unit cube, what was told of them, and which is pulled next."""
 
 from __future__ import annotations
 
@@ -8,28 +8,51 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.bandit.cells import Cells, Floats, Integers, grow
-from sparsekit.bandit.noise import Noise, Watch
-from sparsekit.bandit.posterior import Posterior
+from sparsekit.bandit.base import Drop
+from sparsekit.bandit.tree import NARROWEST, Floats, Integers, Tree
 
-# Cells to begin with on an interval, and in a box of two axes or more; the largest number of cells.
-_LINE, _CUBE, _CAPACITY = 5, 6, 2048
+# Cells to begin with on an interval, and in a box of two axes or more.
+_LINE, _CUBE = 5, 6
 # Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
 _JITTER = 0.2
 # p: what a unit of posterior variance at the arm is worth; φ: share of the variation that counts beside a better arm.
 _CERTAINTY, _FACING = 1.0, 0.2
+# κ: a cell is split when its arm's variance is below so much of the variation.
+_PATIENCE = 2.0
+# At most so many cells are split in search of an arm below a bound.
+_SPLITS = 6
 # All arms learn from one another after so many more rewards, as a share of those told since arms fell.
 _REFRESH = 0.04
-# Falls are looked for from so many repeated rewards on; after one, each arm keeps so much of a reward.
-_SETTLED, _FADED = 8, 0.05
-# There are probes from so many rewards on, counted from the first and from a fall.
-_PROBE_FROM, _PROBE_FALLEN = 100.0, 10.0
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
+# The first guess of the noise, as a share of the variance of the first rewards, and how many repeated rewards it counts for.
+_GUESS, _GUESS_WEIGHT = 0.2, 3.0
+# Cells are split from so many repeated rewards on, if these are at least this share of all, unless rewards have no noise.
+_REPEATS, _REPEATED = 2, 0.2
+# The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
+_LEAST = 1e-14
+# What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
+_EXACT = 0.01
+# Falls are looked for from so many repeated rewards on; after one, each arm keeps so much of a reward.
+_SETTLED, _FADED = 8, 0.05
+# k: a fall by less than so many deviations is none; h: the sum of falls from which on they are no chance. Deviations beyond
+# the third count as that: one outlier is no change.
+_ALLOWANCE, _ALARM, _LARGEST = 0.5, 9.0, 3.0
+# There are probes from so many rewards on, counted from the first and from a fall.
+_PROBE_FROM, _PROBE_FALLEN = 100.0, 10.0
+# By the t-th reward all probes together may cost so much times log(t / `probe_from`), in deviations of the noise, which count
+# for no less than this share of that of the first rewards.
+_PROBE, _PROBE_UNIT = 6.0, 0.1
+# A probe that loses so many deviations costs as many, one that loses twice as much eight times; at least, and at most, this.
+_PROBE_EVEN, _PROBE_LEAST, _PROBE_MOST = 3.0, 0.5, 10.0
+# Points drawn for a probe; those count that are so far from the nearest arm, as a share of the farthest.
+_PROBE_DRAWN, _PROBE_FAR = 64, 0.5
+# A probe that may not be made yet is thought of again when there are so many times as many rewards, at the latest.
+_AGAIN = 1.25
 
 
-class Field:
-    """Cells, arms and posterior of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
+class Field(Tree):
+    """Arms with their rewards. Arm k lies in cell k; its points are in the unit cube."""
 
     def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
@@ -37,175 +60,89 @@ class Field:
         Args:
             axes: Number of axes of the cube.
             discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
-            rng: Draws the order and the arms.
+            rng: Draws the order, the arms and the probes.
         """
-        self.discount = 1.0 if discount is None else discount
-        self.watch = Watch() if discount is None else None
-        self.cells = Cells(_LINE if axes == 1 else _CUBE, axes, rng)
-        self.begin = size = self.cells.size
-        self.capacity = max(_CAPACITY, 2 * size)
-        self.points: Floats = np.array([self.middle(*box, rng) for box in zip(self.cells.low, self.cells.high)])
-        self.weights: Floats = np.zeros(size)
-        self.rewards: Floats = np.zeros(size)
-        # How many rewards went to other points that were executed in place of the arm.
-        self.tries: Floats = np.zeros(size)
-        self.pulls: Integers = np.zeros(size, dtype=np.int64)
+        super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
+        self._rng = rng
+        self._discount, self._watches = (1.0, True) if discount is None else (discount, False)
+        self._begin = size = self.size
+        self.points: Floats = np.zeros((self.capacity, axes))
+        self.points[:size] = [self._middle(*box) for box in zip(self.low[:size], self.high[:size])]
+        self._weights: Floats = np.zeros(self.capacity)
+        self._rewards: Floats = np.zeros(self.capacity)
+        # How many rewards went to other points that were executed in place of the arm, and whether any did.
+        self._tries: Floats = np.zeros(self.capacity)
+        self._tried = False
+        self._pulls: Integers = np.zeros(self.capacity, dtype=np.int64)
         # The first told pull of each arm, as its place among all told.
-        self.first: Integers = np.full(size, -1)
-        self.dropped: npt.NDArray[np.bool_] = np.zeros(size, dtype=np.bool_)
-        self.posterior: Posterior | None = None
-        self._reserve(max(64, 2 * size))
-        self.drops = self.tried = False
-        self.told = 0.0
-        self.noises = Noise()
+        self._first: Integers = np.full(self.capacity, -1)
+        self._dropped: npt.NDArray[np.bool_] = np.zeros(self.capacity, dtype=np.bool_)
+        self._drops = False
+        self._told = 0.0
+        # Of repeated rewards: squared deviations from the mean before them, how many count, and how many there were. The noise
+        # never comes from differences between points: noise that is taken for variation has every cell split and no point
+        # repeated, and so is never found out.
+        self._within = self._replicates = self._repeats = 0.0
+        # Whether the first arms differ in their rewards, as they do where rewards are no counts or classes.
+        self._distinct = False
+        # S of `_falls`.
+        self._fall = 0.0
         # What of the index of each cell is owed to a better arm beside it, as of the last time that all arms learned.
-        self.beside: Floats = np.zeros(0)
+        self._beside: Floats = np.zeros(0)
         # The index of each arm but for open pulls; None where it is to be computed.
         self._index: Floats | None = None
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
-        self.since = 0.0
-        self.stale = True
+        self._since = 0.0
+        self._stale = True
         # Rewards since the first, or since arms fell; at how many a probe is thought of next, and from how many on they may
         # cost something; what those made since have cost.
-        self.clock = 0.0
-        self.probe = self.probe_from = _PROBE_FROM
-        self.spent = 0.0
+        self._clock = 0.0
+        self._probe = self._probe_from = _PROBE_FROM
+        self._spent = 0.0
         # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
-    @property
-    def full(self) -> bool:
-        """Whether no cell may be split any more."""
-        return self.cells.size >= self.capacity
-
-    @property
-    def ripe(self) -> bool:
-        """Whether enough is known of the noise to split cells."""
-        return self.noises.ripe(self.told)
-
-    @property
-    def noise(self) -> float:
-        """Variance of a reward around the mean reward of its arm."""
-        assert self.posterior is not None
-        return self.noises.variance(self.posterior.scale)
-
-    def middle(self, low: Floats, high: Floats, rng: np.random.Generator) -> Floats:
+    def _middle(self, low: Floats, high: Floats) -> Floats:
         """A point drawn from the middle part of a box."""
-        point: Floats = low + (high - low) * (0.5 + _JITTER * (rng.random(len(low)) - 0.5))
+        point: Floats = low + (high - low) * (0.5 + _JITTER * (self._rng.random(len(low)) - 0.5))
         return point
 
-    def _reserve(self, size: int) -> None:
-        self.cells.reserve(size)
-        grow(self, ("points", "weights", "rewards", "tries", "pulls", "first", "dropped"), size)
-        if self.posterior is not None:
-            self.posterior.reserve(size)
+    # --- the noise ---
 
-    # --- what is believed ---
+    @property
+    def _exact(self) -> bool:
+        """Whether rewards seem to have no noise: two of one point are never equal by chance, but for counts and classes."""
+        return self._distinct and self._within == 0.0
 
-    def refresh(self) -> None:
-        """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
-        if self.posterior is None:
-            if self.told < self.begin:
-                return
-            self.posterior = self._first_posterior()
-        elif not self.stale and self.since < _REFRESH * min(self.told, self.clock):
-            return
-        size = self.cells.size
-        self.posterior.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
-        self.since, self.stale, self._index = 0.0, False, None
-        # Along the first axis: numpy reduces a short last one slowly.
-        better = np.maximum.reduce(self.posterior.means.take(self.cells.facing[:size].T))
-        self.beside = better + np.sqrt(_FACING * self.posterior.room.take(self.cells.depth[:size]))
+    @property
+    def _noise(self) -> float:
+        """Variance of a reward around the mean reward of its arm."""
+        expected = _GUESS_WEIGHT * _GUESS * self.scale
+        if self._exact:
+            expected *= _EXACT**self._replicates
+        return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
-    def _first_posterior(self) -> Posterior:
-        seen = np.flatnonzero(self.pulls[: self.cells.size])
-        means = self.rewards[seen]
-        level = float(means.mean())
-        # Equal rewards have no scale; any will do.
-        spread = float(means.var(ddof=1)) if len(seen) > 1 else 0.0
-        scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
-        self.noises.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
-        made = Posterior(scale, level, self.points.shape[1])
-        made.reserve(len(self.weights))
-        return made
+    def _falls(self, surprise: float, share: float) -> bool:
+        """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise.
 
-    def indices(self, pending: Mapping[int, int]) -> Floats:
-        """The index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned have no `beside`.
+        A cumulative sum of how far repeated rewards lie below the mean of earlier ones of the same arm, in deviations.
 
-        Args:
-            pending: Arms of open pulls, and how often each is open.
+            S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm where S > h,
+
+        with w the weight of the reward and n that of the earlier ones. Only a fall is looked for: an arm that rises is pulled
+        anyway, and another one that rises past it is found when this one falls.
+
+        Source: Page, "Continuous Inspection Schemes", Biometrika 1954 (the sum); Liu, Lee, Shroff, "A Change-Detection Based
+        Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
         """
-        size, posterior = self.cells.size, self.posterior
-        if posterior is None:
-            # Nothing is known yet: the arms in turn.
-            index: Floats = -(self.pulls[:size] + self.tries[:size])
-            for arm, times in pending.items():
-                index[arm] -= times
-        else:
-            if self._index is None or len(self._index) != size or self.tried:
-                self._index = self._indices(posterior)
-            index = self._index.copy()
-            for arm, times in pending.items():
-                index[arm] = self._index_of(posterior, arm, times)
-        if self.drops:
-            index[self.dropped[:size]] = -math.inf
-        return index
-
-    def _indices(self, posterior: Posterior) -> Floats:
-        """The index of each arm if no pull were open, dropped ones included."""
-        size = self.cells.size
-        variances = posterior.variances[:size]
-        if self.tried:
-            variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
-        index: Floats = np.sqrt(_CERTAINTY * variances + posterior.room.take(self.cells.depth[:size]))
-        index += posterior.means[:size]
-        known = index[: len(self.beside)]
-        np.maximum(known, self.beside, out=known)
-        return index
-
-    def _index_of(self, posterior: Posterior, arm: int, times: int) -> float:
-        """The index of one arm when so many open pulls of it have been told."""
-        worth = self.worth(posterior, arm, times)
-        return max(worth, self.beside.item(arm)) if arm < len(self.beside) else worth
-
-    def worth(self, posterior: Posterior, arm: int, times: int) -> float:
-        """The same without what is owed to a better arm beside it."""
-        room = posterior.room.item(self.cells.depth.item(arm))
-        return posterior.means.item(arm) + math.sqrt(_CERTAINTY * self.variance(arm, times) + room)
-
-    def variance(self, arm: int, times: int) -> float:
-        """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
-        assert self.posterior is not None
-        variance, rewards = self.posterior.variances.item(arm), times + self.tries.item(arm)
-        return variance / (1.0 + variance * rewards / self.noise) if rewards else variance
-
-    # --- splitting ---
-
-    def split(self, cell: int, axis: int, cut: float, point: Floats, *, keeps_low: bool | None = None) -> int:
-        """Cut a cell in two; the new cell gets an arm at a point, the other one keeps its own.
-
-        Args:
-            cell: Must not be the last one for which there is room: see `full`.
-            axis: Which coordinate is cut.
-            cut: Where, strictly within the cell.
-            point: In the other part than the cell's own arm.
-            keeps_low: Which part the cell's own arm is in; None where that is plain, since it does not lie on the cut.
-
-        Returns:
-            The new arm.
-        """
-        if self.cells.size == len(self.weights):
-            self._reserve(2 * len(self.weights))
-        if keeps_low is None:
-            keeps_low = bool(self.points[cell, axis] < cut)
-        new = self.cells.split(cell, axis, cut, keeps_low=keeps_low)
-        self.points[new] = point
-        self.first[new] = -1
-        self.dropped[new] = self.dropped[cell]
-        self.stale = True
-        if self.posterior is not None:
-            self.posterior.settle(cell, new, int(self.cells.born[new]))
-        return new
+        if not self._watches or not self.scale or self._repeats < _SETTLED:
+            return False
+        deviations = max(-_LARGEST, min(_LARGEST, surprise / math.sqrt(self._noise * share)))
+        self._fall = max(0.0, self._fall - deviations - _ALLOWANCE)
+        if self._fall <= _ALARM:
+            return False
+        self._fall = 0.0
+        return True
 
     # --- learning ---
 
@@ -218,77 +155,302 @@ class Field:
             weight: Number of rewards that it counts for.
             place: Place of the pull among all told.
         """
-        discount = self.discount
-        if discount < 1.0:
-            self.weights[: self.cells.size] *= discount
-            self.tries[: self.cells.size] *= discount
-            self.told *= discount
-            self.noises.fade(discount)
-        had, mean, fallen = self.weights.item(arm), self.rewards.item(arm), False
-        if self.pulls.item(arm):
-            self.noises.repeats += 1.0
+        faded = self._discount < 1.0
+        if faded:
+            self._weights[: self.size] *= self._discount
+            self._tries[: self.size] *= self._discount
+            self._told *= self._discount
+            self._within *= self._discount
+            self._replicates *= self._discount
+        had, mean, fallen = self._weights.item(arm), self._rewards.item(arm), False
+        if self._pulls.item(arm):
+            self._repeats += 1.0
             if had > 0.0:
-                fallen = self._fallen(reward - mean, 1.0 / had + 1.0 / weight)
-                self.noises.saw(reward - mean, had, weight, faded=discount < 1.0)
+                fallen = self._falls(reward - mean, 1.0 / had + 1.0 / weight)
+                self._within += (reward - mean) ** 2 * had * weight / (had + weight)
+                # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
+                self._replicates += min(1.0, 2.0 * had / (had + weight)) if faded else 1.0
         else:
-            self.stale = True
-        self.weights[arm] = had + weight
-        self.rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
-        self.told += 1.0
-        self.since += 1.0
-        self.clock += 1.0
-        self.pulls[arm] += 1
-        if self.first.item(arm) < 0:
-            self.first[arm] = place
-        if self.posterior is not None:
-            self.posterior.observe(arm, reward - self.posterior.level, self.noise / weight)
+            self._stale = True
+        self._weights[arm] = had + weight
+        self._rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
+        self._told += 1.0
+        self._since += 1.0
+        self._clock += 1.0
+        self._pulls[arm] += 1
+        if self._first.item(arm) < 0:
+            self._first[arm] = place
+        if self.scale:
+            self.observe(arm, reward, self._noise / weight)
         if fallen:
-            weights = self.weights[: self.cells.size]
-            np.minimum(weights, _FADED, out=weights)
-            self.stale = True
-            self.clock = self.spent = 0.0
-            self.probe = self.probe_from = _PROBE_FALLEN
-        if self.stale:
+            np.minimum(self._weights, _FADED, out=self._weights)
+            self._stale = True
+            self._clock = self._spent = 0.0
+            self._probe = self._probe_from = _PROBE_FALLEN
+        if self._stale:
             self._index = None
-        elif self._index is not None and self.posterior is not None:
+        elif self._index is not None and self.scale:
             # Only this arm has learned anything yet.
-            self._index[arm] = self._index_of(self.posterior, arm, 0)
-
-    def _fallen(self, surprise: float, share: float) -> bool:
-        """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""
-        if self.watch is None or self.posterior is None or self.noises.repeats < _SETTLED:
-            return False
-        return self.watch.sees(surprise, self.noise * share)
+            self._index[arm] = self._index_of(arm, 0)
 
     def miss(self, arm: int, weight: float) -> None:
         """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
 
         Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
         """
-        self.tries[arm] += weight
-        self.noises.repeats += 1.0
-        self.tried = True
+        self._tries[arm] += weight
+        self._repeats += 1.0
+        self._tried = True
+
+    def _refresh(self) -> None:
+        """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
+        if not self.scale:
+            if self._told < self._begin:
+                return
+            means = self._rewards[np.flatnonzero(self._pulls[: self.size])]
+            # Equal rewards have no scale; any will do.
+            spread = float(means.var(ddof=1)) if len(means) > 1 else 0.0
+            scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
+            self._distinct = len(means) > 1 and len(set(means.tolist())) == len(means)
+            self.begin(scale, float(means.mean()))
+        elif not self._stale and self._since < _REFRESH * min(self._told, self._clock):
+            return
+        size = self.size
+        self.sweep(self._weights[:size], self._rewards[:size], self._noise, self._told)
+        self._since, self._stale, self._index = 0.0, False, None
+        # Along the first axis: numpy reduces a short last one slowly.
+        better = np.maximum.reduce(self.means.take(self.facing[:size].T))
+        self._beside = better + np.sqrt(_FACING * self.room.take(self.depth[:size]))
+
+    # --- the index ---
+
+    def indices(self, pending: Mapping[int, int]) -> Floats:
+        """The index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned owe nothing yet.
+
+        Args:
+            pending: Arms of open pulls, and how often each is open.
+        """
+        size = self.size
+        if not self.scale:
+            # Nothing is known yet: the arms in turn.
+            index: Floats = -(self._pulls[:size] + self._tries[:size])
+            for arm, times in pending.items():
+                index[arm] -= times
+        else:
+            if self._index is None or len(self._index) != size or self._tried:
+                variances = self.variances[:size]
+                if self._tried:
+                    variances = variances / (1.0 + variances * self._tries[:size] / self._noise)
+                self._index = np.sqrt(_CERTAINTY * variances + self.room.take(self.depth[:size]))
+                self._index += self.means[:size]
+                known = self._index[: len(self._beside)]
+                np.maximum(known, self._beside, out=known)
+            index = self._index.copy()
+            for arm, times in pending.items():
+                index[arm] = self._index_of(arm, times)
+        if self._drops:
+            index[self._dropped[:size]] = -math.inf
+        return index
+
+    def _index_of(self, arm: int, times: int) -> float:
+        """The index of one arm when so many open pulls of it have been told."""
+        worth = self._worth(arm, times)
+        return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
+
+    def _worth(self, arm: int, times: int) -> float:
+        """The same without what is owed to a better arm beside it."""
+        room = self.room.item(self.depth.item(arm))
+        return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
+
+    def _variance(self, arm: int, times: int) -> float:
+        """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
+        variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
+        return variance / (1.0 + variance * rewards / self._noise) if rewards else variance
+
+    # --- which arm is next ---
+
+    def choose(self, *, lost: int, upper: float | None = None) -> int:
+        """The arm to be pulled next.
+
+        Args:
+            lost: Open pulls of a lower id are not waited for.
+            upper: Bound of the first coordinate.
+
+        Returns:
+            Its place; -1 if no cell can hold an arm below the bound.
+        """
+        pending: dict[int, int] = {}
+        for id, arm in self.open.items():
+            if arm >= 0 and id >= lost:
+                pending[arm] = pending.get(arm, 0) + 1
+        if self._clock >= self._probe and not self.full:
+            arm = self._probed(1.0 if upper is None else upper)
+            if arm >= 0:
+                return arm
+        bound = math.inf if upper is None else upper
+        for _ in range(_SPLITS):
+            self._refresh()
+            index = self.indices(pending)
+            if upper is not None:
+                index[self.low[: len(index), 0] >= upper] = -math.inf
+            cell = int(index.argmax())
+            if index[cell] == -math.inf or self.points[cell, 0] > bound:
+                break
+            arm = self._pulled_or_split(cell, index.item(cell), pending)
+            if self.points[arm, 0] <= bound:
+                return arm
+        return self._below(index, bound)
+
+    def _probed(self, upper: float) -> int:
+        """A new arm far from all others, beside the best of those that it may be beside; -1 if it costs too much by now."""
+        size = self.size
+        self._refresh()
+        if not self.scale:
+            self._probe = self._clock + 1.0
+            return -1
+        points = self._rng.random((_PROBE_DRAWN, self.points.shape[1]))
+        points[:, 0] *= upper
+        gaps = points[:, :1] - self.points[:size, 0]
+        np.abs(gaps, out=gaps)
+        for axis in range(1, points.shape[1]):
+            more = points[:, axis : axis + 1] - self.points[:size, axis]
+            np.maximum(gaps, np.abs(more, out=more), out=gaps)
+        if self._drops:
+            gaps[:, self._dropped[:size]] = math.inf
+        nearest = gaps.argmin(axis=1)
+        apart = gaps[np.arange(len(points)), nearest]
+        if self._drops:
+            apart[[self._dropped[self.find(point)] for point in points]] = -math.inf
+        farthest = apart.max()
+        if farthest == -math.inf:
+            self._probe = _AGAIN * self._clock + 1.0
+            return -1
+        merit = self.means[nearest]
+        merit[apart < _PROBE_FAR * farthest] = -math.inf
+        chosen = int(merit.argmax())
+        unit = math.sqrt(max(self._noise, _PROBE_UNIT**2 * self.scale))
+        lost = float(self.means[:size].max() - merit[chosen]) / unit
+        cost = min(max(_PROBE_EVEN * (lost / _PROBE_EVEN) ** 3, _PROBE_LEAST), _PROBE_MOST)
+        due = self._probe_from * math.exp(min((self._spent + cost) / _PROBE, 50.0))
+        if due > self._clock:
+            self._probe = min(due, _AGAIN * self._clock + 1.0)
+            return -1
+        self._spent += cost
+        self._probe = self._clock + 1.0
+        return self.arm_at(points[chosen])
+
+    def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
+        """The arm that the choice of a cell, for its index, leads to: its own, one split off from it, or one that it faces."""
+        if not self.scale:
+            ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
+            return self._halve(cell) if ready else cell
+        # The index is the larger of what its own arm is worth and what it owes to a better one beside it.
+        if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
+            sides = self.facing[cell]
+            side = int(self.means[sides].argmax())
+            better = int(sides[side])
+            return self._halve_towards(cell, side) if self._ripe(better, cell, pending) else better
+        return self._halve(cell) if self._ripe(cell, cell, pending) else cell
+
+    def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
+        """Whether an arm is known better than a cell varies, or will be by its open pulls, and enough is known of the noise."""
+        within = self.variation.item(self.depth.item(cell) + 1)
+        least = max(_REPEATS, 0.0 if self._exact else _REPEATED * self._told)
+        return self._variance(arm, pending.get(arm, 0)) < _PATIENCE * within and self._repeats >= least
+
+    # --- splitting ---
+
+    def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
+        """Cut a cell in two; the new cell gets an arm at a point, which is returned, the other one keeps its own.
+
+        `keeps_low` says which part the cell's own arm is in; None where that is plain, since it does not lie on the cut.
+        """
+        new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
+        self.points[new] = point
+        self._dropped[new] = self._dropped[cell]
+        self._stale = True
+        return new
+
+    def _halve(self, cell: int) -> int:
+        """Split a cell across its longest side; the new arm, or its own if it is too narrow or there is no room."""
+        half = self.halves(cell)
+        if half is None or self.full:
+            return cell
+        axis, cut = half
+        low, high = self.low[cell].copy(), self.high[cell].copy()
+        (low if self.points[cell, axis] < cut else high)[axis] = cut
+        return self._split(cell, axis, cut, self._middle(low, high))
+
+    def _halve_towards(self, cell: int, side: int) -> int:
+        """Split off the part of a cell at one of its sides: half of it, or what lies between its arm and that side."""
+        axis, above = divmod(side, 2)
+        low, high = self.low[cell].copy(), self.high[cell].copy()
+        start, at, end = float(low[axis]), float(self.points[cell, axis]), float(high[axis])
+        middle = 0.5 * (start + end)
+        if self.full or min(end - middle, abs((end if above else start) - at)) < 2.0 * NARROWEST:
+            return self._halve(cell)
+        between = at >= middle if above else at < middle
+        (low if above else high)[axis] = at if between else middle
+        point = self._middle(low, high)
+        return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
+
+    def _below(self, index: Floats, upper: float) -> int:
+        """The arm of largest index below a bound, made if need be; -1 if there is no room."""
+        for arm in np.argsort(-index, kind="stable").tolist():
+            if index[arm] == -math.inf:
+                break
+            if self.points[arm, 0] <= upper:
+                return int(arm)
+            low, high = self.low[arm].copy(), self.high[arm].copy()
+            high[0] = upper
+            if self.full or upper - low[0] < 2.0 * NARROWEST or self.points[arm, 0] - upper < NARROWEST:
+                continue
+            return self._split_between(arm, self._middle(low, high))
+        return -1
+
+    def _split_between(self, cell: int, point: Floats) -> int:
+        """Split a cell half way between its arm and another point, which becomes the new arm."""
+        gaps = np.abs(point - self.points[cell])
+        axis = int(gaps.argmax())
+        return self._split(cell, axis, 0.5 * float(point[axis] + self.points[cell, axis]), point)
+
+    def arm_at(self, point: Floats) -> int:
+        """The arm at a point of the cube: one that is there, or a new one in a cell split off for it.
+
+        Where there is no room for another cell, it is the arm of the cell that holds the point.
+        """
+        cell = self.find(point)
+        if self.full or float(np.abs(point - self.points[cell]).max()) < 2.0 * NARROWEST:
+            return cell
+        return self._split_between(cell, point)
+
+    def drop_side(self, arm: int, side: Drop) -> None:
+        """Never pull what lies on one side of an arm in its cell, along the first axis; nothing where that is too narrow."""
+        low, at, high = float(self.low[arm, 0]), float(self.points[arm, 0]), float(self.high[arm, 0])
+        if min(at - low, high - at) < 2.0 * NARROWEST or self.full:
+            return
+        point = self.points[arm].copy()
+        point[0] = 0.5 * (low + at if side == "below" else at + high)
+        self._dropped[self._split(arm, 0, at, point, keeps_low=side == "above")] = self._drops = True
+
+    # --- what came of it ---
 
     def best(self) -> int:
         """The place, among all told, of the first pull of the arm that is best with some confidence."""
-        size = self.cells.size
-        if self.posterior is None:
-            merit = self.rewards[:size].copy()
-        else:
-            merit = self.posterior.means[:size] - np.sqrt(self.posterior.variances[:size])
-        told = self.first[:size] >= 0
+        size = self.size
+        merit = self.means[:size] - np.sqrt(self.variances[:size]) if self.scale else self._rewards[:size].copy()
+        told = self._first[:size] >= 0
         merit[~told] = -math.inf
-        standing = told & ~self.dropped[:size]
+        standing = told & ~self._dropped[:size]
         if standing.any():
             merit[~standing] = -math.inf
-        return int(self.first[int(merit.argmax())])
+        return int(self._first[int(merit.argmax())])
 
     def rows(self) -> list[tuple[float, float, int, float, float, float]]:
         """Of each cell that stands: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
-        size, posterior = self.cells.size, self.posterior
-        means = self.rewards[:size] if posterior is None else posterior.level + posterior.means[:size]
-        variances = np.zeros(size) if posterior is None else posterior.variances[:size]
-        index = np.full(size, math.inf) if posterior is None else posterior.level + self.indices({})
-        columns = (self.cells.low[:size, 0], self.cells.high[:size, 0], self.pulls[:size], means, variances, index)
+        size = self.size
+        means = self.level + self.means[:size] if self.scale else self._rewards[:size]
+        index = self.level + self.indices({}) if self.scale else np.full(size, math.inf)
+        columns = (self.low[:size, 0], self.high[:size, 0], self._pulls[:size], means, self.variances[:size], index)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        return sorted(row for row, dropped in zip(rows, self.dropped[:size].tolist(), strict=True) if not dropped)
+        return sorted(row for row, dropped in zip(rows, self._dropped[:size].tolist(), strict=True) if not dropped)

@@ -8,11 +8,9 @@ from typing import Any, overload
 import numpy as np
 
 from sparsekit.bandit.arms import Arm
-from sparsekit.bandit.base import Drop, Interval, Pull, check_number
+from sparsekit.bandit.base import Box, BoxPull, Drop, Interval, Pull, check_number
 from sparsekit.bandit.field import Field
 from sparsekit.bandit.logged import LoggedBandit, Trial
-from sparsekit.bandit.moves import arm_at, choose, drop_side
-from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
 # A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.
@@ -60,7 +58,7 @@ class SplitUCBV(LoggedBandit[Trial]):
     | `drop` | the part of the cell on that side of the value is never proposed again |
     | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
-    | no `discount` | a `Watch` looks for falling rewards; arms then keep a twentieth of a reward each |
+    | no `discount` | a cumulative sum looks for falling rewards; arms then keep a twentieth of a reward each |
     | NaN or infinity | is refused, and the pull stays open |
     | `best` | the first told pull of the arm of largest posterior mean less one deviation |
 
@@ -105,7 +103,7 @@ class SplitUCBV(LoggedBandit[Trial]):
 
     def _choose(self, bound: float | None) -> Any:
         upper = None if bound is None else self._point(bound)[0]
-        arm = choose(self._field, lost=self._next - _LOST_AFTER, upper=upper, rng=self._rng)
+        arm = self._field.choose(lost=self._next - _LOST_AFTER, upper=upper)
         self._field.open[self._next] = arm
         if arm < 0:
             return bound
@@ -144,10 +142,10 @@ class SplitUCBV(LoggedBandit[Trial]):
         if arm < 0 or elsewhere:
             if arm >= 0:
                 field.miss(arm, weight)
-            arm = arm_at(field, np.array(self._point(value)))
+            arm = field.arm_at(np.array(self._point(value)))
         field.learn(arm, number / price, weight, len(self._told) - 1)
         if drop is not None:
-            drop_side(field, arm, drop)
+            field.drop_side(arm, drop)
 
     def forget(self, pull: Trial) -> None:
         super().forget(pull)  # type: ignore[arg-type]  # which mypy takes for one of any kind

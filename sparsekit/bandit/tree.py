@@ -1,0 +1,188 @@
+"""Tree: cells that make up the unit cube, split where it pays, and what is believed of the arm that each of them has."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+NARROWEST = 1e-7
+"""The narrowest side that a split leaves, as a share of the space: floats are still far apart, and so are the arms."""
+# Cells that were split more often than this count as split so often; the largest number of cells.
+_DEEPEST, _CAPACITY = 64, 2048
+# Where nothing is known: the ratio of the deviations of cells one of whose sides is half as long, and the number of arms that
+# it counts for at each depth.
+_SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
+# Degrees of freedom of what an unseen arm may be at depth 0, and the share of them that the next depth begins with; it adds
+# the arms born there.
+_TAIL, _TAIL_KEPT = 2.0, 0.15
+# a, b and c: what a unit of variation within the cell is worth, by how much more with each factor e of rewards, and what each
+# level that the best cell lies deeper is worth.
+_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
+
+
+class Tree:
+    """A partition of the unit cube; arm k lies in cell k, and in all arrays the first `size` rows are theirs.
+
+    Each cell has a depth, and on each of its sides a cell that it faces there. On an interval these are its neighbours. In a
+    box a side may touch many cells, of which one is known: that which was split off there last, or which the two had in common
+    before a split. -1 stands for the border of the cube.
+
+    Posterior means and variances are less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]). An arm that
+    was split from none lies around 0 with variance D[0] = `scale`, which is 0 until there are rewards to take it from.
+    """
+
+    def __init__(self, count: int, axes: int, rng: np.random.Generator) -> None:
+        """Begin with at least `count` equal cells in random order.
+
+        Args:
+            count: The axes are cut one after the other, the first ones first, until there are so many.
+            axes: Number of axes of the cube.
+            rng: Draws the order.
+        """
+        cuts = [1] * axes
+        while math.prod(cuts) < count:
+            cuts[cuts.index(min(cuts))] += 1
+        self.size = size = math.prod(cuts)
+        self.capacity = most = max(_CAPACITY, 2 * size)
+        places = np.indices(cuts).reshape(axes, size).T[rng.permutation(size)]
+        self.low: Floats = np.zeros((most, axes))
+        self.high: Floats = np.zeros((most, axes))
+        self.low[:size], self.high[:size] = places / cuts, (places + 1) / cuts
+        # How often the cell was split, and how often that which it was split off from had been when it was; the largest depth.
+        self.depth: Integers = np.zeros(most, dtype=np.int64)
+        self.born: Integers = np.zeros(most, dtype=np.int64)
+        self.deepest = 0
+        # From which cell each was split off; itself, if from none.
+        self.parent: Integers = np.arange(most)
+        # Columns 2 axis and 2 axis + 1: below and above.
+        self.facing: Integers = np.full((most, 2 * axes), -1)
+        numbers = np.full([parts + 2 for parts in cuts], -1)
+        numbers[tuple(places.T + 1)] = self.parent[:size]
+        for side in range(2 * axes):
+            beside = places + 1
+            beside[:, side // 2] += 1 if side % 2 else -1
+            self.facing[:size, side] = numbers[tuple(beside.T)]
+        self.scale = self.level = 0.0
+        # The more axes, the more splits it takes until a cell is half as wide.
+        self._ratio = _SHRINK ** (2.0 / axes)
+        # The last place stays free and below all others: arm -1 stands for none.
+        self.means: Floats = np.zeros(most + 1)
+        self.means[-1] = -math.inf
+        self.variances: Floats = np.zeros(most + 1)
+        # By depth: D, and what the variation within a cell adds under the root of the index.
+        self.variation: Floats = np.zeros(_DEEPEST + 2)
+        self.room: Floats = np.zeros(_DEEPEST + 1)
+
+    @property
+    def full(self) -> bool:
+        """Whether no cell may be split any more."""
+        return self.size >= self.capacity
+
+    def halves(self, cell: int) -> tuple[int, float] | None:
+        """The longest axis and its middle; None where the cell is too narrow to be halved."""
+        low, high = self.low[cell].tolist(), self.high[cell].tolist()
+        sides = [end - start for start, end in zip(low, high)]
+        longest = max(sides)
+        axis = sides.index(longest)
+        return (axis, 0.5 * (low[axis] + high[axis])) if longest >= 2.0 * NARROWEST else None
+
+    def cut(self, cell: int, axis: int, at: float, *, keeps_low: bool) -> int:
+        """Cut a cell, which keeps one side, strictly within it; the number of the new cell, which is the other side."""
+        new = self.size
+        self.size = new + 1
+        self.low[new], self.high[new] = self.low[cell], self.high[cell]
+        if keeps_low:
+            self.high[cell, axis] = self.low[new, axis] = at
+        else:
+            self.low[cell, axis] = self.high[new, axis] = at
+        depth = min(self.depth.item(cell) + 1, _DEEPEST)
+        self.depth[cell] = self.depth[new] = self.born[new] = depth
+        self.deepest = max(self.deepest, depth)
+        self.parent[new] = cell
+        self.facing[new] = self.facing[cell]
+        away, back = 2 * axis + keeps_low, 2 * axis + 1 - keeps_low
+        self.facing[cell, away] = new
+        self.facing[new, back] = cell
+        beyond = int(self.facing[new, away])
+        if beyond >= 0 and self.facing[beyond, back] == cell:
+            self.facing[beyond, back] = new
+        self.means[new] = self.means[cell]
+        self.variances[new] = self.variances[cell] + self.variation[depth]
+        return new
+
+    def find(self, point: Floats) -> int:
+        """The cell that holds a point; on a border, the first one."""
+        inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
+        return int(inside.all(axis=1).argmax())
+
+    # --- what is believed ---
+
+    def begin(self, scale: float, level: float) -> None:
+        """Believe that all arms lie around a level, from which rewards are counted, with variance `scale`, above 0."""
+        self.scale, self.level = scale, level
+        self.variances[:] = scale
+        self.variation = scale * self._ratio ** np.arange(_DEEPEST + 2.0)
+
+    def observe(self, arm: int, reward: float, noise: float) -> None:
+        """Take in a reward of such variance; the other arms learn of it with the next `sweep`."""
+        mean, variance = self.means.item(arm), self.variances.item(arm)
+        gain = variance / (variance + noise)
+        self.means[arm] = mean + gain * (reward - self.level - mean)
+        self.variances[arm] = variance * (1.0 - gain)
+
+    def sweep(self, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
+        """Learn D anew, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
+
+        Args:
+            weights: Number of rewards of each arm, float (arms,).
+            rewards: Their means, float (arms,).
+            noise: Variance of a reward.
+            told: Number of rewards.
+        """
+        size = self.size
+        own = rewards - self.level
+        parent, born = self.parent[:size], self.born[:size]
+        has_parent = (born > 0).astype(np.float64)
+        above, doubt = self.means.take(parent), self.variances.take(parent)
+        # An arm without rewards has a mean of next to no weight.
+        own_variance = noise / np.maximum(weights, 1e-9)
+        tied = self.variation.take(born)
+        share = tied / (tied + own_variance + doubt)
+        surprise = share * (own - above)
+        surprise *= surprise
+        self._learn_variation(
+            np.bincount(born, share, self.deepest + 3).tolist(),
+            np.bincount(born, surprise, self.deepest + 3).tolist(),
+            self.depth.item(self.means[:size].argmax()),
+            math.log(max(told, 1.0)),
+        )
+        tied = self.variation.take(born)
+        up = 1.0 / (tied + has_parent * doubt)
+        down = has_parent / (tied + own_variance)
+        precision = 1.0 / own_variance + up + np.bincount(parent, down, size)
+        weighed = own / own_variance + has_parent * above * up + np.bincount(parent, down * own, size)
+        np.divide(1.0, precision, out=self.variances[:size])
+        np.divide(weighed, precision, out=self.means[:size])
+
+    def _learn_variation(self, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
+        """D and what follows from it by depth, given how many arms were born there and how far they lay from their parents."""
+        prior = _SHRINK_WEIGHT * self._ratio
+        freedom, variation = _TAIL, self.scale
+        variations, rooms = [variation], []
+        # Cells one level deeper than any are there by the next sweep, and their halves lie one deeper again.
+        for depth in range(1, min(self.deepest + 2, _DEEPEST + 1) + 1):
+            count = counts[depth]
+            variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)
+            freedom = _TAIL + count + _TAIL_KEPT * freedom
+            # Stands for log t, to which it comes as ν grows: the same tail probability of a Student t.
+            quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
+            variations.append(variation)
+            rooms.append(variation * (_BASE + _GROWTH * quantile + _DEEPER * max(best - depth + 1, 0)))
+        self.variation[: len(variations)] = variations
+        self.room[: len(rooms)] = rooms
