@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
 
-from sparsekit.bandit.base import Interval
+from sparsekit.bandit.base import Box, Interval
 from sparsekit.bandit.make import make_bandit
-from sparsekit.bandit.space import Box
 
 RESULTS = Path(__file__).parent / "bandit_results.json"
 HORIZONS = (100, 500, 1000)

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from sparsekit.bandit.base import Drop, Interval, Pull, check_number
-from sparsekit.bandit.space import Box, BoxPull
+from sparsekit.bandit.base import Box, BoxPull, Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
 Trial = TypeVar("Trial", Pull, BoxPull)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Bandit, Interval
-from sparsekit.bandit.space import Box
+from sparsekit.bandit.base import Bandit, Box, Interval
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 

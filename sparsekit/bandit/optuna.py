@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 
-from sparsekit.bandit.base import Bandit, Interval
+from sparsekit.bandit.base import Bandit, Box, Interval
 from sparsekit.bandit.make import DEFAULT, make_bandit, registry
-from sparsekit.bandit.space import Box
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 try:
@@ -30,36 +29,31 @@ _TIMES = 3
 _REPLAYS = 64
 
 
-@dataclass(frozen=True)
-class _Axis:
+_Range: TypeAlias = FloatDistribution | IntDistribution
+
+
+def _interval(d: _Range) -> Interval:
     """A parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as likely."""
-
-    distribution: FloatDistribution | IntDistribution
-
-    @property
-    def interval(self) -> Interval:
-        d = self.distribution
-        # Whole numbers on a log scale have no other step than 1.
-        half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
-        return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
-
-    def executed(self, value: float) -> float | int:
-        d = self.distribution
-        if isinstance(d, IntDistribution):
-            return min(max(d.low + d.step * math.floor((value - d.low) / d.step + 0.5), d.low), d.high)
-        if d.step is not None:
-            value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
-        return min(max(float(value), d.low), d.high)
+    # Whole numbers on a log scale have no other step than 1.
+    half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
+    return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
 
 
-def _is_range(distribution: BaseDistribution) -> TypeGuard[FloatDistribution | IntDistribution]:
+def _executed(d: _Range, value: float) -> float | int:
+    """The value of the parameter that is nearest to one of its interval."""
+    if d.step is not None:
+        value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
+    return min(max(value, d.low), d.high)
+
+
+def _is_range(distribution: BaseDistribution) -> TypeGuard[_Range]:
     return isinstance(distribution, (FloatDistribution, IntDistribution)) and not distribution.single()
 
 
 class _Search:
     """The bandits of one search space, and which trials they know."""
 
-    def __init__(self, make: Any, axes: Mapping[str, _Axis], times: int) -> None:
+    def __init__(self, make: Any, axes: Mapping[str, _Range], times: int) -> None:
         self.axes = dict(axes)
         self._times = times
         # Rewards of the values that were run.
@@ -71,7 +65,7 @@ class _Search:
         # Rewards between which an infinite one is put, as soon as there is one; trials that wait for that.
         self._least, self._most = math.inf, -math.inf
         self._waiting: list[tuple[FrozenTrial, float]] = []
-        intervals = {name: axis.interval for name, axis in self.axes.items()}
+        intervals = {name: _interval(axis) for name, axis in self.axes.items()}
         self._groups: list[tuple[tuple[str, ...], Bandit]] = []
         if len(intervals) > 1:
             try:
@@ -103,7 +97,7 @@ class _Search:
         values: dict[str, float] = {}
         for (names, _), pull in zip(self._groups, pulls):
             values |= {names[0]: pull.value} if isinstance(pull.value, float) else pull.value
-        return {name: self.axes[name].executed(values[name]) for name in self.axes}
+        return {name: _executed(axis, values[name]) for name, axis in self.axes.items()}
 
     def _tell(self, pulls: Sequence[Any], values: Mapping[str, float | int], reward: float) -> None:
         for (names, bandit), pull in zip(self._groups, pulls):
@@ -123,8 +117,7 @@ class _Search:
         self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
         fits = all(
-            trial.distributions.get(name) == axis.distribution and float(values[name]) in axis.interval
-            for name, axis in self.axes.items()
+            trial.distributions.get(name) == axis and float(values[name]) in _interval(axis) for name, axis in self.axes.items()
         )
         pulls = self._pulls(trial.number)
         if reward is None or not fits:
@@ -255,7 +248,7 @@ class BanditSampler(BaseSampler):
         return {name: distribution for name, distribution in common.items() if _is_range(distribution)}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        axes = {name: _Axis(d) for name, d in search_space.items() if _is_range(d)}
+        axes = {name: d for name, d in search_space.items() if _is_range(d)}
         with self._lock:
             self._check(study)
             values = self._caught_up(study, axes).ask(trial.number) if axes else {}
@@ -281,7 +274,7 @@ class BanditSampler(BaseSampler):
         self._rngs.append(rng)
         return made
 
-    def _caught_up(self, study: Study, axes: Mapping[str, _Axis]) -> _Search:
+    def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Search:
         """The bandits of a space, told of all finished trials in the order of their numbers."""
         if self._search is None or self._search.axes != axes:
             self._rngs = []

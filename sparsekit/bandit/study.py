@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sparsekit.bandit.axes import Axis
-from sparsekit.bandit.choosers import PRUNERS, SAMPLERS, distribution_of, make_sampler
+from sparsekit.bandit.axes import Axis, rounded, text_of
+from sparsekit.bandit.make import registry
+from sparsekit.bandit.optuna import BanditSampler
 from sparsekit.bandit.trials import Ended, Score, Workers
 from sparsekit.errors import InvalidValueError, MissingDependencyError, UnknownNameError, install_hint, nearest
 
 try:
     import optuna
+    from optuna.distributions import CategoricalDistribution
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import FrozenTrial, Trial, TrialState
@@ -26,6 +28,14 @@ except ImportError as error:
     raise MissingDependencyError(f"a search over trials needs optuna; {install_hint('optuna')}") from error
 
 _JOURNAL = "study.journal"
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS: Mapping[str, Callable[[int], optuna.pruners.BasePruner]] = {
+    "none": lambda _: optuna.pruners.NopPruner(),
+    "median": lambda _: optuna.pruners.MedianPruner(n_startup_trials=4),
+    "hyperband": lambda steps: optuna.pruners.HyperbandPruner(max_resource=steps),
+    "halving": lambda _: optuna.pruners.SuccessiveHalvingPruner(),
+}
+"""Makers of pruners by name; they get the number of scores that a trial reports."""
 
 
 class Study(contextlib.AbstractContextManager["Study"]):
@@ -36,7 +46,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
     Args:
         name: Name of the study in the storage.
-        axes: What is varied.
+        space: Name → what is varied, of which values are drawn.
         settings: What must be equal for the study to go on, plain JSON values.
         maximize: Whether more is better.
         sampler: tpe, random, grid, or a bandit by its name or as `package.module:object`.
@@ -50,15 +60,15 @@ class Study(contextlib.AbstractContextManager["Study"]):
         out: Folder of the study; None keeps nothing.
 
     Raises:
-        InvalidValueError: the storage holds a study of that name with other settings, or cannot be opened; or another process
-            writes in the folder.
+        InvalidValueError: the storage holds a study of that name with other settings, or cannot be opened; another process
+            writes in the folder; or a grid is over a range.
         UnknownNameError: no such sampler or pruner.
     """
 
     def __init__(
         self,
         name: str,
-        axes: Sequence[Axis],
+        space: Mapping[str, Axis],
         settings: Mapping[str, Any],
         *,
         maximize: bool,
@@ -73,8 +83,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
         out: Path | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.axes, self.maximize, self.settings = tuple(axes), maximize, dict(settings)
-        self.space = {axis.name: distribution_of(axis) for axis in axes}
+        self.space: dict[str, Any] = dict(space)
+        self.maximize, self.settings = maximize, dict(settings)
         self._sampler, self._seed, self._jobs = sampler, seed, jobs
         self._horizon, self._deterministic = trials, deterministic
         # The journal in a folder is its own; in another storage, each trial says whose it is.
@@ -94,7 +104,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             self._study.sampler = self._make_sampler(seed)
             self._closing = closing.pop_all()
         if sampler == "grid":
-            for values in product(*(axis.choices for axis in axes)):
+            for values in product(*(axis.choices for axis in self.space.values())):
                 self._study.enqueue_trial(dict(zip(self.space, values, strict=True)), skip_if_exists=True)
 
     def _open(self, name: str, pruner: optuna.pruners.BasePruner, storage: Any, place: str | Path | None) -> optuna.Study:
@@ -133,8 +143,21 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self._closing.close()
 
     def _make_sampler(self, seed: int) -> optuna.samplers.BaseSampler:
-        options = {} if self._sampler in SAMPLERS else {"horizon": self._horizon, "deterministic": self._deterministic}
-        return make_sampler(self._sampler, self.axes, seed=seed, jobs=self._jobs, **options)
+        name = self._sampler
+        if name == "tpe":
+            return optuna.samplers.TPESampler(seed=seed, constant_liar=self._jobs > 1)
+        if name == "grid":
+            for axis, kind in self.space.items():
+                if not isinstance(kind, CategoricalDistribution):
+                    raise InvalidValueError(f"--sampler grid needs values, as in {axis}=A,B,C, and {axis} has a range")
+        if name in SAMPLERS:
+            # The trials of a grid wait in the study; Optuna's own sampler of grids ends only loops that are Optuna's.
+            return optuna.samplers.RandomSampler(seed=seed)
+        if name in registry or ":" in name:
+            return BanditSampler(
+                name, seed=seed, failed="worst", space=self.space, horizon=self._horizon, deterministic=self._deterministic
+            )
+        raise UnknownNameError(f"unknown sampler {name!r}; {nearest(name, [*SAMPLERS, *registry])}, or package.module:object")
 
     # --- the loop ---
 
@@ -212,7 +235,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
     def texts(self, trial: Trial | FrozenTrial) -> dict[str, str]:
         """Name → value of a trial as text."""
-        return {axis.name: axis.text(trial.params[axis.name]) for axis in self.axes}
+        return {name: text_of(axis, trial.params[name]) for name, axis in self.space.items()}
 
     @property
     def ended(self) -> list[FrozenTrial]:
@@ -238,9 +261,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
     def row(self, trial: FrozenTrial) -> dict[str, Any]:
         """A trial in JSON values: number, state, score, values, and what was noted of it."""
         facts = {name: fact for name, fact in trial.user_attrs.items() if name != "folder"}
-        values = {
-            axis.name: trial.params[axis.name] if axis.choices else axis.rounded(trial.params[axis.name]) for axis in self.axes
-        }
+        values = {name: rounded(axis, trial.params[name]) for name, axis in self.space.items()}
         return {"trial": trial.number, "state": trial.state.name.lower(), "score": trial.value, "values": values, **facts}
 
     def mean(self, trial: FrozenTrial) -> tuple[float, int]:

@@ -175,4 +175,4 @@ def _show(study: Study, report: Mapping[str, Any], metric: str) -> None:
         score = "" if row["score"] is None else f"{row['score']:.6g}"
         values = [value if isinstance(value, str) else f"{value:.6g}" for value in row["values"].values()]
         shown.append((str(row["trial"]), score, *values, ", ".join(notes)))
-    print_table(("trial", metric, *(axis.name for axis in study.axes), ""), shown)
+    print_table(("trial", metric, *study.space, ""), shown)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from sparsekit.bandit.axes import parse_axes
 from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern
 from sparsekit.cli.output import command_app
@@ -53,13 +52,14 @@ def _tune(
     reason, counts as the worst metric so far, and the search goes on. With --out DIR the trials are in Optuna's storage, and
     the same command line goes on after any interruption.
     """
+    from sparsekit.bandit.axes import parse_axes
     from sparsekit.bandit.study import Study
     from sparsekit.cli.trials import run_search
 
     if timeout is not None and not timeout > 0:
         raise InvalidValueError(f"--timeout must be a number of seconds above 0, got {timeout}")
     axes = parse_axes(space)
-    check_command(command, [axis.name for axis in axes])
+    check_command(command, list(axes))
     pattern = metric_pattern(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": maximize, "sampler": sampler, "seed": seed,
                 "deterministic": deterministic}  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekit.bandit import Axis, Ended, Score, parse_axes
+from sparsekit.bandit import Axis, Ended, Score, ends, parse_axes
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment, cores
@@ -127,7 +127,7 @@ class _Plan:
     options: RunOptions
     metric: str
 
-    def check(self, axes: Sequence[Axis]) -> int:
+    def check(self, axes: Mapping[str, Axis]) -> int:
         """Try the ends of every axis, and return the number of rounds.
 
         Raises:
@@ -141,10 +141,10 @@ class _Plan:
         if group not in ("validation", "train") or not metric:
             raise InvalidValueError(f"--metric must be validation.METRIC or train.METRIC, got {self.metric!r}")
         rounds = 1
-        for axis in axes:
-            for end in axis.ends():
-                _check_name(axis.name, self.method)
-                options = self.options.with_paths({axis.name: end})
+        for name, axis in axes.items():
+            for end in ends(axis):
+                _check_name(name, self.method)
+                options = self.options.with_paths({name: end})
                 make_method(self.method, settings=options.settings())
                 preset = preset_for(preset=options.preset, dataset=options.dataset)
                 config = preset.config(options.given_of(TrainingConfig, RunConfig), options.clients or preset.clients)

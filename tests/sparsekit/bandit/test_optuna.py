@@ -24,7 +24,7 @@ from optuna.testing.pytest_samplers import (  # noqa: E402
 from optuna.trial import TrialState, create_trial  # noqa: E402
 
 from sparsekit.bandit import registry  # noqa: E402
-from sparsekit.bandit.optuna import BanditSampler, _Axis  # noqa: E402
+from sparsekit.bandit.optuna import BanditSampler, _interval  # noqa: E402
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -111,7 +111,7 @@ def test_a_pruned_trial_is_told_its_last_intermediate_value_or_forgotten() -> No
     ],
 )
 def test_steps_get_half_a_step_more_at_both_ends(distribution: Any, low: float, high: float) -> None:
-    interval = _Axis(distribution).interval
+    interval = _interval(distribution)
     assert (interval.low, interval.high) == (low, high)
     assert interval.scale == ("log" if distribution.log else "linear")
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.bandit.axes import Axis
-from sparsekit.bandit.base import Interval
-from sparsekit.bandit.space import Box
+from sparsekit.bandit.axes import ends, parse_axes
+from sparsekit.bandit.base import Box, Interval
 from sparsekit.errors import InvalidValueError
 
 UNIT = Interval(0.0, 1.0)
@@ -59,13 +58,18 @@ def test_values_stay_in_the_interval_and_come_back(low: float, factor: float, sh
 
 
 def test_an_axis_is_read_from_the_text() -> None:
-    assert Axis.parse("lr=1e-4:1e-1:log") == Axis(name="lr", low=1e-4, high=0.1, log=True)
-    assert Axis.parse(" x = -3 : 5 ") == Axis(name="x", low=-3.0, high=5.0)
-    both = Axis(name="n", low=1.0, high=64.0, log=True, integer=True)
-    assert Axis.parse("n=1:64:int:log") == Axis.parse("n=1:64:log:int") == both
-    assert Axis.parse("local.proximal=0.1,1, none") == Axis(name="local.proximal", choices=("0.1", "1", "none"))
-    assert Axis.parse("of=package.module:A,package.module:B").choices == ("package.module:A", "package.module:B")
-    assert (Axis.parse("x=0:2").ends(), Axis.parse("x=b,a").ends()) == (("0", "2"), ("b", "a"))
+    distributions = pytest.importorskip("optuna.distributions")
+
+    def read(text: str) -> Any:
+        return parse_axes([text]).popitem()
+
+    assert read("lr=1e-4:1e-1:log") == ("lr", distributions.FloatDistribution(1e-4, 0.1, log=True))
+    assert read(" x = -3 : 5 ") == ("x", distributions.FloatDistribution(-3.0, 5.0))
+    both = ("n", distributions.IntDistribution(1, 64, log=True))
+    assert read("n=1:64:int:log") == read("n=1:64:log:int") == both
+    assert read("local.proximal=0.1,1, none") == ("local.proximal", distributions.CategoricalDistribution(("0.1", "1", "none")))
+    assert read("of=package.module:A,package.module:B")[1].choices == ("package.module:A", "package.module:B")
+    assert [ends(read(text)[1]) for text in ("x=0:2", "x=1:3:int", "x=b,a")] == [("0", "2"), ("1", "3"), ("b", "a")]
 
 
 def interval(low: Any, high: Any, scale: Any = "linear") -> Callable[[], object]:
@@ -87,7 +91,7 @@ def interval(low: Any, high: Any, scale: Any = "linear") -> Callable[[], object]
         (interval(0.0, 1.0, "sqrt"), "'linear' or 'log'"),
         *((lambda given=given: Box(given), "Interval|Box") for given in ({}, [UNIT], {"x": (0.0, 1.0)}, {"": UNIT}, {3: UNIT})),
         *(
-            (lambda text=text: Axis.parse(text), message)
+            (lambda text=text: parse_axes([text]), message)
             for text, message in (
                 ("lr", "must be NAME=LOW:HIGH, .* got 'lr'"),
                 ("lr=", "must be NAME=LOW:HIGH"),

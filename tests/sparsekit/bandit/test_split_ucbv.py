@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekit.bandit.base import Interval, Pull
-from sparsekit.bandit.space import Box, BoxPull
+from sparsekit.bandit.base import Box, BoxPull, Interval, Pull
 from sparsekit.bandit.split_ucbv import SplitUCBV
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 

@@ -56,7 +56,7 @@ def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, ca
 def test_without_optuna_the_error_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("sparsekit.bandit.study", "sparsekit.bandit.choosers", "sparsekit.bandit.optuna"):
+    for name in ("sparsekit.bandit.study", "sparsekit.bandit.optuna"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert execute([*BASIC, "--trials", "1"]) == 2
