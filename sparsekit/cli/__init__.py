@@ -1,4 +1,8 @@
-"""The command line of the core."""
+"""The command line of the core.
+
+What a user wrote that cannot be meant is an `InvalidValueError` or another `SparsekitError`, wherever it is found: `main`
+prints it in one line and ends with exit code 2.
+"""
 
 from __future__ import annotations
 

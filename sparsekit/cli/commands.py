@@ -30,9 +30,6 @@ def check_command(text: str, names: Sequence[str]) -> None:
     Args:
         text: What the user wrote. All but the marks goes to the shell untouched.
         names: Each must be in the text, and nothing else may.
-
-    Raises:
-        InvalidValueError: a name is not in the text, or the text has a mark that is none.
     """
     if not text.strip():
         raise InvalidValueError('the command is empty; write it in quotes, as in "python train.py --lr {lr}"')
@@ -57,11 +54,7 @@ def filled(text: str, values: Mapping[str, str], *, trial: int) -> str:
 
 
 def metric_pattern(text: str) -> re.Pattern[str]:
-    """Read a regular expression with one group, around the score; `^` and `$` match at lines.
-
-    Raises:
-        InvalidValueError: not a regular expression, or not one group.
-    """
+    """Read a regular expression with one group, around the score; `^` and `$` match at lines."""
     try:
         pattern = re.compile(text, re.MULTILINE)
     except re.error as error:
@@ -75,11 +68,7 @@ def metric_pattern(text: str) -> re.Pattern[str]:
 
 
 def read_metric(pattern: re.Pattern[str], *outputs: str) -> float:
-    """The number of the last match in the first of `outputs` that has one.
-
-    Raises:
-        InvalidValueError: nothing matches, or the match is no number of at most 1e100 in magnitude.
-    """
+    """The number of the last match in the first of `outputs` that has one; at most 1e100 in magnitude."""
     for output in outputs:
         # Colours would stand between a word and its number, and a progress bar writes many lines over each other.
         matches = pattern.findall(_COLOURS.sub("", output).replace("\r", "\n"))

@@ -1,21 +1,19 @@
-"""Data, losses and metrics that a command line names."""
+"""Data, losses and metrics that a command line names; Job: a model with them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.cli.model_source import find_object, ran
+from sparsekit.cli.model_options import CutOptions
+from sparsekit.cli.model_source import find_object, load_with_inputs, ran
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 data_sets = Registry("data set", DATA, group="sparsekit.data")
@@ -27,23 +25,10 @@ losses = Registry("loss", {name: f"torch.nn.functional:{name}" for name in _LOSS
 """Losses by name."""
 
 
-@dataclass(frozen=True)
-class Data:
-    """Batches to train and to score with.
-
-    Args:
-        train: Can be read again.
-        validation: None if there is none.
-    """
-
-    train: Iterable[Any]
-    validation: Iterable[Any] | None
-
-
 class _Moved:
     """The batches of a loader on another device."""
 
-    def __init__(self, batches: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, batches: Iterable[Any], device: str) -> None:
         self.batches, self.device = batches, device
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,26 +38,19 @@ class _Moved:
             yield map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
-def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, device: torch.device) -> Data:
-    """Load the data that `--dataset` names.
+def load_data(options: CutOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    """Load the data that `--dataset` names: batches to train on, which can be read again, and to score with, if there are any.
 
-    Args:
-        text: A name, or `package.module:loader`, or `path/to/file.py:loader`.
-        data_dir: Folder of the data sets.
-        batch_size: Examples in a batch, where the data are built here.
-        seed: Seed of the order of the batches.
-        device: Where the batches go.
-
-    Raises:
-        DataError: no batches, or none that can be read again.
-        InvalidValueError: nothing of that name can be imported or called.
-        UnknownNameError: no such name.
+    The name is that of a data set, `package.module:loader`, or `path/to/file.py:loader`.
     """
+    text = options.dataset
+    if text is None:
+        return (), None
     from torch import nn
 
     found = find_object(text, data_sets)
     if callable(found) and not isinstance(found, Iterable):
-        offered = {"data_dir": data_dir, "batch_size": batch_size, "seed": seed}
+        offered = {name: getattr(options, name) for name in ("data_dir", "batch_size", "seed")}
         takes = inspect.signature(found).parameters
         load = functools.partial(found, **{name: value for name, value in offered.items() if name in takes})
         found = ran(f"--dataset {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
@@ -85,18 +63,13 @@ def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, d
                 f"--dataset {text} must give batches that can be read again, a list or a loader, or a pair of them for"
                 f" training and validation, got {type(batches).__name__}"
             )
-    if device.type != "cpu":
-        train, validation = _Moved(train, device), None if validation is None else _Moved(validation, device)
-    return Data(train, validation)
+    if options.device == "cpu":
+        return train, validation
+    return _Moved(train, options.device), None if validation is None else _Moved(validation, options.device)
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:
-    """A loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model computes.
-
-    Raises:
-        InvalidValueError: nothing of that name.
-        UnknownNameError: no such loss.
-    """
+    """A loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model computes."""
     if text == "outputs":
         return None
     found = find_object(text, losses)
@@ -105,23 +78,21 @@ def find_loss(text: str) -> Callable[..., Any] | None:
     return found  # type: ignore[no-any-return]
 
 
-def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
+def find_metric(
+    text: str | None, batches: Iterable[Any] | None, loss: Callable[..., Any] | None
+) -> Callable[[nn.Module], float] | None:
     """What a model is scored with: a function with a name, larger is better; None without validation data.
 
     Args:
         text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
-        data: Where the validation batches are.
+        batches: Those of validation.
         loss: The loss that "loss" stands for.
-
-    Raises:
-        InvalidValueError: nothing of that name, or no validation data for what needs them.
     """
     if text is not None and ":" in text:
         found = find_object(text, Registry("metric", {}, group="sparsekit.metrics"))
         return _named(text.rpartition(":")[2], lambda model: float(found(model)))
     if text not in (None, "accuracy", "loss"):
         raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
-    batches = data.validation
     if batches is None:
         if text is not None:
             raise InvalidValueError(f"--metric {text} needs validation data; let the loader return (training, validation)")
@@ -167,3 +138,28 @@ def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tupl
 
     count = example_count(batch)
     return float(call_model(model, batch, loss)) * count, count
+
+
+class Job:
+    """What a command is about: a model with its inputs, and data, loss and metric for it."""
+
+    def __init__(self, options: CutOptions, *, progress: bool) -> None:
+        self.progress = progress
+        self.has_data, self._scoring_batches = options.dataset is not None, options.scoring_batches
+        self.model, self.args, self.kwargs = load_with_inputs(options)
+        self.loss = find_loss(options.loss)
+        self.train, validation = load_data(options)
+        self.metric = find_metric(options.metric, validation, self.loss)
+
+    def criterion(self, name: str | None) -> Any:
+        """The criterion of a name, with the data if it reads any; None: fisher where there are data, else magnitude."""
+        from sparsekit.criteria import registry
+        from sparsekit.criteria.by_name import reads_data, with_data
+
+        named = name or ("fisher" if self.has_data else "magnitude")
+        found = find_object(named, registry)
+        if self.has_data:
+            return with_data(found, self.train, self.loss, limit=self._scoring_batches, progress=self.progress)
+        if reads_data(found):
+            raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
+        return found

@@ -58,11 +58,7 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def read_runtimes(text: str) -> tuple[str, ...]:
-    """Read `eager,compile`, or `none`.
-
-    Raises:
-        InvalidValueError: a name that is no runtime.
-    """
+    """Read `eager,compile`, or `none`."""
     from sparsekit.measure.runtimes import RUNTIMES
 
     found = tuple(name.strip() for name in text.split(","))
@@ -126,11 +122,7 @@ class CutOptions(ModelOptions):
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
-    """Refuse to go on with what was made with other options.
-
-    Raises:
-        InvalidValueError: some differ; says which.
-    """
+    """Refuse to go on with what was made with other options, and say which."""
     other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
     if other:
         raise InvalidValueError(

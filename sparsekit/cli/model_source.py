@@ -28,12 +28,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def find_object(text: str, registry: Registry) -> Any:
-    """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of the registry.
-
-    Raises:
-        InvalidValueError: nothing of that path can be imported.
-        UnknownNameError: no such name.
-    """
+    """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of the registry."""
     place, colon, attribute = text.rpartition(":")
     if not colon and text.endswith(".py"):
         raise InvalidValueError(f"{text!r} is a file; name what to take from it, as in {text}:make")
@@ -63,14 +58,10 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "men
         code: What to call.
         how: How it is called, for messages.
         advice: What to do where it cannot be called like that.
-
-    Raises:
-        InvalidValueError: it failed; says with what, and where.
-        SparsekitError: as it comes; such an error says what to do.
     """
     try:
         return code()
-    except SparsekitError:
+    except SparsekitError:  # which says what to do
         raise
     except Exception as error:  # the user's code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
@@ -84,11 +75,7 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "men
 
 
 def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model that the options name, with its weights, and its positional and keyword example inputs, on their device.
-
-    Raises:
-        SparsekitError: an option that cannot be meant.
-    """
+    """The model that the options name, with its weights, and its positional and keyword example inputs, on their device."""
     from sparsekit.tracing.inputs import map_tensors
 
     device = pick_device(options.device)
@@ -101,12 +88,7 @@ def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...],
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:
-    """Build a model, and the example inputs that its factory brings along, if any.
-
-    Raises:
-        InvalidValueError: the factory cannot be called, or makes no module.
-        UnknownNameError: no such built-in model.
-    """
+    """Build a model, and the example inputs that its factory brings along, if any."""
     from torch import nn
 
     factory = find_object(name, models)
@@ -129,9 +111,6 @@ def example_inputs(
         module: The model.
         own: What its factory brought along.
         shapes: Texts as for `read_example`.
-
-    Raises:
-        InvalidValueError: there are none, or a text that says no shape.
     """
     if not shapes:
         if own is None:
@@ -153,11 +132,7 @@ def example_inputs(
 
 
 def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple[str, Tensor]:
-    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or "", and a tensor that is drawn, of True for a mask.
-
-    Raises:
-        InvalidValueError: the text says no shape or no dtype.
-    """
+    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or "", and a tensor that is drawn, of True for a mask."""
     import torch
 
     keyword, equals, rest = text.partition("=")
@@ -181,11 +156,7 @@ def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple
 
 
 def pick_device(text: str) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        InvalidValueError: no such device here.
-    """
+    """The device of a name."""
     import torch
 
     try:
@@ -202,42 +173,18 @@ def load_checkpoint(model: nn.Module, path: Path) -> None:
 
     A state dict inside a training checkpoint, under `state_dict`, `model` and the like, is found; prefixes of data-parallel
     training and of the compiler are taken off.
-
-    Args:
-        model: Filled in place.
-        path: The file.
-
-    Raises:
-        InvalidValueError: the file holds no state dict, or one with other keys or shapes; the message says which.
-        OSError: the file cannot be read.
     """
-    from torch import Tensor
-
-    state = _unwrapped(_read_file(path), path)
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state, own = _unwrapped(_read_file(path), path), model.state_dict()
     for prefix in _PREFIXES:
         if not own.keys() & state.keys() and all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unknown:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        told = " ".join(str(error).split())
         raise InvalidValueError(
-            f"{path} does not belong to this {type(model).__name__}: the file lacks {_some(missing)}, and has {_some(unknown)}"
-            " that the model does not; build the model that was trained"
-        )
-    for name, value in own.items():
-        if state[name].shape != value.shape:
-            raise InvalidValueError(
-                f"{path} does not belong to this {type(model).__name__}: {name!r} has shape {tuple(state[name].shape)} in the"
-                f" file and {tuple(value.shape)} in the model"
-            )
-    model.load_state_dict(state)
-
-
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
+            f"{path} does not belong to this {type(model).__name__}; build the model that was trained. Torch says: {told[:600]}"
+        ) from error
 
 
 def _read_file(path: Path) -> Any:
@@ -281,5 +228,5 @@ def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
         if key is None:
             break
         found = found[key]
-    held = f"a mapping with {_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
+    held = f"a mapping with {', '.join(map(repr, list(found)[:5]))}" if isinstance(found, Mapping) else type(found).__name__
     raise InvalidValueError(f"{path} holds no state dict, but {held}; save model.state_dict(), alone or under 'state_dict'")

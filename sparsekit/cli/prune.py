@@ -1,20 +1,34 @@
-"""`sparsekit prune`: cut a model down to a budget, from the command line."""
+"""`sparsekit prune`: load, decide, cut, repair, train on, measure and write, from the command line."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from sparsekit.cli.model_options import PruneOptions, takes
+from sparsekit.cli.data_source import Job
+from sparsekit.cli.model_options import PruneOptions, check_same, read_runtimes, takes
 from sparsekit.cli.output import command_app, print_table
-from sparsekit.cli.prune_run import PruneJob, open_folder
+from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from sparsekit.pruning.report import PruneReport
+    from sparsekit.pruning.result import Pruned
+
+_logger = logging.getLogger(__name__)
+
+_REPAIRS: Mapping[str, Any] = {"both": True, "compensate": "compensate", "recalibrate": "recalibrate", "none": False}
+_REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
 
 
 @takes(PruneOptions)
@@ -61,6 +75,201 @@ def _print(report: PruneReport, how: str) -> None:
         typer.echo(f"{len(report.fixed)} more are kept whole; `sparsekit units` says why")
     for note in report.notes:
         typer.echo(note)
+
+
+def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
+    """Read `layer1=0.5:1` and the like."""
+    found: dict[Any, tuple[float, float]] = {}
+    for text in texts:
+        name, equals, pair = text.rpartition("=")
+        least, colon, largest = pair.partition(":")
+        try:
+            found[name] = float(least), float(largest) if colon else 1.0
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise InvalidValueError(
+                f"--limit must be LAYER=LEAST:LARGEST, shares of the units that stay, as in layer1=0.5:1.0, got {text!r}"
+            )
+    return found
+
+
+def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | Literal["auto"]:
+    """Read `8`, or `auto`, or `channel=8` and `head=2`."""
+    found: dict[str, int] = {}
+    if list(texts) == ["auto"]:
+        return "auto"
+    for text in texts:
+        kind, _, number = text.rpartition("=")
+        if not number.isdigit():
+            raise InvalidValueError(f"--multiple-of must be a number, auto, or KIND=number as in channel=8, got {text!r}")
+        if not kind and len(texts) == 1:
+            return int(number)
+        if not kind:
+            raise InvalidValueError(f"--multiple-of {text} needs a kind where there are several, as in channel={text}")
+        found[kind] = int(number)
+    return found or 1
+
+
+class PruneJob(Job):
+    """One run of `sparsekit prune`."""
+
+    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
+        self.schedule = _read_schedule(options.schedule)
+        self.runtimes = read_runtimes(options.time)
+        for name in ("epochs", "distill", "repair"):
+            if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
+                raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
+        if options.distill and not options.epochs:
+            raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
+        super().__init__(options, progress=progress)
+        self.options = options
+        self.epochs: dict[str, int] = {}
+
+    def decide(self, *, cut: bool = True) -> Pruned:
+        """Prune, with repair and fine-tuning after every step."""
+        import numpy as np
+
+        from sparsekit.measure.budget import Budget
+        from sparsekit.pruning.prune import prune
+        from sparsekit.rng import torch_generator
+        from sparsekit.tracing.inputs import ModelInputs
+
+        options = self.options
+        budget: Budget | None = Budget.parse(options.budget)
+        plan: Any = options.allocation
+        name, _, table = options.allocation.partition("=")
+        if name == "sensitivity":
+            plan, budget = _sensitivity(budget, table), None
+        return prune(
+            self.model,
+            ModelInputs(self.args, self.kwargs),
+            budget=budget,
+            batches=self.train if self.has_data else None,
+            loss=self.loss if self.has_data else None,
+            repair=_REPAIRS[options.repair or "both"] if self.has_data else False,
+            metric=self.metric,
+            criterion=self.criterion(options.criterion),
+            allocation=plan,
+            keep=options.keep or (),
+            limits=read_limits_option(options.limit or ()),
+            multiple_of=read_multiples(options.multiple_of or ()),
+            schedule=self.schedule,
+            finetune=self._train if options.epochs and cut else None,
+            norm=options.norm,
+            generator=torch_generator(np.random.default_rng(options.seed)),
+            cut=cut,
+            progress=self.progress,
+        )
+
+    def finish(self, pruned: Pruned) -> Pruned:
+        """Measure the small model beside the dense one; the report has its times."""
+        report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
+        pruned = replace(pruned, report=report)
+        if not self.runtimes:
+            return pruned
+        if self.progress:
+            _logger.info("timing both models; --time none leaves it out")
+        return pruned.measure_times(self.model, *self.args, runtimes=self.runtimes, **self.kwargs)
+
+    def _train(self, small: nn.Module, step: int) -> None:
+        """Train on after a step."""
+        import torch
+
+        from sparsekit.finetuning import Distillation, finetune
+
+        options = self.options
+        folder = options.out
+        done = finetune(
+            small.train(),
+            self.train,
+            self.loss,
+            epochs=options.epochs,
+            optimizer=lambda entries: torch.optim.SGD(entries, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs),
+            validation=self.metric,
+            distillation=Distillation(self.model, share=options.distill) if options.distill else None,
+            checkpoint=None if folder is None else folder / f"finetuning-{step}.checkpoint",
+            resume=options.resume,
+            seed=options.seed,
+            progress=self.progress,
+            on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
+        )
+        self.epochs[f"best epoch of fine-tuning{f' after step {step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
+        small.eval()
+
+    def write(self, pruned: Pruned) -> dict[str, str]:
+        """Write all files of the run; what → path."""
+        from sparsekit.surgery.onnx import export_onnx
+
+        folder = self.options.out
+        if folder is None:
+            return {}
+        files = {"model": folder / _SMALL, "page": folder / _PAGE}
+        pruned.model.eval()
+        pruned.save(files["model"])
+        pruned.to_html(files["page"])
+        if self.options.onnx:
+            files["onnx"] = folder / _ONNX
+            export_onnx(pruned.model, self.args, files["onnx"], self.kwargs)
+        files["report"] = folder / _REPORT
+        found = {what: str(path) for what, path in files.items()}
+        text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
+        files["report"].write_text(text, encoding="utf-8")  # last: where it is, the run is finished
+        return found
+
+
+def _read_schedule(text: str) -> Any:
+    """`cubic=3` as a schedule of three steps."""
+    from sparsekit.allocation.schedule import Schedule
+
+    name, _, steps = text.partition("=")
+    if steps and not steps.isdecimal():
+        raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {text!r}")
+    return Schedule(name, int(steps or 1))
+
+
+def _sensitivity(budget: Any, table: str) -> Any:
+    from sparsekit.allocation.sensitivity import Sensitivity
+
+    if not table:
+        raise InvalidValueError(
+            "--allocation sensitivity needs its table: pass sensitivity=FILE, which `sparsekit sensitivity MODEL --out FILE`"
+            " writes"
+        )
+    path = Path(table)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["table"]
+    except FileNotFoundError as error:
+        raise InvalidValueError(f"there is no table {table!r}; `sparsekit sensitivity MODEL --out {path}` writes it") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
+    return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
+
+
+def _told(score: float | None) -> str:
+    return "" if score is None else f", score {score:.4f}"
+
+
+def open_folder(options: PruneOptions) -> dict[str, Any] | None:
+    """Prepare `--out`; the report of a finished run with the same options is returned on `--resume`."""
+    folder = options.out
+    if folder is None:
+        if options.resume or options.onnx:
+            raise InvalidValueError("--resume and --onnx need --out, the folder of the run")
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"no permission to write into {str(folder)!r}; pass another --out")
+    saved = folder / _OPTIONS
+    if options.resume and saved.exists():
+        check_same(json.loads(saved.read_text(encoding="utf-8")), options.to_json(), folder)
+        if (folder / _REPORT).exists():
+            return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8")))
+    elif (folder / _REPORT).exists() or saved.exists():
+        raise InvalidValueError(f"{folder} holds a run already; pass --resume to go on with it, or another --out")
+    saved.write_text(json.dumps(options.to_json(), indent=1), encoding="utf-8")
+    return None
 
 
 prune = command_app(

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekit.cli.data_source import Job
 from sparsekit.cli.model_options import CutOptions, check_same, takes
 from sparsekit.cli.output import command_app, print_table
-from sparsekit.cli.prune_run import Job
 from sparsekit.errors import InvalidValueError
 
 

@@ -60,18 +60,15 @@ def _units(options: UnitsOptions) -> None:
 
 def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
     """Parameters that touch the units of a group; those between two groups count for both."""
-    indices: dict[str, dict[int, set[int]]] = {}
-    for piece in group.slices:
-        if piece.name in keys:
-            axes = indices.setdefault(piece.name, {})
-            axes.setdefault(piece.dim, set()).update(piece.index.reshape(-1).tolist())
+    import torch
+
     total = 0
-    for name, axes in indices.items():
-        whole = rest = 1
-        for dim, size in enumerate(graph.shapes[name]):
-            whole *= size
-            rest *= size - len(axes.get(dim, ()))
-        total += whole - rest
+    for name in keys & {piece.name for piece in group.slices}:
+        touched = torch.zeros(graph.shapes[name], dtype=torch.bool)
+        for piece in group.slices:
+            if piece.name == name:
+                touched.index_fill_(piece.dim, piece.index.reshape(-1), True)
+        total += int(touched.sum())
     return total
 
 

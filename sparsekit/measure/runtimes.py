@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors
 
 RUNTIMES = ("eager", "compile", "export", "onnx")
@@ -38,10 +39,9 @@ def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mappi
 def _onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
     try:
         import onnxruntime
-        import onnxscript  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(f"ONNX Runtime needs {error.name}; {install_hint('export')}") from error
-    program: Any = torch.onnx.export(model, args, kwargs=dict(kwargs), dynamo=True, verbose=False)
+        raise MissingDependencyError(f"ONNX Runtime needs onnxruntime; {install_hint('export')}") from error
+    program: Any = onnx_of(torch.export.export(model, args, dict(kwargs)))
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparsekit.surgery.compaction import compact, expand
+from sparsekit.surgery.onnx import export_onnx, export_program
 from sparsekit.surgery.optimizer_state import remap_optimizer
 from sparsekit.surgery.saving import Factory, load_compact, load_mask, save_compact
 
@@ -10,6 +11,8 @@ __all__ = [
     "Factory",
     "compact",
     "expand",
+    "export_onnx",
+    "export_program",
     "load_compact",
     "load_mask",
     "remap_optimizer",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.registry import load_object
-from sparsekit.surgery import Factory, load_compact
+from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.problem.datasets.transforms import ImageTransform
 from sparsekit_fl.problem.models import models
@@ -24,8 +22,6 @@ from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.state.models import best_file, client_file, global_file, read_recipe
-
-_log = logging.getLogger(__name__)
 
 
 def load_model(out: Path | str, which: str | int = "global", *, model: Factory | None = None) -> nn.Module:
@@ -256,8 +252,6 @@ def predict(model: nn.Module, inputs: Sequence[Tensor], *, batch_size: int = _BA
     return torch.cat(parts)
 
 
-# The least that shows to a tracer that the number of examples may vary.
-_EXAMPLES = 2
 _TOLERANCE = 1e-3
 
 
@@ -277,38 +271,15 @@ def export_model(model: nn.Module, inputs: Sequence[Tensor], path: Path | str, *
         MissingDependencyError: onnx or onnxscript is not installed.
         DataError: the model cannot be exported, or the file gives other outputs.
     """
-    for package in ("onnx", "onnxscript") if onnx else ():
-        need(package, "ONNX", extra="export")
-    program, given = _program(model.eval(), inputs, path)
-    if not onnx:
-        torch.export.save(program, Path(path))
-        return None
+    model.eval()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    except Exception as error:
-        raise DataError(f"the model cannot be exported: {_first_line(error)}") from error
-    exported.save(str(path))
-    return _difference(model, given, Path(path))
-
-
-def _program(model: nn.Module, inputs: Sequence[Tensor], path: Path | str) -> tuple[Any, tuple[Tensor, ...]]:
-    """Export for any number of examples, or for that of `inputs`; return the inputs too."""
-    several = tuple(tensor[:1].expand(_EXAMPLES, *tensor.shape[1:]).contiguous() for tensor in inputs)
-    batch = torch.export.Dim("batch")
-    try:
-        return torch.export.export(model, several, dynamic_shapes=tuple({0: batch} for _ in several)), several
-    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
-        _log.warning("%s takes %d examples and no other number: %s", path, len(inputs[0]), _first_line(error))
-    try:
-        return torch.export.export(model, tuple(inputs)), tuple(inputs)
-    except Exception as error:
-        raise DataError(f"the model cannot be exported: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        if onnx:
+            export_onnx(model, inputs, path)
+        else:
+            torch.export.save(export_program(model, inputs), Path(path))
+    except InvalidValueError as error:
+        raise DataError(str(error)) from error
+    return _difference(model, inputs, Path(path)) if onnx else None
 
 
 def _difference(model: nn.Module, inputs: Sequence[Tensor], path: Path) -> float | None:

@@ -555,6 +555,14 @@ print(sk.measure.format_cost("flops", 3.2e9))  # 3.20 GFLOPs
 # sparsekit.surgery.Factory
 make: sk.surgery.Factory = lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 
+# sparsekit.surgery.export_onnx, sparsekit.surgery.export_program
+program = sk.surgery.export_program(sk.compact(model, graph, mask), (x[:2],))
+print(program.range_constraints)  # any number of examples
+try:
+    sk.surgery.export_onnx(sk.compact(model, graph, mask), (x[:2],), "small.onnx")
+except sk.errors.MissingDependencyError as error:
+    print(error)  # names the extra that brings onnx and onnxscript
+
 # sparsekit.tracing.trace_layers
 layers = sk.tracing.trace_layers(model, x[:2])
 print([layer.name for layer in layers])  # ['0', '4']

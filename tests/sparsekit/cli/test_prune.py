@@ -14,7 +14,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
-from sparsekit.cli.prune_run import export_onnx
+from sparsekit.surgery import export_onnx
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
                  "--epochs", "2", "--schedule", "linear=2", "--out"]  # fmt: skip
     _json(capsys, *arguments, str(tmp_path / "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekit.cli.prune_run.PruneJob.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("sparsekit.cli.prune.PruneJob.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli.execute([*arguments, str(tmp_path / "cut")]) == 130
     capsys.readouterr()
     _json(capsys, *arguments, str(tmp_path / "cut"), "--resume")
@@ -165,7 +165,7 @@ def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | 
             return self.linear(x.view(3, 6))
 
     model, x = Fixed(), torch.randn(3, 6)
-    export_onnx(model, () if name else (x,), {name: x} if name else {}, tmp_path / "model.onnx")
+    export_onnx(model, () if name else (x,), tmp_path / "model.onnx", {name: x} if name else {})
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)

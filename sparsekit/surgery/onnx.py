@@ -1,0 +1,101 @@
+"""export_program() and export_onnx(): a compact model as a program of torch.export and as ONNX, for any number of examples."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
+
+_logger = logging.getLogger(__name__)
+
+
+def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> ExportedProgram:
+    """Export a model for any number of examples, where all inputs go by position and the model allows it.
+
+    Otherwise, with a warning in the log, for as many as the inputs have.
+
+    Args:
+        model: A plain module, such as `compact` returns; put in evaluation mode.
+        args: Positional example inputs; the first axis of each counts the examples, and what they hold does not matter.
+        kwargs: Keyword inputs.
+
+    Returns:
+        The program, for `torch.export.save` and AOTInductor.
+
+    Raises:
+        InvalidValueError: the model cannot be exported.
+    """
+    model.eval()
+    try:
+        if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args):
+            raise TypeError("the axis of examples is known of tensors by position alone")
+        # A single example is taken for a constant.
+        several = tuple(tensor[:1].expand(2, *tensor.shape[1:]).contiguous() for tensor in args)
+        batch = torch.export.Dim("batch")
+        return torch.export.export(model, several, dynamic_shapes=tuple({0: batch} for _ in several))
+    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
+        _logger.warning(
+            "the exported model takes as many examples as the example inputs and no other number: %s", _first_line(error)
+        )
+    try:
+        return torch.export.export(model, tuple(args), dict(kwargs or {}))
+    except Exception as error:
+        raise InvalidValueError(f"the model cannot be exported: {_first_line(error)}") from error
+
+
+def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs: Mapping[str, Any] | None = None) -> None:
+    """Write a model as one ONNX file, for any number of examples where `export_program` allows it.
+
+    Args:
+        model: As in `export_program`, like the inputs.
+        args: Positional example inputs.
+        path: The file.
+        kwargs: Keyword inputs.
+
+    Raises:
+        MissingDependencyError: onnx or onnxscript is not installed.
+        InvalidValueError: the model cannot be exported.
+    """
+    _need_onnx()
+    onnx_of(export_program(model, args, kwargs)).save(str(path), external_data=False)
+
+
+def onnx_of(program: ExportedProgram) -> ONNXProgram:
+    """The ONNX program of one of torch.export.
+
+    Raises:
+        MissingDependencyError: onnx or onnxscript is not installed.
+        InvalidValueError: it cannot be translated.
+    """
+    _need_onnx()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise InvalidValueError(f"the model cannot be exported: {_first_line(error)}") from error
+    assert found is not None
+    return found
+
+
+def _need_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(f"ONNX needs onnx and onnxscript; install them with {install_hint('export')}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
