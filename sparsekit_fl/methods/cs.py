@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from torch import Tensor
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Positive, Ratio
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, MaskPolicy, Mean, ServerContext, Sgd, SharePolicy
-from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, mean
+from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, Weighting, mean
 from sparsekit_fl.policies.mask import largest_weights, prunable_weights
 from sparsekit_fl.problem.problem import Problem
 
@@ -95,13 +96,52 @@ class ComplementMean(Mean):
         return mask_state(ctx.graph, _largest(ctx.graph, dense, self.ratio), dense)
 
 
-def cs(*, ratio: float = 0.5) -> Method:
+@dataclass(frozen=True)
+class LargestChanges(DenseFromSparse):
+    """SGD on the whole model; of the changes, the largest of each layer go up. What the released code of Xue et al. runs as CS.
+
+    Args:
+        share: Part of each layer's changes that goes up.
+    """
+
+    share: Ratio = 0.5
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        result = super().train(ctx, start, mask, ratio)
+        changes = {name: result.state[name] - start[name].to(result.state[name]) for name in prunable_weights(ctx.graph, "CS")}
+        return replace(result, mask=largest_weights(changes, changes, self.share))
+
+
+@dataclass(frozen=True)
+class ChangeMean(Mean):
+    """Add the plain mean of the clients' changes to the model that they started from, and leave the result dense.
+
+    Args:
+        weighting: "uniform" in the released code.
+        ratio: Share of each layer's weights that had been sent down.
+    """
+
+    weighting: Weighting = "uniform"
+    over: Over = "all"
+    ratio: Ratio = 0.5
+
+    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
+        sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
+        return super().combine(ctx, sent, arrivals, rule)
+
+
+def cs(*, ratio: float = 0.5, variant: Literal["complement", "released"] = "complement") -> Method:
     """Bidirectional sparse communication.
 
     Args:
         ratio: Share of each layer's weights that the server keeps; 0.5 in the reference code.
+        variant: "complement" is the method of its paper; "released" is what the code of Xue et al., ICDE 2025, runs under
+            its name: no complement, the top half of all changes goes up, and the model is scored before it is pruned.
     """
-    return Method(
+    if variant not in ("complement", "released"):
+        raise InvalidValueError(f"variant must be 'complement' or 'released', got {variant!r}")
+    note = "Masks of single weights save bytes and no time: a client trains the whole model, whatever the row-mask FLOPs say."
+    common = Method(
         name="cs",
         source="Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237",
         ratio=Constant(ratio),
@@ -109,6 +149,8 @@ def cs(*, ratio: float = 0.5) -> Method:
         local=DenseFromSparse(),
         share=Complement(),
         aggregate=ComplementMean(ratio=ratio),
-        note="Masks of single weights save bytes and no time:"
-        " a client trains the whole model, whatever the row-mask FLOPs say.",
+        note=note,
     )
+    if variant == "complement":
+        return common
+    return replace(common, local=LargestChanges(share=ratio), share=SharePolicy(), aggregate=ChangeMean(ratio=ratio))

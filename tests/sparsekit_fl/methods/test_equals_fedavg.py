@@ -12,6 +12,7 @@ from personal import deep_problem, equals
 import sparsekit_fl as fl
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.methods import (
+    cs,
     ditto,
     efd,
     fedavg,
@@ -51,6 +52,7 @@ def _refl() -> fl.Method:
 
 
 EQUAL: dict[str, Callable[[], fl.Method]] = {
+    "cs": lambda: cs(ratio=1.0, variant="released"),
     "ditto": lambda: with_settings(ditto(), {"local.strength": 0.0}),
     "ditto-pulled": lambda: with_settings(ditto(), {"local.strength": 2.0}),
     "efd": lambda: dataclasses.replace(with_settings(efd(), {"local.clip": None}), ratio=Full()),

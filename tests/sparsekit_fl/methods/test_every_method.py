@@ -39,6 +39,7 @@ from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.testing import MethodContract
 
 VARIANTS: dict[str, Callable[[], Method]] = {
+    "cs-released": partial(cs, variant="released"),
     "depthfl-plain": partial(with_settings, depthfl(alpha=0.0), {"local.distillation": False}),
     "fedprox-stragglers": partial(with_settings, fedprox(), {"local.proximal": 0.1, "local.stragglers": 0.5}),
     "fedspa-static": partial(with_settings, fedspa(), {"local.anneal": 0.0, "mask.densities": "uniform", "ratio.ratio": 0.3}),
@@ -63,8 +64,8 @@ class TestEveryVariant(MethodContract):
         return VARIANTS[str(request.param)]
 
 
-METHODS = {**registry, "prunefl-often": VARIANTS["prunefl-often"]}
-BY_ENTRY = {"cs", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
+METHODS = {**registry, "cs-released": VARIANTS["cs-released"], "prunefl-often": VARIANTS["prunefl-often"]}
+BY_ENTRY = {"cs", "cs-released", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 SPANS = {id: (1 + id % 3, 4 + id % 3) for id in range(8)}
 """Client → the rounds of a period of five in which it can be reached, [start, stop)."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit_fl.methods import depthfl, fedrep, per_fedavg, registry
+from sparsekit_fl.methods import cs, depthfl, fedrep, per_fedavg, registry
 from sparsekit_fl.methods.cs import ComplementMean
 from sparsekit_fl.methods.depthfl import ExitSgd
 from sparsekit_fl.methods.ditto import TwoModels
@@ -57,6 +57,7 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
         (LearnableSgd, {"importance_lr": float("nan")}, "importance_lr"),
         (LearnableSgd, {"noise": -1.0}, "noise"),
         (LearnableSgd, {"proximal_reduction": "max"}, "proximal_reduction"),
+        (cs, {"variant": "other"}, "variant must be"),
         (ComplementMean, {"rate": 0.0}, "rate must be"),
         (ExitSgd, {"exits": 1}, "exits"),
         (depthfl, {"alpha": -1.0}, "alpha"),

@@ -12,7 +12,7 @@ from personal import STATE, client_context, combine, deep_problem, equals, serve
 
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedavg, fedspa, lotteryfl, with_settings
-from sparsekit_fl.methods.cs import ComplementMean, LargestOnServer
+from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
 from sparsekit_fl.methods.fedspa import move_mask
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.mask import weight_count
@@ -42,6 +42,12 @@ def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
 def test_the_first_round_is_a_plain_mean_and_then_pruned() -> None:
     found = combine(ComplementMean(ratio=1 / 3), update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0]))
     assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
+
+
+def test_the_released_variant_adds_the_mean_change_to_what_was_sent() -> None:
+    first, second = update(0, [0.0, 4.0, 0.0], keep=[False, True, False]), update(1, [2.0, 0.0, 0.0], keep=[True, False, False])
+    found = combine(ChangeMean(ratio=1 / 3), first, second)
+    assert found["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 
 def test_what_comes_down_and_what_goes_up_are_complements() -> None:
