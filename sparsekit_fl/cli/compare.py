@@ -169,15 +169,15 @@ def _folder(name: str, options: RunOptions) -> str:
 
 def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, *, jobs: int, quiet: bool) -> list[Trial]:
     from sparsekit_fl.cli.progress import TrialsProgress
-    from sparsekit_fl.cli.trials import TrialPlan, run_trials
+    from sparsekit_fl.cli.trials import Task, run_trials
 
-    plans = [
-        TrialPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
+    tasks = [
+        Task(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
         for options in grid
         for name, text in methods.items()
     ]
     # Closed here and not when it is collected, so that no process outlives the command.
-    with TrialsProgress(len(plans), quiet=quiet) as board, closing(run_trials(plans, board, jobs=jobs)) as running:
+    with TrialsProgress(len(tasks), quiet=quiet) as board, closing(run_trials(tasks, board, jobs=jobs)) as running:
         return list(running)
 
 

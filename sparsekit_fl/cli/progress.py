@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,12 +13,10 @@ from rich.progress import TaskID
 
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.progress import bar
-from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.text import seconds_text, share_text
 
 if TYPE_CHECKING:
-    from sparsekit_fl.client.messages import Update
     from sparsekit_fl.results.report.trials import Trial
 
 
@@ -30,33 +27,11 @@ class Events(Callback):
         self._send = send
 
     def on_run_start(self, run: RunView) -> None:
-        self._send({"rounds": run.config.rounds, "cohort": run.config.cohort, "done": run.round})
-
-    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        if not isinstance(work, Evaluation):
-            self._send({"client": run.round + 1})
+        self._send({"round": run.round, "rounds": run.config.rounds, "accuracy": None})
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         scores = {} if record.evaluation is None else record.evaluation.personal
-        self._send({"round": record.round, "accuracy": scores.get("accuracy")})
-
-
-@dataclass
-class _Running:
-    """Progress of a trial that runs."""
-
-    task: TaskID
-    began: float
-    rounds: int = 1
-    cohort: int = 1
-    round: int = 0
-    clients: int = 0
-    facts: str = ""
-
-    @property
-    def share(self) -> float:
-        """Finished part, in [0, 1]."""
-        return min(1.0, (self.round + min(1.0, self.clients / self.cohort)) / self.rounds)
+        self._send({"round": record.round, "rounds": run.config.rounds, "accuracy": scores.get("accuracy")})
 
 
 class TrialsProgress(AbstractContextManager["TrialsProgress"]):
@@ -66,11 +41,8 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
     """
 
     def __init__(self, trials: int, *, quiet: bool = False, console: Console | None = None) -> None:
-        self._quiet = quiet
-        self._trials = trials
-        self._ended = 0
-        self._shown = 0.0
-        self._running: dict[str, _Running] = {}
+        self._quiet, self._trials, self._ended, self._shown = quiet, trials, 0, 0.0
+        self._running: dict[str, tuple[TaskID, float]] = {}
         self._progress = bar(console or Console(stderr=True), shown=not quiet, auto_refresh=False, speed_estimate_period=3600)
         self._all = self._progress.add_task(f"0/{trials} trials", total=trials, facts="")
 
@@ -84,25 +56,18 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
     def begin(self, label: str) -> None:
         """Add a bar for a trial that starts."""
         task = self._progress.add_task(escape(f"{label}, preparing"), total=None, facts="")
-        self._running[label] = _Running(task, time.monotonic())
+        self._running[label] = task, time.monotonic()
         self.tick()
 
     def event(self, label: str, event: Mapping[str, Any]) -> None:
         """Show an event of a trial: one of `Events`, or a message of the trial under "said"."""
-        running = self._running[label]
         if "said" in event:
             self._say(f"{label}: {event['said']}")
             return
-        if "rounds" in event:
-            running.rounds, running.cohort, running.round = event["rounds"], event["cohort"], event["done"]
-        elif "client" in event:
-            running.clients += 1
-        elif "round" in event:
-            running.round, running.clients = event["round"], 0
-            if event["accuracy"] is not None:
-                running.facts = f"accuracy {share_text(event['accuracy'])}"
-        text = f"{label}, round {min(running.round + 1, running.rounds)}/{running.rounds}"
-        self._progress.update(running.task, description=escape(text), total=1.0, completed=running.share, facts=running.facts)
+        done, rounds, accuracy = event["round"], event["rounds"], event["accuracy"]
+        text = f"{label}, round {min(done + 1, rounds)}/{rounds}"
+        facts = {} if accuracy is None else {"facts": f"accuracy {share_text(accuracy)}"}
+        self._progress.update(self._running[label][0], description=escape(text), total=rounds, completed=done, **facts)
         self.tick()
 
     def end(self, label: str, trial: Trial, *, ran: bool) -> None:
@@ -110,14 +75,14 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         self._ended += 1
         running = self._running.pop(label, None)
         if running is not None:
-            self._progress.remove_task(running.task)
+            self._progress.remove_task(running[0])
         if trial.result is None:
             text = f"failed: {trial.error}"
         else:
             accuracy = (trial.result["final"].get("personal") or {}).get("accuracy")
             text = "finished" if ran else "finished before"
             text += "" if accuracy is None else f", accuracy {share_text(accuracy)}"
-            text += "" if running is None else f", {seconds_text(time.monotonic() - running.began)}"
+            text += "" if running is None else f", {seconds_text(time.monotonic() - running[1])}"
         self._say(f"{self._ended}/{self._trials} {label}: {text}")
         self._progress.update(self._all, description=f"{self._ended}/{self._trials} trials")
         self._shown = 0.0
@@ -132,6 +97,6 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         moment = time.monotonic()
         if moment - self._shown > 0.25:
             self._shown = moment
-            done = self._ended + sum(running.share for running in self._running.values())
-            self._progress.update(self._all, completed=done)
+            parts = [task.percentage / 100 for task in self._progress.tasks if task.id != self._all]
+            self._progress.update(self._all, completed=self._ended + sum(parts))
             self._progress.refresh()

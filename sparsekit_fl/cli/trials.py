@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
-from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
@@ -36,21 +36,27 @@ _POLL_SECONDS = 0.25
 _GOODBYE = ((3.0, signal.SIGINT), (15.0, KILL))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialPlan:
-    """Method, options and folder of one trial.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """One trial, and its state on disk.
 
     Args:
         method: The method as the user wrote it.
         name: The method's own name.
         options: Options with the seed and the level of this trial.
         folder: Folder for its files; None keeps nothing.
+        described: Settings that make a trial the same one: `config` and `policies`, plain JSON values.
+        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up; else None.
+        resume: Its folder holds a part of it.
     """
 
     method: str
     name: str
     options: RunOptions
     folder: Path | None
+    described: Mapping[str, Any] = field(default_factory=lambda: {"config": {}, "policies": {}})
+    trial: Trial | None = None
+    resume: bool = False
 
     @property
     def label(self) -> str:
@@ -60,86 +66,67 @@ class TrialPlan:
         return ", ".join(filter(None, parts))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
-    """A plan and its state on disk.
-
-    Args:
-        plan: Plan of the trial.
-        described: Settings that make a trial the same one: `config` and `policies`, plain JSON values.
-        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up; else None.
-        resume: Its folder holds a part of it.
-    """
-
-    plan: TrialPlan
-    described: Mapping[str, Any]
-    trial: Trial | None
-    resume: bool = False
-
-
 @lru_cache(maxsize=1)
 def _experiment(options: RunOptions) -> Experiment:
     """Load data and settings of a trial; the newest stay in memory, since neighbouring trials share them."""
     return Experiment.of(options)
 
 
-def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
-    """Load each plan's data and read its folder.
+def _set_up(task: Task, *, first: bool) -> Task:
+    """Load a task's data and read its folder.
 
     Args:
-        plans: Plans, those of one level and seed beside each other.
+        task: What to run, those of one level and seed beside each other.
+        first: It is the very first one; where that cannot be set up, the options are wrong.
 
     Raises:
         ResumeError: a folder holds a trial of other settings.
-        SparsekitError: the very first trial cannot be set up, so the options are wrong.
+        SparsekitError: the first trial cannot be set up.
     """
-    for place, plan in enumerate(plans):
-        try:
-            experiment = _experiment(plan.options)
-        except SparsekitError as error:
-            if place == 0:
-                raise
-            described: dict[str, Any] = {"config": {}, "policies": {}}
-            yield Task(plan=plan, described=described, trial=failed_trial(plan, described, error))
-            continue
-        method = make_method(plan.method)
-        config = {**method.configure(experiment.config).to_dict(), "experiment": dict(experiment.described)}
-        described = json.loads(json.dumps({"config": config, "policies": method.describe()}))
-        resume = plan.folder is not None and holds_run(plan.folder)
-        yield Task(plan=plan, described=described, trial=_finished(plan, described, experiment), resume=resume)
+    try:
+        experiment = _experiment(task.options)
+    except SparsekitError as error:
+        if first:
+            raise
+        return replace(task, trial=_failed(task, error))
+    method = make_method(task.method)
+    config = {**method.configure(experiment.config).to_dict(), "experiment": dict(experiment.described)}
+    task = replace(task, described=json.loads(json.dumps({"config": config, "policies": method.describe()})))
+    resume = task.folder is not None and holds_run(task.folder)
+    return replace(task, trial=_finished(task, experiment), resume=resume)
 
 
-def _finished(plan: TrialPlan, described: Mapping[str, Any], experiment: Experiment) -> Trial | None:
-    """Return the finished trial in a plan's folder; None for one to run or to go on with."""
-    if plan.folder is None:
+def _finished(task: Task, experiment: Experiment) -> Trial | None:
+    """Return the finished trial in a task's folder; None for one to run or to go on with."""
+    if task.folder is None:
         return None
-    unfinished = plan.folder / TRIAL_FILE
-    if (plan.folder / "result.json").exists():
-        saved = Trial.of(read_result(plan.folder))
-    elif unfinished.exists() and (plan.folder / "checkpoint.safetensors").exists():
+    unfinished = task.folder / TRIAL_FILE
+    if (task.folder / "result.json").exists():
+        saved = Trial.of(read_result(task.folder))
+    elif unfinished.exists() and (task.folder / "checkpoint.safetensors").exists():
         saved = Trial.of(json.loads(unfinished.read_text(encoding="utf-8")))
     else:
         # Without a finished round there is nothing to lose.
         return None
-    changed = differences({"config": dict(saved.config), "policies": dict(saved.policies)}, described)
+    changed = differences({"config": dict(saved.config), "policies": dict(saved.policies)}, task.described)
     if changed:
         raise ResumeError(
-            f"{plan.folder} holds {plan.label} with other settings ({'; '.join(changed)});"
+            f"{task.folder} holds {task.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
     if saved.result is None:
         # Its checkpoint says by which code and on which data; the run looks there.
         return None
-    where = f"{plan.label} in {plan.folder}"
-    check_fingerprint(saved.result["fingerprint"], experiment.fingerprint, where=where, accept_code=plan.options.accept_code)
+    where = f"{task.label} in {task.folder}"
+    check_fingerprint(saved.result["fingerprint"], experiment.fingerprint, where=where, accept_code=task.options.accept_code)
     return saved
 
 
-def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) -> None:
-    if plan.folder is not None:
-        plan.folder.mkdir(parents=True, exist_ok=True)
-        raw = {"method": plan.name, "seed": plan.options.seed, **described, "error": error}
-        write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+def _record(task: Task, error: str | None) -> None:
+    if task.folder is not None:
+        task.folder.mkdir(parents=True, exist_ok=True)
+        raw = {"method": task.name, "seed": task.options.seed, **task.described, "error": error}
+        write_atomically(task.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
 
 
 def error_text(error: Exception) -> str:
@@ -147,26 +134,15 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
 
 
-def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
+def _failed(task: Task, error: Exception) -> Trial:
     """Record a failed trial in its folder, and return it."""
     text = error_text(error)
-    _record(plan, described, text)
-    return Trial(method=plan.name, seed=plan.options.seed or 0, **described, error=text)
-
-
-def run_trial(task: Task, callbacks: Sequence[Callback]) -> Trial:
-    """Run one trial in this process, from its last checkpoint on."""
-    plan, experiment = task.plan, _experiment(task.plan.options)
-    _record(plan, task.described, None)
-    options = plan.options.replaced(out=plan.folder)
-    result = experiment.run(make_method(plan.method), options, [*options.loggers(), *callbacks], resume=task.resume)
-    if plan.folder is not None:
-        (plan.folder / TRIAL_FILE).unlink(missing_ok=True)
-    return Trial.of(result.to_dict())
+    _record(task, text)
+    return Trial(method=task.name, seed=task.options.seed or 0, **task.described, error=text)
 
 
 def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
-    """Run one trial to its end, which for one that fails is the error.
+    """Run one trial in this process, from its last checkpoint to its end, which for one that fails is the error.
 
     Args:
         task: What to run.
@@ -178,40 +154,43 @@ def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
         BrokenPipeError: nobody listens any more.
     """
     try:
-        return run_trial(task, [Events(send)])
+        _record(task, None)
+        options = task.options.replaced(out=task.folder)
+        callbacks = [*options.loggers(), Events(send)]
+        result = _experiment(task.options).run(make_method(task.method), options, callbacks, resume=task.resume)
+        if task.folder is not None:
+            (task.folder / TRIAL_FILE).unlink(missing_ok=True)
+        return Trial.of(result.to_dict())
     except (RunInterrupted, ResumeError, BrokenPipeError):
         raise
     except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
-        return failed_trial(task.plan, task.described, error)
+        return _failed(task, error)
 
 
-def run_trials(plans: Sequence[TrialPlan], board: TrialsProgress, *, jobs: int) -> Generator[Trial]:
+def run_trials(tasks: Sequence[Task], board: TrialsProgress, *, jobs: int) -> Generator[Trial]:
     """Run what is not finished, in this process or several trials at a time in processes of their own.
 
     Args:
-        plans: Plans, those of one level and seed beside each other.
+        tasks: What to run, those of one level and seed beside each other.
         board: Display that receives their events.
         jobs: Number of trials at a time.
 
     Yields:
-        One trial per plan, in the order in which they end.
+        One trial per task, in the order in which they end.
 
     Raises:
         ResumeError: a folder holds a trial of other settings.
         RunInterrupted, KeyboardInterrupt: Ctrl-C; all that is finished is kept.
         SparsekitError: the very first trial cannot be set up, so the options are wrong.
     """
-    method = start_method(plans[0].options.device if plans else None)
+    method = start_method(tasks[0].options.device if tasks else None)
     # One thread before the first operation: threads of torch do not survive a fork. No daemons: trials start workers.
     with one_thread() if jobs > 1 else nullcontext(), Children(method, _GOODBYE, daemon=False) as children:
-        pending, more = tasks(plans), True
-        while more or len(children):
-            while more and len(children) < jobs:
-                task = next(pending, None)
-                if task is None:
-                    more = False
-                    break
-                label, trial = task.plan.label, task.trial
+        pending = deque(tasks)
+        while pending or len(children):
+            while pending and len(children) < jobs:
+                task = _set_up(pending.popleft(), first=len(pending) == len(tasks) - 1)
+                label, trial = task.label, task.trial
                 if trial is None:
                     board.begin(label)
                     if jobs > 1:
@@ -221,7 +200,7 @@ def run_trials(plans: Sequence[TrialPlan], board: TrialsProgress, *, jobs: int) 
                 board.end(label, trial, ran=task.trial is None)
                 yield trial
             for child, event in children.poll(_POLL_SECONDS):
-                label = child.task.plan.label
+                label = child.task.label
                 if event is None:
                     event = _killed(child)
                 if isinstance(event, BaseException):
@@ -241,7 +220,7 @@ def _killed(child: Child) -> Trial:
         f"its process was killed (exit code {child.process.exitcode}); it goes on where it stopped when the same command is"
         " given again"
     )
-    return failed_trial(child.task.plan, child.task.described, error)
+    return _failed(child.task, error)
 
 
 def _run_one(connection: Connection, task: Task) -> None:

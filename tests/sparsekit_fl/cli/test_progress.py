@@ -53,8 +53,6 @@ def test_a_comparison_shows_all_trials_those_that_run_and_a_line_for_each_that_e
         events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
         view = RunView(method="fedlps", config=CONFIG, clients=2)
         events.on_run_start(view)
-        events.on_client_end(view, 0, None)
-        events.on_client_end(view, 1, None)
         events.on_round_end(view, record(1, SCORES))
         events.on_round_end(view, record(2, None))
         board.event("fedlps, seed 0", {"said": "[a warning]"})
