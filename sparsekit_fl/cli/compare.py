@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
-from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
+from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, takes_options
 from sparsekit_fl.options.values import parse_value
 
 if TYPE_CHECKING:
@@ -208,4 +209,5 @@ compare = command_app(
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
+    cls=DefaultsCommand,
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -90,70 +88,33 @@ class Experiment:
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
         # Checked before the data are read, which may take long.
-        with _as_flags():
-            check_training(_config(options, preset, options.clients or preset.clients).training)
+        check_training(_config(options, preset, options.clients or preset.clients).training)
         if options.init is not None and not options.init.exists():
             raise InvalidValueError(f"init {options.init} does not exist; pass a file of weights, or the folder of a run")
-        deal, lack = options.partition_options(), options.lack_classes
-        with _as_flags(deal):
-            problem, clients, own, test = build_task(
-                preset,
-                model=options.model,
-                clients=options.clients,
-                partition=options.partition,
-                options=deal or None,
-                lack_classes=lack,
-                data_dir=options.data_dir,
-                seed=options.seed or 0,
-                augment=options.augment,
-            )
-        kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
-        if lack is not None:
-            # It decides all that the preset says of shards, so what it overrides is not reported.
-            kept = {"lack_classes": lack}
-        described = {
-            "preset": preset.name,
-            "dataset": preset.dataset,
-            "model": _name_of(problem) if own else options.model or preset.model,
-            "clients": len(clients),
-            "partition": None if own else options.partition or preset.partition,
-            "partition_options": {} if own else {**kept, **deal},
-            **{name: str(value) for name, value in options.given.items() if name in ("augment", "init") and value is not None},
-        }
-        if options.central_test and test is None:
-            raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
-        return Experiment(
-            problem=problem,
-            clients=clients,
-            # A factory may bring clients with devices of their own, which drawn levels must not replace unasked.
-            config=_config(options, preset, len(clients), keep=any(client.capability != Capability() for client in clients)),
-            engine=engine,
-            described=described,
-            test=test if options.central_test else None,
+        task = build_task(
+            preset,
+            model=options.model,
+            clients=options.clients,
+            partition=options.partition,
+            options=options.partition_options() or None,
+            lack_classes=options.lack_classes,
+            data_dir=options.data_dir,
+            seed=options.seed or 0,
+            augment=options.augment,
         )
-
-
-@contextmanager
-def _as_flags(partition: Collection[str] = ()) -> Iterator[None]:
-    """Name options in errors as the command line does: `--epochs` for `local_epochs`, `training.clip` for `clip`.
-
-    Args:
-        partition: Names of the options of the partition.
-    """
-    try:
-        yield
-    except InvalidValueError as error:
-        called = {name: f"partition.{name}" for name in partition} | {
-            name: RunOptions._called(name) for name in RunOptions.table
-        }
-        # A word alone may be a word of the sentence.
-        pattern = rf"(?<![\w./-])({'|'.join(name for name in called if '_' in name)})(?![\w.])"
-        raise type(error)(re.sub(pattern, lambda found: called[found[0]], str(error))) from error
-
-
-def _name_of(problem: Problem) -> str:
-    made = getattr(problem.model, "func", problem.model)
-    return f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else type(problem.model()).__name__
+        more = {name: str(options.given[name]) for name in ("augment", "init") if options.given.get(name) is not None}
+        if options.central_test and task.test is None:
+            raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
+        # A factory may bring clients with devices of their own, which drawn levels must not replace unasked.
+        keep = any(client.capability != Capability() for client in task.clients)
+        return Experiment(
+            problem=task.problem,
+            clients=task.clients,
+            config=_config(options, preset, len(task.clients), keep=keep),
+            engine=engine,
+            described={**task.described, **more},
+            test=task.test if options.central_test else None,
+        )
 
 
 def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = False) -> RunConfig:
@@ -170,8 +131,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
         given = {"capability": "fixed", **given, "capability_levels": None}
     elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
-    with _as_flags():
-        config = preset.config(given, clients)
+    config = preset.config(given, clients)
     if config.cohort > clients:
         raise InvalidValueError(f"--cohort is {config.cohort}, but there are {clients} clients; lower it")
     return config

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from sparsekit.cli import command_app
 from sparsekit.errors import DISTRIBUTION, InvalidValueError
 from sparsekit_fl.cli.config_file import toml_of
-from sparsekit_fl.cli.options import command_app
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning where they lie.
@@ -63,4 +63,4 @@ def _command(*, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A fo
     typer.echo(f"Next: {folder / 'README.md'} has the commands.")
 
 
-flower_app = command_app(_command, examples=("sparsekit flower-app my-app",), defaults=False)
+flower_app = command_app(_command, examples=("sparsekit flower-app my-app",))

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sparsekit.cli import command_app
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.cli.config_file import text_of
-from sparsekit_fl.cli.options import AsJson, RunOptions, command_app, known_options, path_of
+from sparsekit_fl.cli.options import AsJson, RunOptions, known_options, path_of
 from sparsekit_fl.options.checked import described
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import options as options_of
@@ -196,11 +197,9 @@ list_names = command_app(
         "sparsekit list models --json",
         "sparsekit list options",
     ),
-    defaults=False,
 )
 
 describe = command_app(
     _describe_name,
     examples=("sparsekit describe fedprox", "sparsekit describe cifar10", "sparsekit describe magnitude --json"),
-    defaults=False,
 )

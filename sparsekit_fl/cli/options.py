@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
@@ -317,33 +317,23 @@ def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-class _Command(TyperCommand):
+class PathsCommand(TyperCommand):
     """A command that says of an option without a flag by which path it is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         import click
 
-        typed = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             flag = error.option_name
             path = path_of(flag.removeprefix("--no-").lstrip("-").replace("-", "_"))
-            if path not in known_options() or not any(one.name == "set" for one in self.params):
+            if path not in known_options():
                 raise
-            raise InvalidValueError(f"no such option {flag}; pass --set {path}={_value_of(flag, typed)}") from None
+            raise InvalidValueError(f"no such option {flag}; pass --set {path}=VALUE") from None
 
 
-def _value_of(flag: str, typed: Sequence[str]) -> str:
-    """What was typed behind a flag, or with an equals sign; VALUE where nothing was."""
-    for word, following in zip(typed, [*typed[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            return value if equals else following if following and not following.startswith("--") else "VALUE"
-    return "VALUE"
-
-
-class DefaultsCommand(_Command):
+class DefaultsCommand(PathsCommand):
     """A command whose help ends with the presets, read from where they are defined."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -363,18 +353,3 @@ def _text(preset: Preset) -> str:
         f" {training.local_epochs} local epochs, batches of {training.batch_size}, lr {training.lr:g};"
         f" {preset.partition or 'natural'}{more}; capability {preset.capability}"
     )
-
-
-def command_app(command: Callable[..., None], *, examples: tuple[str, ...], defaults: bool = True) -> typer.Typer:
-    """A Typer app with one command, as the entry points of `sparsekit.commands` want it.
-
-    Args:
-        command: What runs.
-        examples: Command lines for its help.
-        defaults: Show the presets in its help.
-    """
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
-    settings = {"help_option_names": ["-h", "--help"]}
-    app.command(cls=DefaultsCommand if defaults else _Command, epilog=epilog, context_settings=settings)(command)
-    return app

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sparsekit_fl.cli.options import command_app
+from sparsekit.cli import command_app
 
 
 def _report(
@@ -64,5 +64,4 @@ report = command_app(
         "sparsekit report runs/mnist --target 0.95",
         "sparsekit report runs/mnist runs/classes runs/ratios --out pages --quiet",
     ),
-    defaults=False,
 )

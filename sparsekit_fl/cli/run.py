@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
+from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, takes_options
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.records import RunResult
@@ -133,6 +134,7 @@ fedlps = command_app(
         "sparsekit fedlps --preset mnist --data-dir data --seed 1 --out runs/mnist --resume",
         "sparsekit fedlps --dataset cifar10 --data-dir data --partition dirichlet --set partition.alpha=0.3 --json",
     ),
+    cls=DefaultsCommand,
 )
 
 run = command_app(
@@ -147,4 +149,5 @@ run = command_app(
         "sparsekit run fedavg --set eval_global_every=5 --log tensorboard --log mlflow --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
+    cls=DefaultsCommand,
 )

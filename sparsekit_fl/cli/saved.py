@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import AsJson, command_app
+from sparsekit_fl.cli.options import AsJson
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +143,6 @@ predict = command_app(
         "sparsekit predict runs/mnist --input images.npy --output logits.npy",
         "sparsekit predict runs/mine --model mypackage.nets:net --input rows.csv --json",
     ),
-    defaults=False,
 )
 
 export = command_app(
@@ -151,5 +151,4 @@ export = command_app(
         "sparsekit export runs/mnist --client 3 --onnx",
         "sparsekit export runs/mnist --pt2 --to global.pt2",
     ),
-    defaults=False,
 )

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsekit.bandit import Axis, Ended, Score, ends, parse_axes
+from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment, cores
-from sparsekit_fl.cli.options import RunOptions, command_app, known_options, takes_options
+from sparsekit_fl.cli.options import PathsCommand, RunOptions, known_options, takes_options
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -270,5 +271,5 @@ sweep = command_app(
         "sparsekit sweep fedavg --space lr=0.01:1:log --sampler p-ucbv --jobs 2 --out runs/bandit",
         "sparsekit sweep heterofl --space mask.criterion=ordered,magnitude,random --sampler grid --out runs/grid",
     ),
-    defaults=False,
+    cls=PathsCommand,
 )

@@ -36,20 +36,19 @@ class Task(NamedTuple):
     Args:
         problem: Model, loss and metrics.
         clients: With their data.
-        own: The factory brought its own problem and clients.
+        described: Names of what was built, for the result.
         test: The test examples of all clients together; None where each client splits its own.
     """
 
     problem: Problem
     clients: list[Client]
-    own: bool
+    described: Mapping[str, Any]
     test: View | None = None
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
     """Return the problem and the clients of `build_task`, whose arguments these are."""
-    task = build_task(preset, **options)
-    return task.problem, task.clients
+    return build_task(preset, **options)[:2]
 
 
 def build_task(
@@ -88,6 +87,7 @@ def build_task(
         UnknownNameError: no data set, model or partition of that name.
     """
     changed = None if augment is None else make_augment(augment)
+    described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset}
     found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed)
     if not isinstance(found, DataSource):
         changes = {"model": model, "clients": clients, "partition": partition, "options": options, "lack_classes": lack_classes}
@@ -97,9 +97,10 @@ def build_task(
                 f"{preset.dataset!r} brings its own problem and clients, so {', '.join(given)} cannot be changed;"
                 " leave it out, or let the factory return a DataSource"
             )
-        problem = found[0] if changed is None else replace(found[0], augment=changed)
-        check_fit(problem, found[1][0])
-        return Task(problem, found[1], own=True)
+        problem, roster = found if changed is None else (replace(found[0], augment=changed), found[1])
+        check_fit(problem, roster[0])
+        described |= {"model": _name_of(problem), "clients": len(roster), "partition": None, "partition_options": {}}
+        return Task(problem, roster, described)
     name = model or preset.model
     spec = factory_spec(name, models.find(name))
     takes = spec.input_shape(found.kind, tuple(found.shape))
@@ -134,7 +135,17 @@ def build_task(
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
     check_fit(problem, roster[0])
-    return Task(problem, roster, own=False, test=source.test)
+    chosen = partition or preset.partition
+    kept = dict(preset.options) if chosen == preset.partition else {}
+    # The level decides all that the preset says of shards, so what it overrides is not reported.
+    kept = kept if lack_classes is None else {"lack_classes": lack_classes}
+    described |= {"model": name, "clients": count, "partition": chosen, "partition_options": {**kept, **(options or {})}}
+    return Task(problem, roster, described, source.test)
+
+
+def _name_of(problem: Problem) -> str:
+    made = getattr(problem.model, "func", problem.model)
+    return f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else type(problem.model()).__name__
 
 
 def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem, list[Client]]:
