@@ -14,7 +14,6 @@ from sparsekit_fl.results.report.comparison import TARGET, Comparison
 from sparsekit_fl.results.report.figures import bars, curve, level_figures, points_of
 from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.report.trials import Level
-from sparsekit_fl.results.text import flops_text, seconds_text, share_text
 
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
 _STRATEGIES: Mapping[str, str] = {
@@ -51,7 +50,6 @@ def paper_figures(comparison: Comparison) -> list[Figure]:
             says = published_text(paper.number, comparison.dataset).get("says", "")
             parts = [
                 f"The paper: {says}" if says else "",
-                f"Here: {made.caption}" if made.caption else "",
                 "Diamonds are published numbers." if made.marks is not None else "",
                 f"{comparison.seeds_text().capitalize()}; {comparison.title}. {protocol_difference(comparison)}".strip(),
             ]
@@ -117,36 +115,14 @@ def _marks(comparison: Comparison, x: str | None = None) -> Any:
     return points_of(rows)
 
 
-def _ends(figure: Figure, place: int = -1) -> dict[str, tuple[float, float]]:
-    """Map each series to one of its points: (x, y)."""
-    return {name: tuple(own[["x", "y"]].iloc[place]) for name, own in figure.points.groupby("series", sort=False)}
-
-
 def _against_cost(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make Figure 3 or 4: accuracy against what was spent."""
     level = _level(comparison)
     if level is None:
         return None
-    flops = paper.column == "flops_rowmask"
+    published = paper.column == "flops_rowmask" and level == PUBLISHED_LEVEL
     made = curve(comparison, level, paper.column, "personal_accuracy", **paper.words)
-    figure = _as_in_the_paper(comparison, made, _marks(comparison) if flops and level == PUBLISHED_LEVEL else None)
-    if figure is None:
-        return None
-    own, ends = figure.subject, _ends(figure)
-    limit, accuracy = ends[own]
-    by_then = figure.points[(figure.points["x"] <= limit) & (figure.points["series"] != own)]
-    best = by_then.loc[by_then["y"].idxmax()] if len(by_then) else None
-    rest = (
-        "no rival had been scored by then" if best is None else f"the best rival by then, {best.series}, {share_text(best.y)}"
-    )
-    last = max((end[1], name) for name, end in ends.items() if name != own)
-    spent = f"{flops_text(limit)} FLOPs" if flops else _seconds(limit)
-    text = f"after {spent} {own} has {share_text(accuracy)}, {rest}; at the end of its run {last[1]} has {share_text(last[0])}."
-    scoring = [result["cost"].get("flops_scoring", 0) for trial, result in comparison.results if trial.method == own]
-    if flops and any(scoring):
-        mean = flops_text(sum(scoring) / len(scoring))
-        text += f" Its passes that score while it trains, {mean} FLOPs, are not counted."
-    return replace(figure, caption=text)
+    return _as_in_the_paper(comparison, made, _marks(comparison) if published else None)
 
 
 def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> Figure | None:
@@ -166,20 +142,7 @@ def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> Figure | None:
     all_reached = {row.method for row in at.rows if row.level == level and row.count[TARGET] == row.n}
     points = made.points.assign(y=made.points["y"].where(made.points["series"].isin(all_reached)))
     figure = _as_in_the_paper(comparison, replace(made, points=points.sort_values("y", kind="stable")))
-    if figure is None or figure.points["y"].isna().all():
-        return None
-    own = figure.subject
-    times = dict(figure.points.dropna()[["series", "y"]].itertuples(index=False))
-    rivals = sorted((seconds, name) for name, seconds in times.items() if name != own)
-    never = sum(is_rival(name) and name not in times for name in figure.points["series"])
-    if own not in times:
-        return replace(figure, caption=f"{own} does not reach it; {rivals[0][1]} does after {_seconds(rivals[0][0])}.")
-    text = f"{own} takes {_seconds(times[own])}"
-    if rivals:
-        change = 100 * (1 - times[own] / rivals[0][0])
-        than = f"{abs(change):.0f} % {'less' if change >= 0 else 'more'} than the fastest rival"
-        text += f", {than}, {rivals[0][1]}, with {_seconds(rivals[0][0])}"
-    return replace(figure, caption=f"{text}{f'; {never} of its rivals do not reach it' if never else ''}.")
+    return None if figure is None or figure.points["y"].isna().all() else figure
 
 
 def _against_levels(comparison: Comparison, paper: _Paper) -> Figure | None:
@@ -190,33 +153,7 @@ def _against_levels(comparison: Comparison, paper: _Paper) -> Figure | None:
     figure = _as_in_the_paper(comparison, made, marks)
     if figure is None or (figure.points["series"] == figure.subject).sum() < 2:
         return None
-    figure = replace(figure, **paper.words)
-    if figure.y_unit != "seconds":
-        return replace(figure, caption=f"{figure.subject} less the best rival, in points: {_leads(figure)}.")
-    parts = []
-    for level, y, rivals in _beside(figure):
-        shares = sorted(100 * (1 - y / seconds) for seconds in rivals)
-        parts.append(f"{shares[0]:.0f} to {shares[-1]:.0f} % ({level})")
-    (first, start), (last, end) = _ends(figure, 0)[figure.subject], _ends(figure)[figure.subject]
-    text = (
-        f"{figure.subject} is shorter than its rivals by {', '.join(parts)}; from {first} to {last} its own time changes by"
-        f" {100 * (end / start - 1):+.0f} %."
-    )
-    return replace(figure, caption=text.replace("-", "−"))
-
-
-def _beside(figure: Figure) -> list[tuple[Any, float, list[float]]]:
-    """Return x, the subject's y, and the y of all others there, where there are any."""
-    own = figure.points[figure.points["series"] == figure.subject]
-    others = figure.points[figure.points["series"] != figure.subject]
-    found = [(x, y, list(others.loc[others["x"] == x, "y"])) for x, y in zip(own["x"], own["y"], strict=True)]
-    return [one for one in found if one[2]]
-
-
-def _leads(figure: Figure) -> str:
-    """Write the subject less the best of the others, in points: `+1.2 (low), −0.3 (high)`."""
-    named = ((f"{x:g}" if isinstance(x, float) else x, y - max(others)) for x, y, others in _beside(figure))
-    return ", ".join(f"{100 * lead:+.1f} ({name})".replace("-", "−") for name, lead in named)
+    return replace(figure, **paper.words)
 
 
 def _against_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
@@ -233,14 +170,10 @@ def _against_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     frame = frame[frame["series"] == "learned"] if time else frame
     if frame["series"].nunique() < (1 if time else 2):
         return None
-    figure = Figure(
+    return Figure(
         plot="lines", points=frame, series=tuple(dict.fromkeys(_STRATEGIES.values())), subject="learned", x_unit="share",
         x="sparse ratio of all clients", **paper.words,
     )  # fmt: skip
-    if not time:
-        return replace(figure, caption=f"learned patterns less the best of the others, in points: {_leads(figure)}.")
-    (low, start), (high, end) = _ends(figure, 0)["learned"], _ends(figure)["learned"]
-    return replace(figure, caption=f"from ratio {low:g} to {high:g} time grows by a factor of {end / start:.1f}.")
 
 
 def _bandit_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
@@ -271,15 +204,8 @@ def _bandit_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     )
     if points.groupby("series").size().max() < 2:
         return None
-    figure = Figure(plot="lines", points=points, series=tuple(dict.fromkeys(points["series"])), x="round",
-                    title=f"what bandits of {method} chose, by capability", **paper.words)  # fmt: skip
-    ends = ", ".join(f"{y:.2f} of {name.rpartition(' ')[2]}" for name, (_, y) in _ends(figure).items())
-    return replace(figure, caption=f"mean ratio at the end, of what the device could train: {ends}.")
-
-
-def _seconds(seconds: float) -> str:
-    """Write seconds with two digits behind the point where they matter."""
-    return f"{seconds:.2f} s" if seconds < 10 else seconds_text(seconds)
+    return Figure(plot="lines", points=points, series=tuple(dict.fromkeys(points["series"])), x="round",
+                  title=f"what bandits of {method} chose, by capability", **paper.words)  # fmt: skip
 
 
 _TWO = "fedlps and a rival, scored in several rounds"

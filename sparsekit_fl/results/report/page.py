@@ -10,9 +10,7 @@ from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import Comparison
 from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.report.tables import Published
-from sparsekit_fl.results.text import flops_text, share_text
 
-_NEAR = 0.01
 _OPTIONS = {
     "classes_per_client": "{} classes a client",
     "images_per_class": "{} images a shard",
@@ -56,25 +54,6 @@ class Part:
                 parts.append(_OPTIONS[name].format(value) if name in _OPTIONS else f"{name.replace('_', ' ')}: {value}")
         parts += [f"capability {config['capability']}"] if "capability" in config else []
         return "; ".join(parts)
-
-    @property
-    def headline(self) -> str:
-        """What the table says, in one sentence."""
-        known = [
-            (row.label, row.mean["personal_accuracy"], row.mean["flops_compact"])
-            for row in self.comparison.rows
-            if not math.isnan(row.mean["personal_accuracy"]) and row.mean["flops_compact"] > 0
-        ]
-        if len(known) < 2:
-            return ""
-        best = max(known, key=lambda one: one[1])
-        near = min((one for one in known if one[1] >= best[1] - _NEAR), key=lambda one: one[2])
-        first = f"{best[0]} is most accurate: {share_text(best[1])} with {flops_text(best[2])} FLOPs"
-        if near[0] == best[0]:
-            return f"{first}, and nothing within a point of it costs less."
-        return (
-            f"{first}. {near[0]} comes within a point, {share_text(near[1])}, with {flops_text(near[2])}, the fewest that do."
-        )
 
     @property
     def origin(self) -> str:

@@ -1,4 +1,4 @@
-"""Figures of the paper: points, published marks, and the sentences that compare; one table of what is drawn and what is not."""
+"""Figures of the paper: points and published marks; one table of what is drawn and what is not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def test_figure_3_counts_flops_as_the_paper_does_and_has_its_table_beside() -> N
     own = [
         result("fedlps", seed, flops_rowmask=0.8e12, accuracies={50: 0.9 - seed / 10, 100: 0.98 - seed / 50}) for seed in (0, 1)
     ]
-    own[0]["cost"]["flops_scoring"] = own[1]["cost"]["flops_scoring"] = 3 * 10**9
     figure = figures(*own, result("fedavg", accuracies={50: 0.7, 100: 0.9}), result("flst"))["paper-3-accuracy-flops"]
     assert (figure.number, figure.plot, figure.log, figure.subject) == ("Figure 3", "lines", False, "fedlps")
     ours = figure.points[figure.points["series"] == "fedlps"]
@@ -43,17 +42,18 @@ def test_figure_3_counts_flops_as_the_paper_does_and_has_its_table_beside() -> N
     assert sorted(values(figure.marks, "series", "x", "y")) == [
         ("fedavg", 2.8e12, pytest.approx(0.8815)), ("fedlps", 0.8e12, pytest.approx(0.9677))
     ]  # fmt: skip
-    assert "after 0.8T FLOPs fedlps has 97.0%, no rival had been scored by then" in figure.caption
-    assert "Its passes that score while it trains, 3G FLOPs, are not counted." in figure.caption
 
 
-def test_figure_4_compares_at_equal_time() -> None:
+def test_figure_4_is_drawn_against_simulated_time() -> None:
     slow, quick = result("fedper", accuracies={20: 0.6, 100: 0.99}), result("fedlps", accuracies={50: 0.9, 100: 0.95})
     for record in quick["rounds"]:
         record["cost"]["simulated_seconds"] /= 4
     figure = figures(quick, slow)["paper-4-accuracy-time"]
+    assert sorted(values(figure.points, "series", "x", "y")) == [
+        ("fedlps", 12.5 * SECONDS, 0.9), ("fedlps", 25 * SECONDS, 0.95),
+        ("fedper", 20 * SECONDS, 0.6), ("fedper", 100 * SECONDS, 0.99),
+    ]  # fmt: skip
     assert figure.marks is None
-    assert "fedlps has 95.0%, the best rival by then, fedper, 60.0%; at the end of its run fedper has 99.0%" in figure.caption
 
 
 def test_figure_5_has_a_bar_where_every_seed_reached_the_target_and_rings_at_the_papers() -> None:
@@ -61,19 +61,16 @@ def test_figure_5_has_a_bar_where_every_seed_reached_the_target_and_rings_at_the
     rival = result("fedavg", accuracies={60: 0.95})
     figure = figures(lucky, unlucky, rival, target=0.9)["paper-5-time-to-accuracy"]
     assert figure.points["y"].to_list() == [60 * SECONDS, pytest.approx(float("nan"), nan_ok=True)]
-    assert "fedlps does not reach it; fedavg does" in figure.caption
     figure = figures(lucky, rival, target=0.9)["paper-5-time-to-accuracy"]
-    assert "fedlps takes 10.0 s, 67 % less than the fastest rival, fedavg, with 30.0 s" in figure.caption
     assert figure.marks is None
     assert "paper-5-time-to-accuracy" not in figures(lucky, rival, target=0.99)
 
 
-def test_figures_6_to_8_have_leads_in_points() -> None:
+def test_figures_6_to_8_are_drawn_against_levels() -> None:
     lacking = [result(name, lack_classes=lack, accuracies={100: best - lack / 100})
                for name, best in (("fedlps", 0.9), ("fedper", 0.8), ("local", 0.95)) for lack in (8, 2)]  # fmt: skip
     figure = figures(*lacking)["paper-6-accuracy-classes"]
     assert [x for x, _ in values(figure.points, "x", "y")][::3] == ["2", "8"]
-    assert "fedlps less the best rival, in points: −5.0 (2), −5.0 (8)." in figure.caption
     levels = [result(name, heterogeneity=level, accuracies={100: value})
               for name, value in (("fedlps", 0.9), ("fedavg", 0.8)) for level in ("high", "low", "median")]  # fmt: skip
     for each in levels[:3]:
@@ -81,9 +78,7 @@ def test_figures_6_to_8_have_leads_in_points() -> None:
     found = figures(*levels)
     accuracy, time = found["paper-7-accuracy-heterogeneity"], found["paper-8-time-heterogeneity"]
     assert set(accuracy.marks["x"]) == {"high"}
-    assert "+10.0 (low), +10.0 (median), +10.0 (high)" in accuracy.caption
-    assert "shorter than its rivals by 80 to 80 % (low)" in time.caption
-    assert "from low to high its own time changes by +0 %" in time.caption
+    assert values(time.points[time.points["series"] == "fedlps"], "x", "y") == [("low", 10.0), ("median", 10.0), ("high", 10.0)]
 
 
 def test_figure_9_has_a_line_for_each_choice_of_units() -> None:
@@ -99,8 +94,7 @@ def test_figure_9_has_a_line_for_each_choice_of_units() -> None:
     assert values(figure.points, "series", "x", "y") == [
         ("learned", 0.2, 0.75), ("learned", 0.8, 0.9), ("random", 0.2, 0.6), ("random", 0.8, 0.95)
     ], "one ratio is no line"  # fmt: skip
-    assert "+15.0 (0.2), −5.0 (0.8)" in figure.caption
-    assert "time grows by a factor of 4.0" in found["paper-9b-time-ratios"].caption
+    assert values(found["paper-9b-time-ratios"].points, "x", "y") == [(0.2, 10.0), (0.8, 40.0)]
     assert "paper-9a-accuracy-ratios" not in figures(*made[:2])
 
 
@@ -118,7 +112,6 @@ def test_ratios_over_time_are_means_by_capability_over_tenths_of_the_run() -> No
     assert whole["x"].to_list() == list(range(2, 21, 2))
     assert whole["y"].to_list() == pytest.approx([0.4375] * 10), "0.375 and 0.5 of the two seeds"
     assert whole["deviation"].iloc[0] == pytest.approx(0.125 / 2**0.5)
-    assert "0.44 of 1, 0.25 of 1/4" in figure.caption
 
 
 def test_what_cannot_be_drawn_is_named_with_the_command_that_makes_its_runs_for_the_papers_data_alone() -> None:
