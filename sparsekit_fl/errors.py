@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sparsekit.errors import DataError, SparsekitError
+import importlib
+from typing import Any
+
+from sparsekit.errors import DataError, MissingDependencyError, SparsekitError, install_hint
 
 __all__ = [
     "ClientError",
@@ -59,3 +62,20 @@ class RunInterrupted(SparsekitError, RuntimeError):
 
 class WorkerDiedError(SparsekitError, RuntimeError):
     """A worker process was killed, or failed for a reason that is no client's."""
+
+
+def need(package: str, what: str = "a report", *, extra: str = "report") -> Any:
+    """Import a package of an extra.
+
+    Args:
+        package: Its import name.
+        what: What needs it, for the message.
+        extra: Name of the extra.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingDependencyError(f"{what} needs {package} ({error}); {install_hint(extra)}") from error

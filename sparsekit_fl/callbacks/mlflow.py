@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.frames import numbers_of
 from sparsekit_fl.results.read import flat
 from sparsekit_fl.results.records import RunResult

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.frames import plot_rounds
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord

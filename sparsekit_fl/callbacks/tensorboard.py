@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.frames import numbers_of
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord

@@ -67,8 +67,7 @@ def _compare(
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
-    from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.results.extra import need
+    from sparsekit_fl.errors import RunInterrupted, need
     from sparsekit_fl.results.report.comparison import check_target, comparisons_of
     from sparsekit_fl.results.report.tables import show
 

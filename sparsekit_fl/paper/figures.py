@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers, published_text
-from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import TARGET, Comparison
 from sparsekit_fl.results.report.figures import bars, curve, level_figures, points_of
 from sparsekit_fl.results.report.plots import Figure

@@ -166,28 +166,19 @@ def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
         )
     if len(dataset) == 0:
         raise DataError(f"{what} is empty; give every client at least one example")
-    rows = [_row(dataset[position], position, what) for position in range(len(dataset))]
-    columns = list(zip(*rows, strict=False))
-    if any(len(row) != len(columns) for row in rows):
-        raise DataError(f"the items of {what} have different lengths; every item must be (input, …, target)")
+    items = [dataset[position] for position in range(len(dataset))]
+    if not all(isinstance(item, tuple | list) and len(item) > 1 for item in items):
+        raise DataError(f"every item of {what} must be (input, …, target); or pass read_batch=")
     try:
-        stacked = [torch.stack(column) for column in columns]
-    except RuntimeError as error:
-        raise DataError(f"the items of {what} differ in shape: {error}; resize or pad them to one shape") from error
-    return TensorData(tuple(stacked[:-1]), stacked[-1])
+        columns = [torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the items of {what} must hold tensors, arrays or numbers of one shape: {error}; convert, resize or pad them in"
+            " the data set's own transform"
+        ) from error
+    return TensorData(tuple(columns[:-1]), columns[-1])
 
 
-def _row(item: Any, position: int, what: str) -> list[Tensor]:
-    if not isinstance(item, tuple | list) or len(item) < 2:
-        raise DataError(f"item {position} of {what} must be (input, …, target), got {type(item).__name__}; or pass read_batch=")
-    row = []
-    for value in item:
-        try:
-            tensor = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"item {position} of {what} holds a {type(value).__name__}, which is no tensor, array or number;"
-                " convert it in the data set's own transform"
-            ) from error
-        row.append(tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor)
-    return row
+def _tensor(value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

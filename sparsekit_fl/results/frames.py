@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, nearest
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.part import Cost
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, headline, parts_of, value_of

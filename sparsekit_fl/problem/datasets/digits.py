@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import require
 
 _TRAIN = 1437  # four fifths, as they lie
 
@@ -26,7 +26,7 @@ def load(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every d
     Raises:
         MissingDependencyError: scikit-learn is not installed.
     """
-    bundle = require("sklearn.datasets", extra="fl").load_digits()
+    bundle = need("sklearn.datasets", "reading the data", extra="fl").load_digits()
     pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
     images, labels = torch.from_numpy(pixels), torch.from_numpy(bundle.target.astype(np.int64))
     return DataSource(

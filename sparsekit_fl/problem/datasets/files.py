@@ -11,30 +11,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import platformdirs
 
-from sparsekit.errors import DataError, MissingDependencyError, install_hint
+from sparsekit.errors import DataError, install_hint
 
 _log = logging.getLogger(__name__)
-
-
-def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional package, which an extra of this project brings.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"this needs the package {module.partition('.')[0]!r}, which cannot be imported ({error});"
-            f" install it with: {install_hint(extra)}"
-        ) from error
 
 
 def find_folder(name: str, root: Path | str, *, aliases: Sequence[str] = (), layout: str) -> Path:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import DataError, UnknownNameError, nearest
+from sparsekit_fl.errors import need
 from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import require
 from sparsekit_fl.problem.lazy import LazyData
 
 PREFIX = "hf:"
@@ -77,7 +77,7 @@ def load_hub(text: str, root: Path | str | None, seed: int) -> DataSource:
 
 
 def _load(name: str, root: Path | str | None, options: HubOptions) -> Mapping[str, Any]:
-    library = require("datasets", extra="data")
+    library = need("datasets", "reading the data", extra="data")
     places = [Path(name).expanduser(), *([Path(root) / name] if root is not None else [])]
     folder = next((place for place in places if place.is_dir()), None)
     try:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from sparsekit.errors import DataError
+from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import Arrays, cached_arrays, find_split_files, require
+from sparsekit_fl.problem.datasets.files import Arrays, cached_arrays, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
@@ -130,7 +131,7 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> Arrays:
     Raises:
         DataError: a column is missing, a file is damaged, or a picture has another size.
     """
-    parquet, pillow = require("pyarrow.parquet", extra="fl"), require("PIL.Image", extra="fl")
+    parquet, pillow = need("pyarrow.parquet", "reading the data", extra="fl"), need("PIL.Image", "reading the data", extra="fl")
     images, labels = [], []
     for path in files:
         try:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.errors import need
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import require
 from sparsekit_fl.problem.partition.base import Indices, Partition, check_clients, dealt, labelled_pools
 
 PREFIX = "flwr:"
@@ -31,7 +31,7 @@ def flower_partition(text: str, options: dict[str, Any]) -> Partition:
         InvalidValueError: it has no such option.
         MissingDependencyError: `flwr-datasets` is not installed.
     """
-    library = require("flwr_datasets.partitioner", extra="data")
+    library = need("flwr_datasets.partitioner", "the partition", extra="data")
     name = text.removeprefix(PREFIX)
     known = [found for found in library.__all__ if found != "Partitioner"]
     wanted = name if name in known else f"{name}Partitioner"
@@ -71,7 +71,7 @@ def _partition(
 
 
 def _deal(make: Callable[..., Any], options: dict[str, Any], labels: Indices, clients: int, seed: int) -> list[Indices]:
-    library = require("datasets", extra="data")
+    library = need("datasets", "the partition", extra="data")
     takes = inspect.signature(make).parameters
     given = {"num_partitions": clients, "partition_by": "label", "seed": seed}
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.report.comparison import TARGET, Comparison, slug
 from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.report.trials import Level

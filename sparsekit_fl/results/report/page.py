@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.report.comparison import Comparison
 from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.report.tables import Published

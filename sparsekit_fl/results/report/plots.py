@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.text import scale
 
 # Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.

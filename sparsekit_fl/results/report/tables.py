@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from sparsekit_fl.results.extra import need
+from sparsekit_fl.errors import need
 from sparsekit_fl.results.report.comparison import Comparison
 
 WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
