@@ -48,7 +48,7 @@ from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.problem.models.cnn import Cnn
 from sparsekit_fl.problem.models.vgg import Vgg
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 
 be_quiet()
 

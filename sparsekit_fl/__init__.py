@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
     from sparsekit_fl.results.records import load_result as load_result
-    from sparsekit_fl.results.rounds import RoundRecord as RoundRecord
+    from sparsekit_fl.results.scores import RoundRecord as RoundRecord
     from sparsekit_fl.results.records import RunResult as RunResult
     from sparsekit_fl.results.saved import load_model as load_model
     from sparsekit_fl.server.loop import run as run

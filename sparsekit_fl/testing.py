@@ -35,7 +35,7 @@ from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.server.loop import run
 
 

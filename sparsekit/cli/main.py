@@ -73,7 +73,7 @@ class _Commands(TyperGroup):
 def _meant(name: str, commands: Sequence[str]) -> str:
     """Advice for an unknown command: the one that runs the method of this name, or else the nearest command."""
     with contextlib.suppress(ImportError, InvalidValueError):  # without the extra `fl` there are no methods to run
-        hint = load_object("sparsekit_fl.cli.hints:method_hint")(name)
+        hint = load_object("sparsekit_fl.cli.listing:method_hint")(name)
         if hint:
             return str(hint)
     return nearest(name, commands)

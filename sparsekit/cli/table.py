@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Listed] = {
         "Cut a model down to a budget, and report what was cut.",
     ),
     "report": Listed(
-        "sparsekit_fl.cli.report:report",
+        "sparsekit_fl.cli.saved:report",
         "Draw the tables, figures and report.html of finished runs; nothing is trained.",
     ),
     "run": Listed(

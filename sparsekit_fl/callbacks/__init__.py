@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback as Callback
     from sparsekit_fl.callbacks.base import RunView as RunView
     from sparsekit_fl.callbacks.central import CentralTest as CentralTest
-    from sparsekit_fl.callbacks.mlflow import MLflow as MLflow
+    from sparsekit_fl.callbacks.displays import LiveProgress as LiveProgress
+    from sparsekit_fl.callbacks.displays import NotebookDisplay as NotebookDisplay
     from sparsekit_fl.callbacks.monitor import BestCheckpoint as BestCheckpoint
     from sparsekit_fl.callbacks.monitor import EarlyStopping as EarlyStopping
-    from sparsekit_fl.callbacks.notebook import NotebookDisplay as NotebookDisplay
-    from sparsekit_fl.callbacks.progress import LiveProgress as LiveProgress
-    from sparsekit_fl.callbacks.tensorboard import TensorBoard as TensorBoard
+    from sparsekit_fl.callbacks.trackers import MLflow as MLflow
+    from sparsekit_fl.callbacks.trackers import TensorBoard as TensorBoard
 
 loggers = Registry(
     "logger",
     {
         "best": "sparsekit_fl.callbacks.monitor:BestCheckpoint",
         "early-stopping": "sparsekit_fl.callbacks.monitor:EarlyStopping",
-        "mlflow": "sparsekit_fl.callbacks.mlflow:MLflow",
-        "tensorboard": "sparsekit_fl.callbacks.tensorboard:TensorBoard",
+        "mlflow": "sparsekit_fl.callbacks.trackers:MLflow",
+        "tensorboard": "sparsekit_fl.callbacks.trackers:TensorBoard",
     },
     group="sparsekit_fl.loggers",
 )

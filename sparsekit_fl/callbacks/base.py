@@ -15,8 +15,7 @@ from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results.scores import RoundRecord, RoundScores
 
 
 def _no_state() -> StateDict:

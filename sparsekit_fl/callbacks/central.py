@@ -11,7 +11,7 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.loop import Examples, evaluate
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.state.storage import write_atomically
 
 _FILE = "central.json"

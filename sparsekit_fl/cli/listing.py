@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from collections import Counter
@@ -28,6 +29,7 @@ from sparsekit_fl.options.given import plain_type
 if TYPE_CHECKING:
     from sparsekit.registry import Registry
     from sparsekit_fl.methods.settings import Setting
+
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
@@ -203,3 +205,27 @@ describe = command_app(
     _describe_name,
     examples=("sparsekit describe fedprox", "sparsekit describe cifar10", "sparsekit describe magnitude --json"),
 )
+
+
+_CLOSE = 0.8
+
+
+def method_hint(name: str) -> str | None:
+    """Say which command runs a method of this name, or of a name like it.
+
+    Args:
+        name: What was typed.
+
+    Returns:
+        For example `fedavg is a method; type: sparsekit run fedavg`; None where no method is meant.
+    """
+    from sparsekit_fl.methods import registry
+
+    if name in registry:
+        return f"{name} is a method; type: sparsekit run {name}"
+    turned = [known for known in registry if sorted(known) == sorted(name)]  # letters in another order
+    close = turned or difflib.get_close_matches(name, list(registry), n=1, cutoff=_CLOSE)
+    if not close:
+        return None
+    typed = close[0] if close[0] == "fedlps" else f"run {close[0]}"
+    return f"did you mean: sparsekit {typed}"

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.callbacks.progress import bar
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.callbacks.displays import bar
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.text import seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
             return
         done, rounds, accuracy = event["round"], event["rounds"], event["accuracy"]
         text = f"{label}, round {min(done + 1, rounds)}/{rounds}"
-        facts = {} if accuracy is None else {"facts": f"accuracy {share_text(accuracy)}"}
+        facts: dict[str, Any] = {} if accuracy is None else {"facts": f"accuracy {share_text(accuracy)}"}
         self._progress.update(self._running[label][0], description=escape(text), total=rounds, completed=done, **facts)
         self.tick()
 

@@ -25,7 +25,7 @@ _MOST_REASONS = 5
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.callbacks.central import CentralTest
-    from sparsekit_fl.callbacks.progress import LiveProgress
+    from sparsekit_fl.callbacks.displays import LiveProgress
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.results.state.storage import write_atomically

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from sparsekit_fl.processes import Children
-    from sparsekit_fl.results.rounds import RoundRecord
+    from sparsekit_fl.results.scores import RoundRecord
 
 _how = functools.partial(typer.Option, rich_help_panel="How values are chosen")
 _POLL_SECONDS = 0.25

@@ -16,8 +16,7 @@ from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.foreach import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.graph import is_finite
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.options.optimizers import optimizer_class
-from sparsekit_fl.options.schedule import factor
+from sparsekit_fl.options.training import factor, optimizer_class
 
 Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 """Changes the gradients of a step: leaf → gradient, of the leaves that have one."""

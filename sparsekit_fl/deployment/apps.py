@@ -24,7 +24,7 @@ from sparsekit_fl.engines.flower.nodes import Deployment, Nodes, described, intr
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.state.store import CarriedMemory, DeviceStore, MemoryStore
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app

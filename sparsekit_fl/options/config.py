@@ -12,8 +12,7 @@ from pydantic import Field
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share, choices
 from sparsekit_fl.options.given import HOW, SAFE, SERVER, TRAIN, WHAT, Option
-from sparsekit_fl.options.optimizers import optimizer_defaults
-from sparsekit_fl.options.schedule import Schedule, factor
+from sparsekit_fl.options.training import Schedule, factor, optimizer_defaults
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),

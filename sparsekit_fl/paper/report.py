@@ -14,9 +14,8 @@ from sparsekit_fl.paper.figures import missing_figures, paper_figures
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
 from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.results.report.figures import figures_of
-from sparsekit_fl.results.report.page import Part, page
 from sparsekit_fl.results.report.plots import Figure, draw
-from sparsekit_fl.results.report.tables import latex_table, markdown_table, published_rows
+from sparsekit_fl.results.report.tables import Part, latex_table, markdown_table, page, published_rows
 from sparsekit_fl.results.report.trials import collect
 from sparsekit_fl.results.state.storage import write_atomically
 

@@ -11,8 +11,7 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.errors import need
 from sparsekit_fl.results.part import Cost
-from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, headline, parts_of, value_of
+from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, RoundRecord, headline, parts_of, value_of
 
 _LINES = (
     ("personal", "mean", "personal models, mean", "#0072B2", "-"),

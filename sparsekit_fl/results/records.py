@@ -17,8 +17,7 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.frames import clients_frame, plot_rounds, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
-from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import FinalScores
+from sparsekit_fl.results.scores import FinalScores, RoundRecord
 from sparsekit_fl.results.state.storage import write_atomically
 
 _SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerprint", "stopped", "extended")

@@ -1,4 +1,4 @@
-"""Scores over clients: the mean, the mean weighted by examples, and the worst tenth, of every metric of a problem."""
+"""Scores over clients: the mean, the mean weighted by examples, and the worst tenth, of every metric; and RoundRecord."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import PlainValidator, computed_field, field_serializer
+from pydantic import Field, PlainValidator, computed_field, field_serializer
 
 from sparsekit_fl.client.messages import Evaluation, Scores
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results.part import Count, Number, Part, about
+from sparsekit_fl.results.part import Count, Failures, Number, Part, SavedCost, about
 
 Means = Mapping[str, Number]
 """Metric name → value over clients."""
@@ -212,3 +212,33 @@ class FinalScores(_OverClients):
     def metrics(self) -> Means:
         """Of what clients deploy: `personal`."""
         return self.personal
+
+
+class RoundRecord(Part):
+    """One round: a line of `rounds.jsonl`.
+
+    Args:
+        round: Counted from 1.
+        cohort: Ids of the sampled clients.
+        dropped: Id and reason of those whose work did not count.
+        loss: Training loss, mean over the valid updates weighted by examples.
+        accuracy: Training accuracy, likewise; None where the problem has none.
+        ratios: Client id → executed ratio.
+        capabilities: Client id → largest ratio that its device could train in this round.
+        cost: Cost of the run so far.
+        seconds: Simulated, of this round, with scoring; measured where rounds are asynchronous by the wall clock.
+        evaluation: Means over all clients or a sample, where this round was evaluated.
+        notes: What else a reader should know, such as a client whose memory was lost.
+    """
+
+    round: int = Field(ge=1)
+    cohort: tuple[Count, ...] = about("ids of the clients that were asked")
+    dropped: Failures = about("clients whose work did not count")
+    loss: float | None = about("of training, mean over the valid updates weighted by examples")
+    accuracy: float | None = about("of training, likewise")
+    ratios: Mapping[int, float] = about("client id → executed ratio, of those whose work counted")
+    cost: SavedCost = about("of the run so far")
+    seconds: float = about("simulated, of this round")
+    evaluation: RoundScores | None
+    notes: tuple[str, ...] = ()
+    capabilities: Mapping[int, float] = about("client id → largest ratio that its device could train", default={})

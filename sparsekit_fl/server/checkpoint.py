@@ -20,7 +20,7 @@ from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.part import plain
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.state.storage import FolderLock, write_atomically
 from sparsekit_fl.results.state.store import seal, unseal
 from sparsekit_fl.server.server import ServerState

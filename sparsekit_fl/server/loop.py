@@ -33,8 +33,7 @@ from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.environment import describe_environment
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import FinalScores, RoundScores
+from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
 from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.checkpoint import RunFolder, Saved, describe_run

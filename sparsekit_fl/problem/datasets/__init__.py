@@ -14,8 +14,8 @@ datasets = Registry(
         "cifar10": "sparsekit_fl.problem.datasets.images:cifar10",
         "cifar100": "sparsekit_fl.problem.datasets.images:cifar100",
         "tiny-imagenet": "sparsekit_fl.problem.datasets.images:tiny_imagenet",
-        "reddit": "sparsekit_fl.problem.datasets.reddit:load",
-        "shakespeare": "sparsekit_fl.problem.datasets.shakespeare:load",
+        "reddit": "sparsekit_fl.problem.datasets.text:reddit",
+        "shakespeare": "sparsekit_fl.problem.datasets.text:shakespeare",
     },
     group="sparsekit_fl.datasets",
 )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.data import TensorData, Transform
-from sparsekit_fl.problem.lazy import LazyData
+from sparsekit_fl.problem.data import LazyData, TensorData, Transform
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,9 +17,8 @@ from sparsekit.errors import DataError, UnknownNameError, nearest
 from sparsekit_fl.errors import need
 from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.values import parse_value
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import LazyData, TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.lazy import LazyData
 
 PREFIX = "hf:"
 # Pictures that together are smaller are decoded once; larger ones when a batch needs them.

@@ -1,9 +1,13 @@
-"""From words to chunks of token ids: the vocabulary and the cutting that the text data sets share."""
+"""Text data sets: words become chunks of token ids; users of Reddit and speakers of Shakespeare are natural clients."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +15,16 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.files import find_folder
 from sparsekit_fl.problem.metrics import IGNORED
 
 PADDING = 0
 UNKNOWN = 1
 _SPECIAL = ("<pad>", "<unk>")
+_VOCABULARY = 10_000
+_SPLITS = {"train": 0, "val": 1, "valid": 1, "test": 2}
+_MARKS = frozenset({"<PAD>", "<pad>"})
+_WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 
 Sentences = Sequence[Sequence[str]]
 """The texts of one natural client, in order of time, each a sequence of words."""
@@ -77,3 +86,112 @@ def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, 
         owner_names=tuple(names),
         never_right=(PADDING, UNKNOWN),
     )
+
+
+def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
+    """The texts of every user.
+
+    Args:
+        paths: JSON files with `users`, `num_samples` and `user_data → {x, y}`. A sample of `x` is a text, a list of words,
+            or a list of chunks of words; `y` may hold the next word, which is appended. A `y` that repeats the words of `x`
+            one place further, as LEAF's own `target_tokens` do, says nothing new. Padding is dropped.
+
+    Returns:
+        User → texts, in the order of the files.
+
+    Raises:
+        DataError: a file is not of this layout.
+    """
+    users: dict[str, list[list[str]]] = {}
+    for path in paths:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            for user in content["users"]:
+                data = content["user_data"][user]
+                answers = data.get("y") or [None] * len(data["x"])
+                if len(answers) != len(data["x"]):
+                    raise DataError(f"{path}: user {user!r} has {len(data['x'])} samples in x and {len(answers)} in y")
+                texts = users.setdefault(user, [])
+                for sample, answer in zip(data["x"], answers, strict=True):
+                    texts.extend(_texts(sample, answer, f"{path}, user {user!r}"))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}") from error
+    return users
+
+
+def _texts(sample: Any, answer: Any, what: str) -> list[list[str]]:
+    words = sample.split() if isinstance(sample, str) else sample
+    chunks = words if isinstance(words, list) and all(isinstance(chunk, list) for chunk in words) else [words]
+    if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
+        raise DataError(f"{what}: a sample of x must be a text, a list of words or a list of lists of words, not token ids")
+    if isinstance(answer, str) and chunks:
+        chunks = [*chunks[:-1], [*chunks[-1], answer]]
+    return [[word for word in chunk if word not in _MARKS] for chunk in chunks]
+
+
+def reddit(root: Path | str | None = None) -> DataSource:
+    """Comments by user, for next-word prediction in chunks of ten words, nine of them inputs.
+
+    Args:
+        root: Directory with `reddit/**/*.json` in the layout of LEAF; its folders `train`, `val` and `test` are read in this
+            order.
+
+    Returns:
+        Tokens int32 `(9,)`, vocabulary 10,000, users as owners.
+
+    Raises:
+        DataError: the files are not there or not of LEAF's layout.
+    """
+    layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
+    folder = _folder("reddit", root, layout)
+    paths = sorted(folder.rglob("*.json"), key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
+    if not paths:
+        raise DataError(f"{str(folder)!r} holds no JSON file; expected {layout}")
+    return token_source("reddit", read_leaf(paths), vocabulary=_VOCABULARY)
+
+
+def _folder(name: str, root: Path | str | None, layout: str, *aliases: str) -> Path:
+    if root is None:
+        raise DataError(f"{name!r} has no copy on the hub that can be fetched; pass --data-dir DIR with DIR/{layout}")
+    return find_folder(name, root, aliases=aliases, layout=layout)
+
+
+def speeches(text: str) -> dict[str, list[list[str]]]:
+    """Who says what.
+
+    Args:
+        text: Blocks separated by blank lines; the first line of a block is `SPEAKER:`.
+
+    Returns:
+        Speaker → speeches in order, each a list of lower-case words and punctuation marks.
+
+    Raises:
+        DataError: no block begins with a speaker.
+    """
+    spoken: dict[str, list[list[str]]] = {}
+    for block in re.split(r"\n\s*\n", text):
+        head, _, body = block.strip().partition("\n")
+        if head.endswith(":") and body:
+            spoken.setdefault(head[:-1], []).append(_WORD.findall(body.lower()))
+    if not spoken:
+        raise DataError("the text has no speaker: each speech must begin with a line 'SPEAKER:' and end with a blank line")
+    return spoken
+
+
+def shakespeare(root: Path | str | None = None) -> DataSource:
+    """The plays in one file of a million letters, for next-word prediction in chunks of ten words, nine of them inputs.
+
+    Args:
+        root: Directory with `shakespeare/input.txt` or `tinyshakespeare/input.txt`.
+
+    Returns:
+        Tokens int32 `(9,)`, vocabulary 10,000, speakers as owners.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
+    path = _folder("shakespeare", root, layout, "tinyshakespeare") / "input.txt"
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} does not exist; expected {layout}")
+    return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)

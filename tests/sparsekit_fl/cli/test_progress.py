@@ -11,13 +11,12 @@ from rich.console import Console
 from saved_results import result
 
 from sparsekit_fl.callbacks.base import RunView
-from sparsekit_fl.callbacks.progress import LiveProgress
+from sparsekit_fl.callbacks.displays import LiveProgress
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.report.trials import Trial
-from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results.scores import RoundRecord, RoundScores
 
 CONFIG = RunConfig(rounds=2, cohort=2)
 SCORES = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)

@@ -19,7 +19,7 @@ from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, f
 from sparsekit_fl.client.optimizer import SgdStep
 from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.augment import Augmentations, Crop, Erase, Flip, Noise, make_augment
-from sparsekit_fl.problem.lazy import LazyData
+from sparsekit_fl.problem.data import LazyData
 from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 

@@ -8,8 +8,7 @@ import torch
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.optimizer import TorchStep, check_training, make_step
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.options.optimizers import optimizer_names
-from sparsekit_fl.options.schedule import factor
+from sparsekit_fl.options.training import factor, optimizer_names
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD"])

@@ -22,7 +22,7 @@ from sparsekit_fl import policies
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.errors import StorageError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from sparsekit.cli.main import execute
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
+from sparsekit_fl.problem.data import LazyData
 from sparsekit_fl.problem.datasets import hub
 from sparsekit_fl.problem.datasets.hub import load_hub
-from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.partition.flower import flower_partition
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed; pip install 'sparsekit-torch[data]'")

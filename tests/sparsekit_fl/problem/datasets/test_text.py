@@ -8,9 +8,7 @@ import pytest
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.datasets import datasets
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.reddit import read_leaf
-from sparsekit_fl.problem.datasets.shakespeare import speeches
-from sparsekit_fl.problem.datasets.text import token_source, vocabulary_of
+from sparsekit_fl.problem.datasets.text import read_leaf, speeches, token_source, vocabulary_of
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.testing import DatasetContract
 
