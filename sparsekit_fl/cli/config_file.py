@@ -6,30 +6,17 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.results.read import flat
 
 MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
 
 Known = Mapping[str, tuple[str, Any]]
 """Path → name and annotation of the options of a run; the name of an option with a flag stands for its path."""
-
-
-class File(NamedTuple):
-    """What a file says.
-
-    Args:
-        methods: The methods that it names.
-        given: Option → value; None where it says "none".
-        rest: Path → value of the options of the partition and of the method.
-    """
-
-    methods: list[str]
-    given: dict[str, Any]
-    rest: dict[str, str]
 
 
 def by_path(values: Mapping[str, Any], known: Known, *, where: str = "--set") -> tuple[dict[str, Any], dict[str, str]]:
@@ -63,13 +50,16 @@ def by_path(values: Mapping[str, Any], known: Known, *, where: str = "--set") ->
     return given, rest
 
 
-def read_file(path: Path, known: Known) -> File:
+def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict[str, str]]:
     """Read options from a file.
 
     Args:
         path: A TOML file: `method` and the options by their names with underscores or hyphens, those of training also in a
             table `[training]`, and any by path in a table `[set]`, or in tables of their own there; "none" is none.
         known: Path → name and annotation of the options of a run.
+
+    Returns:
+        The methods that it names, and what `by_path` returns.
 
     Raises:
         InvalidValueError: the file cannot be read, is not TOML, or has a value of the wrong kind.
@@ -90,20 +80,12 @@ def read_file(path: Path, known: Known) -> File:
     known = {name: (name, hint) for name, hint in known.values()} | dict(known)
     offered = [name for name in known if name not in MOMENTARY]
     found = {}
-    for place, value in _flat(raw).items():
+    for place, value in flat(raw).items():
         option = place.removeprefix("set.") if place.startswith("set.") else place.replace("-", "_")
         if not place.startswith("set.") and option not in offered:
             raise UnknownNameError(f"unknown option {place!r} in {path}; {nearest(option, [*offered, 'method', 'set'])}")
         found[option] = value
-    return File(methods, *by_path(found, known, where=str(path)))
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        path = f"{prefix}{name}"
-        found.update(_flat(value, f"{path}.") if isinstance(value, dict) else {path: value})
-    return found
+    return methods, *by_path(found, known, where=str(path))
 
 
 def text_of(value: Any) -> str:

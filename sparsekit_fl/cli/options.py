@@ -281,14 +281,14 @@ def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command
     given |= by_set
     path: Path | None = given.get("config") or _file_of(given)
     if path is not None:
-        file = read_file(path, known)
-        given, rest = file.given | given, file.rest | rest
+        methods, filed, more = read_file(path, known)
+        given, rest = filed | given, more | rest
         if "methods" in own:
-            own["methods"] = own["methods"] or file.methods
-        elif "method" in own and len(file.methods) < 2:
-            own["method"] = own["method"] or next(iter(file.methods), None)
-        elif file.methods not in ([], [command]):
-            raise InvalidValueError(f"{path} is for method {file.methods[0]!r}; use `sparsekit run` or `compare` for it")
+            own["methods"] = own["methods"] or methods
+        elif "method" in own and len(methods) < 2:
+            own["method"] = own["method"] or next(iter(methods), None)
+        elif methods not in ([], [command]):
+            raise InvalidValueError(f"{path} is for method {methods[0]!r}; use `sparsekit run` or `compare` for it")
     return RunOptions(**given, **_as_set(rest))
 
 

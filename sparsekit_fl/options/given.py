@@ -122,6 +122,3 @@ class Given:
 
     def __hash__(self) -> int:
         return hash((type(self), tuple(sorted(vars(self).items(), key=lambda item: item[0]))))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

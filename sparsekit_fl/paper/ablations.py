@@ -9,9 +9,9 @@ variant reports both, and `ratio` gives all clients the same. `whole` says which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
@@ -48,40 +48,27 @@ def flst(ratio: float = 0.5, whole: Whole = "fedlps") -> Method:
     return replace(_ablation("flst", whole), ratio=Constant(ratio), note=f"Its ratio is {ratio:g}, whatever a client can do.")
 
 
-def rcr_fix(whole: Whole = "fedlps") -> Method:
-    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once.
+def _replaced(name: str, about: str, **parts: Any) -> Callable[..., Method]:
+    def make(whole: Whole = "fedlps") -> Method:
+        return replace(_ablation(name, whole), **parts)
 
-    Args:
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return replace(_ablation("rcr-fix", whole), ratio=ByCapability(), capability="fixed", note=_FIX)
-
-
-def rcr_dyn(whole: Whole = "fedlps") -> Method:
-    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn anew in every round.
-
-    Args:
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return replace(_ablation("rcr-dyn", whole), ratio=ByCapability(), capability="dynamic", note=_DYN)
+    make.__name__ = name.replace("-", "_")
+    make.__doc__ = f"{about}\n\nArgs:\n    whole: What the part is taken from: fedlps or fedlps-own.\n"
+    return make
 
 
-def p_ucbv_fix(whole: Whole = "fedlps") -> Method:
-    """P-UCBV-Fix: FedLPS where capabilities are drawn once.
-
-    Args:
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return replace(_ablation("p-ucbv-fix", whole), capability="fixed", note=_FIX)
-
-
-def p_ucbv_dyn(whole: Whole = "fedlps") -> Method:
-    """P-UCBV-Dyn: FedLPS where capabilities are drawn anew in every round.
-
-    Args:
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return replace(_ablation("p-ucbv-dyn", whole), capability="dynamic", note=_DYN)
+rcr_fix = _replaced(
+    "rcr-fix", "RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once.",
+    ratio=ByCapability(), capability="fixed", note=_FIX,
+)  # fmt: skip
+rcr_dyn = _replaced(
+    "rcr-dyn", "RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn anew in every round.",
+    ratio=ByCapability(), capability="dynamic", note=_DYN,
+)  # fmt: skip
+p_ucbv_fix = _replaced("p-ucbv-fix", "P-UCBV-Fix: FedLPS where capabilities are drawn once.", capability="fixed", note=_FIX)
+p_ucbv_dyn = _replaced(
+    "p-ucbv-dyn", "P-UCBV-Dyn: FedLPS where capabilities are drawn anew in every round.", capability="dynamic", note=_DYN
+)
 
 
 @dataclass(frozen=True)
@@ -119,43 +106,23 @@ class MeanProximalSgd(LocalPolicy):
         return replace(result, metrics={**result.metrics, **metrics})
 
 
-def _epochs_factor(method: Method) -> float:
-    return method.local.epochs_factor if isinstance(method.local, LearnableSgd) else 1.0
+def _pattern(name: str, about: str, criterion: Criterion) -> Callable[..., Method]:
+    def make(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
+        found = _ablation(name, whole)
+        factor = found.local.epochs_factor if isinstance(found.local, LearnableSgd) else 1.0
+        chosen = found.ratio if ratio is None else Constant(ratio)
+        return replace(found, ratio=chosen, mask=UnitCriterion(criterion), local=MeanProximalSgd(epochs_factor=factor))
 
-
-def _with_criterion(name: str, criterion: Criterion, ratio: float | None, whole: Whole) -> Method:
-    found = _ablation(name, whole)
-    chosen = found.ratio if ratio is None else Constant(ratio)
-    return replace(
-        found, ratio=chosen, mask=UnitCriterion(criterion), local=MeanProximalSgd(epochs_factor=_epochs_factor(found))
+    make.__name__ = name.replace("-", "_")
+    make.__doc__ = (
+        f"{about}\n\nArgs:\n    ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.\n"
+        "    whole: What the part is taken from: fedlps or fedlps-own.\n"
     )
+    return make
 
 
-def fedlps_random(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
-    """FedLPS with units drawn at random, anew for each client and round.
-
-    Args:
-        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return _with_criterion("fedlps-random", Random(), ratio, whole)
-
-
-def fedlps_ordered(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
-    """FedLPS with the first units of every layer.
-
-    Args:
-        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return _with_criterion("fedlps-ordered", Ordered(), ratio, whole)
-
-
-def fedlps_magnitude(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
-    """FedLPS with the units of largest absolute weights in the global model.
-
-    Args:
-        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
-        whole: What the part is taken from: fedlps or fedlps-own.
-    """
-    return _with_criterion("fedlps-magnitude", Magnitude(), ratio, whole)
+fedlps_random = _pattern("fedlps-random", "FedLPS with units drawn at random, anew for each client and round.", Random())
+fedlps_ordered = _pattern("fedlps-ordered", "FedLPS with the first units of every layer.", Ordered())
+fedlps_magnitude = _pattern(
+    "fedlps-magnitude", "FedLPS with the units of largest absolute weights in the global model.", Magnitude()
+)
