@@ -46,8 +46,7 @@ from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Cnn, Vgg
 from sparsekit_fl.results.scores import RoundRecord
 
 be_quiet()

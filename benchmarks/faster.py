@@ -68,7 +68,7 @@ def _llama() -> nn.Module:
 
 
 def _lstm() -> nn.Module:
-    from sparsekit_fl.problem.models.lstm import NextWordLstm
+    from sparsekit_fl.problem.models.networks import NextWordLstm
 
     return NextWordLstm()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sparsekit as sk
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Vgg
 
 __all__ = ["vgg11", "vgg13"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Vgg
 
 __all__ = ["NETS", "DenseNet121", "ResNet50", "VisionTransformer", "convolutions", "mobilenet_v2", "vgg16"]
 

@@ -39,9 +39,7 @@ from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import learning, pull_to_received
 from sparsekit_fl.policies.local import local_step, trained_leaves
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 
 LR = 1e-3
 

@@ -69,11 +69,11 @@ COMMANDS: Mapping[str, Listed] = {
 }
 
 MODELS: Mapping[str, str] = {
-    "cnn": "sparsekit_fl.problem.models.cnn:spec.demo",
-    "lstm": "sparsekit_fl.problem.models.lstm:spec.demo",
-    "vgg11": "sparsekit_fl.problem.models.vgg:vgg11_spec.demo",
-    "vgg13": "sparsekit_fl.problem.models.vgg:vgg13_spec.demo",
-    "vgg16": "sparsekit_fl.problem.models.vgg:vgg16_spec.demo",
+    "cnn": "sparsekit_fl.problem.models.networks:cnn_spec.demo",
+    "lstm": "sparsekit_fl.problem.models.networks:lstm_spec.demo",
+    "vgg11": "sparsekit_fl.problem.models.networks:vgg11_spec.demo",
+    "vgg13": "sparsekit_fl.problem.models.networks:vgg13_spec.demo",
+    "vgg16": "sparsekit_fl.problem.models.networks:vgg16_spec.demo",
 }
 
 DATA: Mapping[str, str] = {

@@ -9,11 +9,11 @@ __all__ = ["models"]
 models = Registry(
     "model",
     {
-        "cnn": "sparsekit_fl.problem.models.cnn:spec",
-        "vgg11": "sparsekit_fl.problem.models.vgg:vgg11_spec",
-        "vgg13": "sparsekit_fl.problem.models.vgg:vgg13_spec",
-        "vgg16": "sparsekit_fl.problem.models.vgg:vgg16_spec",
-        "lstm": "sparsekit_fl.problem.models.lstm:spec",
+        "cnn": "sparsekit_fl.problem.models.networks:cnn_spec",
+        "vgg11": "sparsekit_fl.problem.models.networks:vgg11_spec",
+        "vgg13": "sparsekit_fl.problem.models.networks:vgg13_spec",
+        "vgg16": "sparsekit_fl.problem.models.networks:vgg16_spec",
+        "lstm": "sparsekit_fl.problem.models.networks:lstm_spec",
     },
     group="sparsekit_fl.models",
 )

@@ -23,7 +23,7 @@ from sparsekit_fl.policies.local import Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.networks import NextWordLstm
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import EngineContract, StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem

@@ -18,9 +18,7 @@ from sparsekit_fl.methods import depthfl, fedavg
 from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.policies.exits import place_exits
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import vgg11
+from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import tiny_clients, tiny_config
 

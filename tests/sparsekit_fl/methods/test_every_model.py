@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 
 NAMES = ("efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl")
 

@@ -20,7 +20,7 @@ from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.models.vgg import Vgg
+from sparsekit_fl.problem.models.networks import Vgg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run

@@ -10,9 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, ModelSpec, factory_spec
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import Vgg, vgg11
+from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg, vgg11
 
 
 def count(model: nn.Module) -> int:

@@ -1,11 +1,82 @@
-"""VGG11, VGG13 and VGG16 for small pictures: batch norm with running statistics, one linear classifier."""
+"""The networks that federated papers train: a small CNN for MNIST, VGGs for small pictures, an LSTM for the next word."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.problem.models.base import ModelSpec
+
+
+class Cnn(nn.Module):
+    """conv 5×5 (10) – pool – ReLU – conv 5×5 (20) – pool – ReLU – 50 – classes; 21,840 parameters on MNIST.
+
+    Args:
+        classes: Outputs.
+        channels: Number of channels of the images.
+        size: Height and width of the images, at least 16 each.
+
+    Raises:
+        InvalidValueError: the images are too small for two convolutions and two pools.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), after the PyTorch MNIST example, without its dropout.
+    """
+
+    def __init__(self, classes: int = 10, channels: int = 1, size: tuple[int, int] = (28, 28)) -> None:
+        super().__init__()
+        height, width = (((side - 4) // 2 - 4) // 2 for side in size)
+        if min(size) < 16:
+            raise InvalidValueError(f"size must be at least (16, 16), got {tuple(size)}; resize the images")
+        self.conv1 = nn.Conv2d(channels, 10, 5)
+        self.conv2 = nn.Conv2d(10, 20, 5)
+        self.fc1 = nn.Linear(20 * height * width, 50)
+        self.fc2 = nn.Linear(50, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """float `(N, channels, *size)` → logits `(N, classes)`."""
+        hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
+        hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        hidden = F.relu(self.fc1(hidden.flatten(1)))
+        logits: Tensor = self.fc2(hidden)
+        return logits
+
+
+cnn_spec = ModelSpec(name="cnn", build=Cnn, kind="image", minimum=28, example=(1, 28, 28), classes=10, channels_last=True)
+
+
+class NextWordLstm(nn.Module):
+    """embedding – LSTM 256 – LSTM back to the embedding's width – the embedding again, as decoder, plus a bias.
+
+    2,845,392 parameters at a vocabulary of 10,000. The tied matrix is one entry of the state dict, so it travels once.
+
+    Args:
+        vocabulary: Token ids are in [0, vocabulary).
+        width: Width of the embedding and of the second LSTM.
+        hidden: Width of the first LSTM.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
+    """
+
+    def __init__(self, vocabulary: int = 10_000, width: int = 200, hidden: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm1 = nn.LSTM(width, hidden, batch_first=True)
+        self.lstm2 = nn.LSTM(hidden, width, batch_first=True)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        # The default, N(0, 1), is far too large for a matrix that also decodes.
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 `(N, T)` → logits of the next tokens `(N, T, vocabulary)`."""
+        hidden, _ = self.lstm1(self.embedding(tokens))
+        hidden, _ = self.lstm2(hidden)
+        return F.linear(hidden, self.embedding.weight, self.bias)
+
+
+lstm_spec = ModelSpec(name="lstm", build=NextWordLstm, kind="tokens", example=(9,), classes=10_000)
+
 
 _POOL = 0
 _LAYERS = {
