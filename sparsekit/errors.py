@@ -95,12 +95,13 @@ def install_hint(extra: str) -> str:
     return f'pip install "{DISTRIBUTION}[{extra}]", or in a checkout pip install -e ".[{extra}]"'
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
     """A sentence that lists what is known and, if there is one, the nearest name.
 
     Args:
         name: What was asked for.
         known: The names that exist.
+        most: Names to list at most, so that a message stays readable; None lists all.
 
     Returns:
         For example `did you mean 'vgg11'? known: cnn, lstm, vgg11`.
@@ -109,4 +110,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     turned = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
     close = turned or difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(names) if names else 'none'}"
+    rest = f" and {len(names) - most} more" if most is not None and len(names) > most else ""
+    return f"{hint}known: {', '.join(names[:most]) if names else 'none'}{rest}"

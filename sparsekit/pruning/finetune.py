@@ -63,10 +63,6 @@ class FineTuned:
     best_epoch: int
 
 
-def _default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
-
-
 def finetune(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -132,8 +128,10 @@ def finetune(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidValueError(f"no parameter of {type(model).__name__} requires gradients; call model.requires_grad_(True)")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = (optimizer or _default_optimizer)(parameters)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
     kind = parameters[0].device.type
     run = _Run(
         model=model,

@@ -128,7 +128,9 @@ def prune(
         _check_devices(model, inputs)
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
     wanted = None if budget is None else Budget.of(budget)
-    multiples = multiple_of if multiple_of != "auto" else Liked(_best_multiple(model))
+    weight = next((entry for entry in model.parameters() if entry.is_floating_point()), None)
+    liked = 1 if weight is None or multiple_of != "auto" else best_multiple(weight.device, weight.dtype)
+    multiples = multiple_of if multiple_of != "auto" else Liked(liked)
     check_multiples(multiples)
     depth, width_limits = read_depth(model, limits or {})
     if graph is None:
@@ -229,11 +231,6 @@ def _report(
         denormals=denormals,
         unrounded=steps.unrounded if start.model is steps.dense else {},
     )
-
-
-def _best_multiple(model: nn.Module) -> int:
-    weight = next((entry for entry in model.parameters() if entry.is_floating_point()), None)
-    return 1 if weight is None else best_multiple(weight.device, weight.dtype)
 
 
 def _check_devices(model: nn.Module, call: ModelInputs) -> None:

@@ -98,18 +98,9 @@ def _matching(pattern: str, names: set[str]) -> set[str]:
     if not found:
         raise UnknownNameError(
             f"{pattern!r} selects nothing: no group or module has that name, and none is matched by it as a whole;"
-            f" {_shortlist(pattern, names)}"
+            f" {nearest(pattern, names, most=20)}"
         )
     return found
-
-
-def _shortlist(name: str, known: set[str]) -> str:
-    """The nearest names; of many only those, so that the message stays readable."""
-    told = nearest(name, known)
-    if len(known) <= 20:
-        return told
-    hint, _, _ = told.partition("known: ")
-    return f"{hint}known: {', '.join(sorted(known)[:20])} and {len(known) - 20} more"
 
 
 def read_limits(

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsekit.graph.index import wide
+
 
 @dataclass(frozen=True, eq=False)
 class NormCall:
@@ -53,11 +55,6 @@ def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return None
 
 
-def _working(x: Tensor) -> Tensor:
-    """Norms compute in float32 at least, as torch's own kernels do."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _result_dtype(x: Tensor) -> torch.dtype:
     """Norms are among the functions that autocast runs in float32 on accelerators, and as they come on the CPU."""
     kind = x.device.type
@@ -73,7 +70,7 @@ def _norm(
     dims = tuple(range(first, x.dim()))
 
     def over(dim: int, kept: Tensor) -> Tensor:
-        values = _working(x)
+        values = wide(x)  # in float32 at least, as torch's own kernels do
         if centre:
             values = values - values.index_select(dim, kept).mean(dims, keepdim=True)
         small = torch.finfo(values.dtype).eps if eps is None else eps

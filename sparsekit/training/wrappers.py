@@ -102,16 +102,12 @@ def _meet(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:  # n
         for part in module.modules():
             if isinstance(part, tuple(_kinds)):
                 if isinstance(wrapper, AveragedModel):
-                    _refuse_average()
-                else:
-                    _join(wrapper, part)
-
-
-def _refuse_average() -> None:
-    raise UnsupportedModelError(
-        "AveragedModel averages by place, where a learnable mask holds other units after every change of its mask; use"
-        " average = sparsekit.MovingAverage(masked), average.update() after each step and average.compact() at the end"
-    )
+                    raise UnsupportedModelError(
+                        "AveragedModel averages by place, where a learnable mask holds other units after every change of its"
+                        " mask; use average = sparsekit.MovingAverage(masked), average.update() after each step and"
+                        " average.compact() at the end"
+                    )
+                _join(wrapper, part)
 
 
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:

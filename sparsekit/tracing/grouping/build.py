@@ -198,7 +198,12 @@ class _Builder:
             module = _owner(self.axes[self.axis_of[nodes[0]]][0])
             for cause, number in Counter(self.cause[fresh].tolist()).items():
                 counts[module, cause] = counts.get((module, cause), 0) + number
-        return tuple((_as_fixed(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())
+        found = []
+        for (module, number), size in counts.items():
+            cause = self.causes[number]
+            where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
+            found.append((FixedUnits(module, size, f"{cause.reason}{where}"), cause))
+        return tuple(found)
 
 
 def _owner(entry: Entry) -> str:
@@ -212,11 +217,6 @@ def _owner(entry: Entry) -> str:
 def _rank(cause: Cause) -> int:
     """Of several causes the highest is told."""
     return 2 if cause is OUTPUT else 0 if cause.quiet else 1
-
-
-def _as_fixed(module: str, size: int, cause: Cause) -> FixedUnits:
-    where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
-    return FixedUnits(module, size, f"{cause.reason}{where}")
 
 
 def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
