@@ -160,7 +160,6 @@ class SavedState:
     Args:
         shapes: State-dict key → dense shape.
         leaves: The parameters whose state is saved.
-        entering: What units find that enter for the first time; where not given, what a fresh optimiser starts from.
         unclaimed: Copies of an earlier run, for optimisers that take them with `claim`.
     """
 
@@ -168,12 +167,10 @@ class SavedState:
         self,
         shapes: Mapping[str, torch.Size],
         leaves: Sequence[Tensor],
-        entering: Mapping[str, StateDict] | None = None,
         unclaimed: Mapping[str, StateDict] | None = None,
     ) -> None:
         self._shapes = shapes
         self._leaves = leaves
-        self._entering = entering or {}
         self._unclaimed = unclaimed or {}
         self._dense: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
         self._copies: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
@@ -187,9 +184,6 @@ class SavedState:
             name: The kind, such as `momentum_buffer`.
             like: Says device and dtype of a copy that is made now.
             weights: Returns the dense weights of the entry, where units start that enter state of this kind.
-
-        Raises:
-            ForeignMaskError: the entering state has another shape than the dense model.
         """
         copies = self._dense.setdefault(owner, {})
         if (key, name) not in copies:
@@ -204,21 +198,12 @@ class SavedState:
         return known[name]
 
     def _start(self, owner: HasState, key: str, name: str, like: Tensor, weights: Callable[[], Tensor]) -> Tensor:
-        shape = state_shape(name, self._shapes[key])
-        given = self._entering.get(key, {}).get(name)
-        if given is not None:
-            if given.shape != shape:
-                raise ForeignMaskError(
-                    f"entering state {name!r} of {key!r} has shape {tuple(given.shape)}, the dense model has {tuple(shape)};"
-                    " pass what an earlier remap_optimizer returned"
-                )
-            return given.detach().clone()
         origin: Callable[[str], Tensor] | None = getattr(owner, "origin", None)
         if origin is not None:
             return origin(key)
         if self._holds_weights(owner, name):
             return weights().detach().clone()
-        return like.new_full(shape, first_value(owner, name))
+        return like.new_full(state_shape(name, self._shapes[key]), first_value(owner, name))
 
     def claim(self, owner: HasState, leaves: Mapping[str, Tensor], narrow: Narrow) -> None:
         """Give `owner` the unclaimed copies of the state that it has for `leaves`, state-dict key → leaf.
@@ -321,7 +306,7 @@ def remap_optimizer(
         raise InvalidValueError(
             f"the optimiser steps no parameter of the old {type(old).__name__}; pass the model that it was made for"
         )
-    saved = SavedState(graph.shapes, ours, entering)
+    saved = SavedState(graph.shapes, ours)
     found: dict[nn.Parameter, dict[str, Any]] = {}
     remembered: OptimizerState = {}
     for parameter in ours:  # all is computed before anything is changed
@@ -336,7 +321,14 @@ def remap_optimizer(
         state = found[parameter] = dict(optimizer.state[parameter])
         weights = functools.partial(_expanded, successor.detach(), graph.shapes[name], after[name])
         for kind, value in state_of_shape(optimizer, parameter):
-            dense = scatter_(value.detach(), saved.dense(optimizer, name, kind, value, weights), before[name])
+            start = (entering or {}).get(name, {}).get(kind)
+            if start is not None and start.shape != graph.shapes[name]:
+                raise ForeignMaskError(
+                    f"entering state {kind!r} of {name!r} has shape {tuple(start.shape)}, the dense model has"
+                    f" {tuple(graph.shapes[name])}; pass what an earlier remap_optimizer returned"
+                )
+            start = saved.dense(optimizer, name, kind, value, weights) if start is None else start.detach().to(value, copy=True)
+            dense = scatter_(value.detach(), start, before[name])
             narrow = gather(dense, after[name])
             state[kind] = (narrow.clone() if narrow is dense else narrow).to(successor.device)
             remembered.setdefault(name, {})[kind] = dense
