@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sparsekit.layers import LayerRule as LayerRule
     from sparsekit.measure.budget import Budget as Budget, BudgetError as BudgetError
     from sparsekit.measure.cost import Cost as Cost, count_cost as count_cost
-    from sparsekit.measure.model import cost_model as cost_model
+    from sparsekit.measure.cost import cost_model as cost_model
     from sparsekit.pruning.prune import prune as prune
     from sparsekit.pruning.report import PruneReport as PruneReport
     from sparsekit.pruning.result import Pruned as Pruned

@@ -94,7 +94,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 
 # Searches on Optuna, which nobody needs for asking and telling; they are imported by name only.
-BANDIT_EXTRAS = ("sparsekit.bandit.axes", "sparsekit.bandit.optuna", "sparsekit.bandit.study", "sparsekit.bandit.trials")
+BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.study", "sparsekit.bandit.trials")
 
 REGISTRIES = {
     "sparsekit/criteria": (
@@ -108,7 +108,7 @@ REGISTRIES = {
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
-        {"arms", "axes", "base", "field", "logged", "make", "optuna",
+        {"base", "field", "logged", "make", "optuna",
          "study", "tree", "trials"},
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm, ArmBandit, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, check_number
+from sparsekit.bandit.logged import Arm, ArmBandit, hold, may_split
 from sparsekit.errors import InvalidValueError
 
 

@@ -7,10 +7,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Box, BoxPull, Drop, Interval, Pull, check_number
 from sparsekit.bandit.field import Field
-from sparsekit.bandit.logged import LoggedBandit, Trial
+from sparsekit.bandit.logged import Arm, LoggedBandit, Trial
 from sparsekit.errors import InvalidValueError
 
 # A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.

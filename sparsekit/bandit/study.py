@@ -12,10 +12,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from sparsekit.bandit.axes import Axis, rounded, text_of
 from sparsekit.bandit.make import registry
 from sparsekit.bandit.optuna import BanditSampler
-from sparsekit.bandit.trials import Ended, Score, Workers
+from sparsekit.bandit.trials import Axis, Ended, Score, Workers, rounded, text_of
 from sparsekit.errors import InvalidValueError, MissingDependencyError, UnknownNameError, install_hint, nearest
 
 try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
-from sparsekit.measure.cost import Cost, CostModel, CostTerm, count_cost, trace_cost
-from sparsekit.measure.model import cost_model
+from sparsekit.measure.cost import Cost, CostModel, CostTerm, cost_model, count_cost, trace_cost
 
 __all__ = [
     "Budget",

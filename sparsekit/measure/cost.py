@@ -1,4 +1,4 @@
-"""Cost, count_cost(), trace_cost(): FLOPs, parameters and bytes of a model under a mask.
+"""Cost, CostModel, count_cost(), cost_model(): what a model costs under a mask, and at widths that change step by step.
 
 One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model executes: convolutions and matrix products, as
 `torch.utils.flop_counter` counts them.
@@ -7,25 +7,110 @@ One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model ex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, TraceError
+from sparsekit.errors import InvalidValueError, TraceError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.layers import LayerRule
 from sparsekit.measure.activations import Lengths, measure_shrinkage
+from sparsekit.measure.budget import METRICS
 from sparsekit.measure.flops import entry_keys, record_pass
+from sparsekit.measure.latency import measure_table
+from sparsekit.measure.memory import measure_memory
 from sparsekit.measure.shapes import Array, Axes, Volumes
-from sparsekit.measure.tracker import CostTracker, Meter
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import find_tensors, map_tensors
+
+
+class Meter(Protocol):
+    """A cost that is no sum over the weights, such as the peak of the memory."""
+
+    def at(self, counts: Mapping[str, int]) -> float:
+        """The cost where the groups keep `counts` units."""
+        ...
+
+    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
+        """How far it leads towards `limit` if each of `groups` keeps `count` units: 0 if it does not help."""
+        ...
+
+
+class CostTracker:
+    """Costs at widths that change step by step, by arithmetic on the tensors that a step touches."""
+
+    def __init__(
+        self,
+        volumes: Volumes,
+        factors: Mapping[str, Array],
+        counts: Mapping[str, int],
+        metrics: Sequence[str],
+        meters: Mapping[str, Meter],
+    ) -> None:
+        """Start at `counts`.
+
+        Args:
+            volumes: The tensors that costs are sums over.
+            factors: Metric → float (tensors,), what an entry of each costs.
+            counts: Group name → units kept, for every group.
+            metrics: What is tracked.
+            meters: Metric → meter, for the others.
+        """
+        self.counts = dict(counts)
+        self._meters = {name: meter for name, meter in meters.items() if name in metrics}
+        self._metrics = tuple(name for name in metrics if name not in self._meters)
+        self._volumes = volumes
+        self._factors = np.array([factors[name] for name in self._metrics]).reshape(len(self._metrics), volumes.count)
+        self._lengths = volumes.lengths(counts)
+        self._entries = volumes.entries(self._lengths)
+        self._totals = self._factors @ self._entries
+        self._own: dict[tuple[str, ...], Array] = {}
+
+    def _change(self, groups: Sequence[str], count: int) -> tuple[Array, tuple[Any, Array, Array]]:
+        """What a step adds to each metric; the tensors that it touches, their lengths and entries after it."""
+        key = tuple(groups)
+        step = rows, _, entries = self._volumes.step(key, count - self.counts[key[0]], self._lengths)
+        if key not in self._own:
+            self._own[key] = self._factors[:, rows]
+        return self._own[key] @ (entries - self._entries[rows]), step
+
+    def totals(self) -> dict[str, float]:
+        """Metric → cost at the present widths."""
+        found = dict(zip(self._metrics, self._totals.tolist()))
+        return found | {name: meter.at(self.counts) for name, meter in self._meters.items()}
+
+    def change(self, groups: Sequence[str], count: int) -> dict[str, float]:
+        """Metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count` units."""
+        found = dict(zip(self._metrics, self._change(groups, count)[0].tolist()))
+        after = {**self.counts, **dict.fromkeys(groups, count)}
+        return found | {name: meter.at(after) - meter.at(self.counts) for name, meter in self._meters.items()}
+
+    def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
+        """What the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
+        total = 0.0
+        if self._metrics:
+            changes = zip(self._metrics, self._totals.tolist(), self._change(groups, count)[0].tolist())
+            total -= sum(
+                change / max(limits[name], 1e-300) for name, cost, change in changes if cost > limits.get(name, float("inf"))
+            )
+        for name, meter in self._meters.items():
+            if name in limits:
+                total += meter.gain(self.counts, groups, count, limits[name]) / max(limits[name], 1e-300)
+        return total
+
+    def move(self, groups: Sequence[str], count: int) -> None:
+        """Let each of `groups` keep `count` units from now on."""
+        change, (rows, lengths, entries) = self._change(groups, count)
+        self._totals = self._totals + change
+        self._lengths[rows], self._entries[rows] = lengths, entries
+        self.counts.update(dict.fromkeys(groups, count))
 
 
 @dataclass(frozen=True)
@@ -327,3 +412,43 @@ def count_cost(
     if mask is not None:
         mask.check(graph)
     return trace_cost(model, *example_inputs, graph=graph, **example_kwargs).cost(mask)
+
+
+def cost_model(
+    model: nn.Module,
+    *example_inputs: Any,
+    graph: UnitGraph,
+    metrics: Iterable[str] = (),
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    **example_kwargs: Any,
+) -> CostModel:
+    """Measure once what numbers of units cost; asking for costs is arithmetic from then on.
+
+    FLOPs, parameters and bytes are exact and always there. The others take passes of the model and must be asked for.
+
+    Args:
+        model: The dense model; not changed.
+        *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
+        graph: Its units.
+        metrics: What is needed, such as `budget.metrics`.
+        rules: Rules for layers of your own, as given to `trace_units`.
+        **example_kwargs: Keyword inputs.
+
+    Returns:
+        The costs: `costs(counts)` for given numbers, `tracker(counts)` for numbers that change step by step.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+        UnknownNameError: no such metric.
+    """
+    chosen = tuple(metrics)
+    for name in chosen:
+        if name not in METRICS:
+            raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
+    costs = trace_cost(model, *example_inputs, graph=graph, **example_kwargs)
+    meters: dict[str, Meter] = {}
+    if "memory" in chosen:
+        meters["memory"] = measure_memory(model, example_inputs, example_kwargs, graph, rules)
+    if "latency_ms" in chosen:
+        meters["latency_ms"] = measure_table(model, example_inputs, example_kwargs, graph, rules)
+    return replace(costs, meters=meters) if meters else costs

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,18 +138,13 @@ def measure_table(
 ) -> LatencyMeter:
     """Measure the layers of the dense model at some widths, on the batch that is meant, or read what was measured before."""
     copied = copy_with(model, {}).eval()
-    try:
-        light = without_data(copied, args, kwargs)
-        calls = _calls(*light, rules)
-    except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any
-        light = copied, args, dict(kwargs)
-        calls = _calls(*light, rules)
+    light, given, named, calls = without_data(copied, args, kwargs, partial(_calls, rules=rules))
 
     def shapes(module: nn.Module) -> list[tuple[int, ...]]:
-        found = _calls(module, *light[1:], rules)
+        found = _calls(module, given, named, rules)
         return [s for call in found for s in (*(tuple(t.shape) for t in find_tensors([call.args, call.kwargs])), call.output)]
 
-    flat = iter(probe_shapes(light[0], graph, shapes, rules))
+    flat = iter(probe_shapes(light, graph, shapes, rules))
     inputs, outputs = [], []
     for call in calls:
         inputs.append(tuple(next(flat) for _ in find_tensors([call.args, call.kwargs])))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import DispatchMode, storage_id, tree_leaves, without_fast_path
-from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure.shapes import Array, Volumes, probe_shapes, without_data
@@ -117,24 +116,15 @@ def measure_memory(
     """
     copied = copy_with(model, {}).eval()
 
-    def lives(module: nn.Module) -> _Lives:
+    def lives(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Lives:
         known = {storage_id(entry) for entry in [*module.parameters(), *module.buffers()]}
-        given = find_tensors([*call[1], *call[2].values()])
-        watch = _Lives(known | {storage_id(tensor) for tensor in given})
+        watch = _Lives(known | {storage_id(tensor) for tensor in find_tensors([*args, *kwargs.values()])})
         with torch.no_grad(), without_fast_path(), watch:
-            module(*call[1], **call[2])
+            module(*args, **kwargs)
         return watch
 
-    call: tuple[nn.Module, Any, Any] = without_data(copied, args, kwargs)
-    try:
-        dense = lives(call[0])
-    except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any; then it runs with them
-        call = copied, args, dict(kwargs)
-        try:
-            dense = lives(copied)
-        except Exception as error:
-            raise TraceError(f"the model failed on the example inputs: {error}") from error
-    shapes = probe_shapes(call[0], graph, lambda module: lives(module).shapes, rules)
+    light, *call, dense = without_data(copied, args, kwargs, lives)
+    shapes = probe_shapes(light, graph, lambda module: lives(module, *call).shapes, rules)
     in_bytes = [((width, {}), *axes) for width, axes in zip(dense.widths, shapes, strict=True)]
     # A moment whose tensors are all alive at the next one too is no peak.
     peaks = [now for now, then in zip(dense.moments, [*dense.moments[1:], frozenset()]) if not now <= then]

@@ -1,11 +1,11 @@
-"""Time before and after a cut: passes of both models in turns, and where the time of the smaller one goes."""
+"""Time before and after a cut: passes of both models in turns, by several means, and where the time of the smaller one goes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from sparsekit._torch import DispatchMode, operator_packet
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
-from sparsekit.measure.runtimes import prepare
+from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 _WARM, _TURNS = 2, 100
@@ -184,3 +185,44 @@ def measure_turns(
     old, new = 1000 * np.median(np.array(turns), axis=0)
     low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
     return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns), runtime)
+
+
+RUNTIMES = ("eager", "compile", "export", "onnx")
+"""What can run a model: its own forward pass, torch.compile, torch.export, ONNX Runtime."""
+
+
+def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
+    """A call without arguments that runs a model, in eval mode, on its inputs.
+
+    Raises:
+        InvalidValueError: another runtime.
+        MissingDependencyError: ONNX Runtime or the exporter's packages are not installed.
+    """
+    if runtime == "onnx":
+        return _onnx(model, args, kwargs)
+    if runtime == "eager":
+        module: Callable[..., object] = model
+    elif runtime == "compile":
+        module = torch.compile(model)
+    elif runtime == "export":
+        module = torch.export.export(model, args, dict(kwargs)).module()
+    else:
+        raise InvalidValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {runtime!r}")
+    return lambda: module(*args, **kwargs)
+
+
+def _onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(f"ONNX Runtime needs onnxruntime; {install_hint('export')}") from error
+    program: Any = onnx_of(torch.export.export(model, args, dict(kwargs)))
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    names = [entry.name for entry in session.get_inputs()]
+    values = [tensor.detach().cpu().numpy() for tensor in find_tensors((args, dict(kwargs)))]
+    given = dict(zip(names, values, strict=True))
+    return lambda: session.run(None, given)

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, count
 from math import comb
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import map_tensors
+
+T = TypeVar("T")
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -89,12 +92,23 @@ class Volumes:
         return rows, after, np.maximum(np.round(after), least).prod(1)
 
 
-def without_data(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Any, Any]:
-    """The model and its inputs on the meta device, where a pass costs no arithmetic."""
-    entries = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(model).items()}
-    copied = copy_with(model, entries)
-    moved_args, moved_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
-    return copied, moved_args, moved_kwargs
+def without_data(
+    copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[nn.Module, Any, Any], T]
+) -> tuple[nn.Module, Any, Any, T]:
+    """A model, its inputs, and what `run` makes of them: on the meta device, where a pass costs no arithmetic, or as given.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    entries = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(copied).items()}
+    light = (copy_with(copied, entries), *map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs))))
+    try:
+        return *light, run(*light)
+    except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any; then it runs with them
+        try:
+            return copied, args, dict(kwargs), run(copied, args, dict(kwargs))
+        except Exception as error:
+            raise TraceError(f"the model failed on the example inputs: {error}") from error
 
 
 def probe_shapes(

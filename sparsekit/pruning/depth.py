@@ -21,7 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.model import cost_model
+from sparsekit.measure.cost import cost_model
 from sparsekit.pruning.plans import for_rest
 from sparsekit.pruning.selection import Selector, makers, select_groups, select_modules
 from sparsekit.pruning.steps import Start

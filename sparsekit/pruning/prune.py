@@ -21,7 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.model import cost_model
+from sparsekit.measure.cost import cost_model
 from sparsekit.measure.widths import best_multiple
 from sparsekit.pruning.depth import go_shallow, read_depth
 from sparsekit.pruning.plans import as_allocation, has_field

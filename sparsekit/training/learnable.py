@@ -21,8 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel
-from sparsekit.measure.model import cost_model
+from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.checkpoint import load_entries, saved_entries

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.bandit.axes import ends, parse_axes
 from sparsekit.bandit.base import Box, Interval
+from sparsekit.bandit.trials import ends, parse_axes
 from sparsekit.errors import InvalidValueError
 
 UNIT = Interval(0.0, 1.0)

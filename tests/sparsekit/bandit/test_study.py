@@ -13,9 +13,12 @@ import pytest
 optuna = pytest.importorskip("optuna")
 
 from sparsekit.bandit import registry  # noqa: E402
-from sparsekit.bandit.axes import parse_axes  # noqa: E402
 from sparsekit.bandit.study import Study  # noqa: E402
-from sparsekit.bandit.trials import Ended, Score  # noqa: E402
+from sparsekit.bandit.trials import (  # noqa: E402
+    Ended,
+    Score,
+    parse_axes,
+)
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 Objective = Callable[[Mapping[str, str]], float | None]
