@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparsekit.bandit.trials import Ended
-from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern, read_metric, tail
+from sparsekit.cli.tune import Commands, check_command, filled, metric_pattern, read_metric, tail
 from sparsekit.errors import InvalidValueError
 
 
@@ -97,7 +97,7 @@ def alive(pid: int) -> bool:
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
-    monkeypatch.setattr("sparsekit.cli.commands._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("sparsekit.cli.tune._GRACE_SECONDS", 0.2)
     deaf = "" if listens else "trap '' TERM; "
     ended = run(f"{deaf}sleep 30 & echo $!; wait; sleep 30", tmp_path, timeout=1.5)
     assert (ended.value, ended.reason, ended.facts["code"]) == (None, "ran longer than 1.5 s", None)
