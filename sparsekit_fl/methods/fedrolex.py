@@ -38,11 +38,7 @@ class Rolling:
             raise InvalidValueError(f"step must be at least 1, got {self.step}")
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Score each unit by minus its distance from the start of this round's window.
-
-        Args:
-            graph: The groups.
-            view: A `RoundView`; its `round` places the window.
+        """Score each unit by minus its distance from the start of this round's window, which the round of a `RoundView` places.
 
         Returns:
             Group name → float64 (units,), no two equal.

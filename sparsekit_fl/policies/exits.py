@@ -30,12 +30,8 @@ class ExitHead(nn.Module):
     """One linear layer on the features; those of a convolution are averaged to a grid of at most 4 positions per axis first.
 
     Other features are averaged over what lies between examples and features, unless the model gives an output for each of
-    those positions.
-
-    Args:
-        inputs: Shape of what it reads, with the axis of examples.
-        outputs: Shape of what the model gives.
-        convolution: Whether features lie on axis 1, as after a convolution, or on the last.
+    those positions. `inputs` and `outputs` are shapes with the axis of examples; features lie on axis 1 after a
+    convolution, else on the last.
     """
 
     def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, convolution: bool) -> None:
@@ -60,12 +56,10 @@ class _Stop(BaseException):
 
 
 class WithExits(nn.Module):
-    """A model with exits; called, it gives the mean of all outputs, its own among them.
+    """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state lies under "model.".
 
-    Args:
-        model: Its state lies under "model.".
-        places: Qualified names of the modules before which the exits are, in forward order; each is called once per pass.
-        heads: One exit for each.
+    `places` are qualified names of the modules before which the exits `heads` are, in forward order; each is called once per
+    pass.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[str], heads: Sequence[nn.Module]) -> None:
@@ -80,11 +74,9 @@ class WithExits(nn.Module):
         return len(self._places) + 1
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
-        """Return the outputs of the first `depth` exits; the last of all is the model's own.
+        """Return the outputs of the first `depth` exits, in [1, self.depth]; None gives all, the model's own last.
 
-        Args:
-            *inputs: Of the model.
-            depth: In [1, self.depth]; None gives all. Nothing behind the last one asked for is run.
+        Nothing behind the last one asked for is run.
         """
         depth = self.depth if depth is None else depth
         found: list[Tensor] = []

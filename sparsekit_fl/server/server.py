@@ -146,22 +146,18 @@ class Server:
         self._names = spec.shared_names()
         self._ctx: ServerContext | None = None
         method, config = spec.method, spec.config
-        if config.aggregation != "mean" and method.aggregate.mean_only:
-            raise InvalidValueError(
-                f"method {method.name!r} takes no aggregation but 'mean', got {config.aggregation!r}:"
-                f" {method.aggregate.mean_only}"
-            )
+        self._optimizes = config.server_optimizer != "none"
+        for asked, refused in (
+            (config.aggregation != "mean", f"no aggregation but 'mean', got {config.aggregation!r}"),
+            (self._optimizes or config.server_lr not in (None, 1.0), "no server optimizer but 'none' and no server_lr but 1"),
+        ):
+            if asked and method.aggregate.mean_only:
+                raise InvalidValueError(f"method {method.name!r} takes {refused}: {method.aggregate.mean_only}")
         if config.dp_clip is not None:
             check_private(method)
         self._availability = None if config.availability is None else Availability.read(config.availability)
         if config.async_buffer is not None:
             _check_asynchronous(method)
-        self._optimizes = config.server_optimizer != "none"
-        if (self._optimizes or config.server_lr not in (None, 1.0)) and method.aggregate.mean_only:
-            raise InvalidValueError(
-                f"method {method.name!r} takes no server optimizer but 'none' and no server_lr but 1:"
-                f" {method.aggregate.mean_only}"
-            )
         self.privacy = privacy_of(
             config, clients, poisson=isinstance(method.sampling, Poisson), availability=self._availability
         )
@@ -170,14 +166,14 @@ class Server:
         """Return the shared entries of the global state."""
         return {name: self.state.state[name] for name in self._names}
 
-    def context(self, round: int) -> ServerContext:
-        """Make the context of a round, which policies see."""
+    def begin(self, round: int) -> ServerContext:
+        """Begin a round, counted from 1, and return its context, which policies see."""
         config = self.spec.config
         rngs = rngs_by_kind(Streams(config.seed).server(round))
         if self.state.noise_seed is not None:
             # Clients know the seed of the run; who can draw the cohorts again is protected by no sampling.
             rngs["sampling"] = rngs_by_kind(Streams(self.state.noise_seed).server(round))["sampling"]
-        return ServerContext(
+        self._ctx = ServerContext(
             round=round,
             rounds=config.rounds,
             roster=Roster(self._clients, config, round),
@@ -189,6 +185,7 @@ class Server:
             costs=self.spec.costs,
             parameters=self.spec.parameters.intersection(self._names),
         )
+        return self._ctx
 
     def assign(self, round: int) -> list[Assignment]:
         """Sample the cohort of the next round, counted from 1, and write its assignments.
@@ -201,11 +198,6 @@ class Server:
     @property
     def _now(self) -> ServerContext:
         assert self._ctx is not None, "begin() comes first"
-        return self._ctx
-
-    def begin(self, round: int) -> ServerContext:
-        """Begin a round, counted from 1, and return its context."""
-        self._ctx = self.context(round)
         return self._ctx
 
     def sample(self, ids: Collection[int], room: int) -> list[int]:
