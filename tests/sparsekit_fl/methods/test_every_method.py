@@ -1,4 +1,4 @@
-"""Every method, in one run each, under what a run may ask of all of them; and with clients that send what they should not."""
+"""Every method under what a run may ask of all, on several models, and with clients that send what they should not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from personal import tiny_clients, tiny_config, tiny_problem, watched
-from torch import nn
+from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
@@ -36,6 +36,7 @@ from sparsekit_fl.methods import (
 )
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
+from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 from sparsekit_fl.testing import MethodContract
 
 VARIANTS: dict[str, Callable[[], Method]] = {
@@ -219,3 +220,65 @@ def test_prunefl_refuses_a_mask_that_it_did_not_send(spoiled):
     reasons = spoiled(prunefl(Search(every=1, initial=0)), change)
     assert reasons
     assert all("another mask than the one that it was sent" in reason for reason in reasons)
+
+
+NAMES = ("efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl")
+
+
+class Residual(nn.Module):
+    """A stem and a block whose sum ties their channels, then an average over the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.block = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 1))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.stem(images)))
+        hidden = hidden + self.block(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+MODELS = {
+    "cnn": (lambda: Cnn(classes=4, size=(16, 16)), lambda count: torch.randn(count, 1, 16, 16)),
+    "lstm": (lambda: NextWordLstm(vocabulary=4, width=6, hidden=8), lambda count: torch.randint(0, 4, (count, 5))),
+    "residual": (Residual, lambda count: torch.randn(count, 1, 8, 8)),
+    "vgg": (lambda: Vgg(11, classes=4), lambda count: torch.randn(count, 3, 32, 32)),
+}
+
+
+def trained(name: str, model: str):
+    make, draw = MODELS[model]
+    torch.manual_seed(0)
+
+    def split(count: int) -> fl.TensorData:
+        inputs = draw(count)
+        labels = inputs if model == "lstm" else torch.arange(count) % 4
+        return fl.TensorData((inputs,), labels)
+
+    clients = [
+        fl.Client(id=k, data=fl.ClientData(train=split(6), val=split(2), test=split(2)), capability=fl.Capability(ratio=level))
+        for k, level in enumerate((1.0, 0.5, 0.25))
+    ]
+    problem = fl.Problem(model=make, example_inputs=(draw(2),))
+    training = fl.TrainingConfig(local_epochs=1, batch_size=3, lr=0.01)
+    config = fl.RunConfig(rounds=2, cohort=2, training=training, eval_every=2)
+    return fl.run(registry[name](), problem, clients, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((name, "residual") for name in NAMES),
+        *((name, "cnn") for name in ("fedlps", "fjord")),
+        *((name, "lstm") for name in ("fedlps", "fedmp", "heterofl")),
+        *(pytest.param(name, "vgg", marks=pytest.mark.slow) for name in ("fedlps", "fjord", "heterofl")),
+    ],
+)
+def test_runs_to_the_end(name, model) -> None:
+    result = trained(name, model)
+    assert not any(record.dropped for record in result.rounds)
+    assert math.isfinite(result.final.personal["loss"])
+    assert result.cost.flops_compact > 0

@@ -1,19 +1,25 @@
-"""FedLPS: the contract, the oracles of learned patterns and of the bandit, and reductions to FedAvg."""
+"""FedLPS: the oracles of learned patterns and of the bandit, reductions to FedAvg, and patterns over a client's own classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from personal import server_context
+import torch
+from personal import server_context, watched
+from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.fedlps import fedlps
-from sparsekit_fl.policies import Constant, Full, LearnableSgd
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.policies import Constant, Everything, Full, LearnableSgd, OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def test_only_kept_entries_travel() -> None:
@@ -81,3 +87,91 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
 def test_utility_is_the_papers_function() -> None:
     for x in (0.0, 0.3, 1.0, 15.0):
         assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))
+
+
+GRAPH = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).graph
+
+
+def client_of(labels: list[int], dtype: torch.dtype = torch.int64) -> Any:
+    class Examples:
+        def batches(self, order, bounds):
+            return iter([SimpleNamespace(targets=torch.tensor(labels, dtype=dtype))])
+
+        def __len__(self) -> int:
+            return len(labels)
+
+    return SimpleNamespace(graph=GRAPH, frozen=frozenset(), memory={}, examples=lambda split: Examples())
+
+
+def test_the_bias_of_classes_without_an_example_is_lower_and_nothing_else_changes() -> None:
+    state = {name: tensor.clone() for name, tensor in TinyNet().state_dict().items()}
+    state["last.bias"] = torch.tensor([1.0, 2.0, 3.0])
+    entered = OwnClasses(10.0).enter(client_of([0, 2, 0]), state)
+    assert entered["last.bias"].tolist() == [1.0, -8.0, 3.0]
+    assert state["last.bias"].tolist() == [1.0, 2.0, 3.0]
+    assert all(entered[name] is state[name] for name in state if name != "last.bias")
+
+
+def test_rows_of_other_classes_go_up_as_they_came() -> None:
+    policy, ctx = OwnClasses(10.0), client_of([0, 2])
+    start, value = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.5, -7.0, 2.0])
+    assert policy.leave(ctx, "last.bias", value, start).tolist() == [1.5, 2.0, 2.0]
+    start, value = torch.zeros(3, 4), torch.ones(3, 4)  # a narrow head: four units are kept
+    assert policy.leave(ctx, "last.weight", value, start).tolist() == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
+    assert policy.leave(ctx, "first.bias", value, start) is value
+
+
+def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) -> None:
+    problem = fl.Problem(
+        model=lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3, bias=False)),
+        example_inputs=(torch.zeros(2, 6),),
+    )
+    states = [
+        fl.run(dataclasses.replace(fedavg(), share=share), problem, tiny_clients(), tiny_config(rounds=1)).final.state_sha256
+        for share in (Everything(), OwnClasses())
+    ]
+    assert states[0] == states[1]
+    assert "the output layer has no bias of its own" in caplog.text
+    with pytest.raises(InvalidValueError, match="depth must be a finite number > 0"):
+        OwnClasses(depth=0.0)
+
+
+def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it() -> None:
+    state = {"last.bias": torch.zeros(3), "first.bias": torch.zeros(8)}
+    first = {"last.bias": torch.tensor([2.0, 0.0, 0.0]), "first.bias": torch.ones(8)}
+    second = {"last.bias": torch.tensor([4.0, 6.0, 0.0]), "first.bias": torch.zeros(8)}
+    policy, ctx = TouchedRowsMean(), server_context(graph=GRAPH)
+    sent = ((0, 10, first), (1, 30, second))
+    arrivals = [(fl.Update(round=1, client_id=id, examples=examples, delta=delta), 0) for id, examples, delta in sent]
+    found = policy.combine(ctx, state, arrivals)
+    # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
+    assert found["last.bias"].tolist() == [3.5, 6.0, 0.0]
+    assert found["first.bias"].tolist() == [0.25] * 8
+
+
+def one_class_less(client: fl.Client) -> fl.Client:
+    """The client without its examples of class 1."""
+
+    def without(data: fl.TensorData) -> fl.TensorData:
+        kept = data.targets != 1
+        return fl.TensorData((data.inputs[0][kept],), data.targets[kept])
+
+    data = client.data
+    return dataclasses.replace(client, data=fl.ClientData(train=without(data.train), val=data.val, test=without(data.test)))
+
+
+def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_path) -> None:
+    from sparsekit.surgery.saving import load_compact
+
+    clients = [one_class_less(client) for client in tiny_clients()]
+    method = dataclasses.replace(fedlps(), share=OwnClasses(), aggregate=TouchedRowsMean())
+    _, updates = watched(method, clients=clients, out=tmp_path)
+    for update in updates:
+        assert not update.delta["last.weight"][1].any()
+        assert not update.delta["last.bias"][1].any()
+        assert update.delta["last.bias"][0] != 0
+    trained = {update.client_id for update in updates}
+    points = torch.randn(200, 6, generator=torch.Generator().manual_seed(0))
+    for client_id in trained:
+        model = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", tiny_problem().model()).eval()
+        assert 1 not in model(points).argmax(1)
