@@ -31,7 +31,7 @@ from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.options.checked import Checked, Count
+from sparsekit_fl.options.checked import Checked, Count, Positive
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
@@ -74,7 +74,7 @@ class Flower(Checked):
     _: KW_ONLY
     supernodes: Count | None = None
     ray_address: str | None = None
-    timeout_seconds: float | None = None
+    timeout_seconds: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
