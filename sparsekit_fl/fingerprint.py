@@ -133,13 +133,9 @@ def fingerprint_of(clients: Iterable[Client] | None) -> dict[str, Any]:
 def check_fingerprint(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str, accept_code: bool = False
 ) -> list[dict[str, Any]]:
-    """Refuse a saved run of other data or of other code.
+    """Refuse a saved run of other data or of other code; `accept_code` takes one of other code all the same, with a warning.
 
-    Args:
-        saved: The fingerprint that was saved.
-        now: The fingerprint of what is to be run, from `fingerprint_of`; "own", from `own_code`, is compared where it is there.
-        where: Names the run, for the message.
-        accept_code: Take one of other code all the same, with a warning.
+    `own`, of `own_code`, is compared where it is there. `where` names the run, for the message.
 
     Returns:
         The code of earlier rounds, for the result; empty where it is all the same.

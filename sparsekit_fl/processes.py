@@ -160,12 +160,9 @@ class Children:
         self.close()
 
     def start(self, target: Callable[..., None], *arguments: Any, task: Any = None) -> Child:
-        """Start a process.
+        """Start a process, in which `target` is called with its end of the pipe and `arguments`; `task` is what it works on.
 
-        Args:
-            target: Is called in it with its end of the pipe, and with `arguments`.
-            arguments: Anything where processes fork; elsewhere what cloudpickle can pickle, so also what a notebook defines.
-            task: What it works on from the start.
+        Where processes do not fork, arguments are what cloudpickle can pickle, so also what a notebook defines.
 
         Raises:
             InvalidValueError: the arguments cannot be pickled.

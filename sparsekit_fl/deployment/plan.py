@@ -76,12 +76,7 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
 
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> Plan:
-        """From Flower's run configuration, whose keys are those of this class with hyphens.
-
-        Raises:
-            UnknownNameError: a key that is no option.
-            InvalidValueError: a value that is not allowed.
-        """
+        """The plan of Flower's run configuration, whose keys have hyphens; raises UnknownNameError and InvalidValueError."""
         known = {name.replace("_", "-"): choice for name, choice in Plan.table.items()}
         given = {}
         for key, value in run_config.items():
@@ -108,11 +103,7 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
             return {name: client_ids(text) for name, text in tomllib.load(file).items()}
 
     def make_problem(self, data_dir: str | None = None) -> tuple[Problem, list[Client]]:
-        """The problem, and all clients of the preset; none where the problem is the user's.
-
-        Args:
-            data_dir: Folder of the data sets here.
-        """
+        """The problem, and all clients of the preset; none where the problem is the user's. `data_dir`: of data sets here."""
         if not self.problem:
             folder = data_dir or self.data_dir or None
             return build_problem(
@@ -125,11 +116,7 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
         return problem, []
 
     def make_config(self, clients: int | None = None) -> RunConfig:
-        """The options of the run.
-
-        Args:
-            clients: Number of all clients; None where it is not known, as on a node, whose own are only some of them.
-        """
+        """The options of the run; of all `clients`, whose number a node does not know."""
         given = self.given_of(TrainingConfig, RunConfig)
         if self.problem:
             # A user's clients have capabilities of their own.
@@ -140,12 +127,10 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
         return preset_for(preset=self.preset).config(given, _MANY if clients is None else clients)
 
     def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:
-        """The problem and the clients of a node, with their data.
+        """The problem and some clients of a node, with their data.
 
-        Args:
-            ids: Which clients.
-            node_config: Its `data-dir`, and `data`: `package.module:function` of a client id and that folder which
-                returns a ClientData or a Client.
+        Its configuration has `data-dir`, and `data`: `package.module:function` of a client id and that folder which returns a
+        ClientData or a Client.
 
         Raises:
             InvalidValueError: the node names no data, or clients that the preset does not have.
@@ -175,11 +160,7 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
 
 
 def client_ids(text: str) -> list[int]:
-    """Ids from "3", "0-3" or "0-3,7,9".
-
-    Raises:
-        InvalidValueError: it names none, one twice, or is malformed.
-    """
+    """Ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError where it names none, one twice, or is malformed."""
     ids: list[int] = []
     try:
         for part in str(text).split(","):

@@ -144,12 +144,7 @@ def by_id(clients: Sequence[Client]) -> dict[int, Client]:
 
 
 def check_device(device: str, *, name: str = "device") -> None:
-    """Raise InvalidValueError unless this machine has a device, or all of several.
-
-    Args:
-        device: As torch calls it: cpu, cuda, cuda:1, mps; several by commas.
-        name: The option, for the message.
-    """
+    """Raise InvalidValueError unless this machine has a device (cpu, cuda, cuda:1, mps), or all of several by commas."""
     for one in devices(device):
         try:
             asked = torch.device(one)
