@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import torch  # noqa: E402
 from gpu_parts import PARTS, Clock  # noqa: E402
 
-from sparsekit_fl.results.environment import describe_environment  # noqa: E402
+from sparsekit_fl.results.records import describe_environment  # noqa: E402
 
 __all__ = ["main"]
 

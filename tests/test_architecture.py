@@ -113,7 +113,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/problem/datasets": (
-        "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders", "transforms"},
+        "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders"},
     ),
     "sparsekit_fl/problem/partition": ("sparsekit_fl.problem.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/problem/models": ("sparsekit_fl.problem.models", "models", {"base"}),

@@ -19,7 +19,7 @@ from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, takes_options
-from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.options.checked import parse_value
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.report.trials import Trial

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.options.checked import parse_value
 from sparsekit_fl.results.read import flat
 
 MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")

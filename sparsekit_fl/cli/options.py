@@ -19,10 +19,9 @@ from typer.core import TyperCommand
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import MOMENTARY, Known, by_path, read_file
-from sparsekit_fl.options.checked import Choice, Count
+from sparsekit_fl.options.checked import Choice, Count, parse_value, read_settings
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import HOW, WHAT, Given, Option, options, plain_type
-from sparsekit_fl.options.values import parse_value, read_settings
 
 if TYPE_CHECKING:
     import click

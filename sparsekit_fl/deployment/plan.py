@@ -11,10 +11,9 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Count, NonNegative
+from sparsekit_fl.options.checked import Count, NonNegative, parse_value
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import Given, Option
-from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData

@@ -20,8 +20,7 @@ from sparsekit.criteria import registry as criteria
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl import policies
 from sparsekit_fl.methods.method import KINDS, Method
-from sparsekit_fl.options.checked import Choice, annotation_of, described
-from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.options.checked import Choice, annotation_of, described, parse_value
 from sparsekit_fl.policies.context import Policy
 
 

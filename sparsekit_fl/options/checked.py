@@ -11,16 +11,20 @@ A range is written once, as a type:
 
 pydantic's own dataclasses would turn an integer that is given for a float into a float, and so change the `repr` by which
 saved results compare policies. Here every value stays as it was given, and the classes stay plain dataclasses.
+
+parse_value(), read_settings(): such values from texts that a user wrote.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.registry import load_object
 
 # Nothing is converted: "3" is no number, and True is neither 1 nor 1.0.
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -200,3 +205,67 @@ def _range(kind: type, bounds: dict[type, Any]) -> str:
     end = "" if low is None else f" >= {low:g}" if Ge in bounds else f" > {low:g}"
     end = end if high is None else f" <= {high:g}" if Le in bounds else f" < {high:g}"
     return ("an integer" if kind is int else "a finite number") + end
+
+
+_PLAIN = (bool, int, float, str, Path)
+
+
+def members(hint: Any) -> list[Any]:
+    """The types that an annotation allows, one by one: [int, NoneType] of `Annotated[int | None, …]`."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return [one for part in get_args(hint) for one in members(part)] if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def parse_value(hint: Any, text: str, *, name: str) -> Any:
+    """Read a value, as pydantic reads text; whoever takes it checks its range.
+
+    Args:
+        hint: The annotation: numbers, truth values, words, a `Literal`, tuples of these (separated by commas), None, unions.
+            Anything else is an object, given as `package.module:object`. None: a number if it looks like one, else a word.
+        text: What was written.
+        name: The option, for messages.
+
+    Raises:
+        InvalidValueError: the text fits nothing; says what is allowed.
+    """
+    text = text.strip()
+    kinds = [int, float, bool, str] if hint is None else [kind for kind in members(hint) if kind is not NoneType]
+    none = hint is not None and NoneType in members(hint)
+    if none and text.lower() in ("none", "null"):
+        return None
+    if not all(kind in _PLAIN or get_origin(kind) in (Literal, tuple) for kind in kinds):
+        return _loaded(text, kinds, name, none=none)
+    several = any(get_origin(kind) is tuple for kind in kinds)
+    given = tuple(part.strip() for part in text.split(",") if part.strip()) if several else text
+    wanted: Any = kinds[0] if len(kinds) == 1 else Annotated[Union[tuple(kinds)], Field(union_mode="left_to_right")]  # noqa: UP007
+    try:
+        return TypeAdapter(wanted).validate_python(given)
+    except ValidationError:
+        raise InvalidValueError(f"{name} must be {described(hint)}, got {text!r}") from None
+
+
+def _loaded(text: str, kinds: Iterable[Any], name: str, *, none: bool) -> Any:
+    """An object that was named; a class is made with its defaults."""
+    if ":" not in text:
+        wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise InvalidValueError(f"{name} must be {'none or ' * none}package.module:object of a {wanted}, got {text!r}")
+    found = load_object(text)
+    return found() if isinstance(found, type) else found
+
+
+def read_settings(texts: Iterable[str]) -> dict[str, str]:
+    """Read `PATH=VALUE` texts.
+
+    Raises:
+        InvalidValueError: a text is not of that form, or names a path that came before.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", path.strip()):
+            raise InvalidValueError(f"--set must be PATH=VALUE, as in local.proximal=0.1, got {text!r}")
+        if path.strip() in found:
+            raise InvalidValueError(f"--set names {path.strip()} twice; give it once")
+        found[path.strip()] = value.strip()
+    return found

@@ -12,8 +12,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin
 
 from sparsekit.errors import UnknownNameError, nearest
-from sparsekit_fl.options.checked import Choice, choices
-from sparsekit_fl.options.values import members
+from sparsekit_fl.options.checked import Choice, choices, members
 
 WHAT, TRAIN, HOW = "What is run", "How clients train", "How it is run"
 SERVER = "Who trains, and what the server does"

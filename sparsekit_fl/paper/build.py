@@ -15,10 +15,9 @@ from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import View
 from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform, TokenTransform
 from sparsekit_fl.problem.datasets.hub import PREFIX as HUB
 from sparsekit_fl.problem.datasets.hub import load_hub
-from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec

@@ -1,15 +1,21 @@
-"""RunResult: what a run reports, to and from `result.json`."""
+"""RunResult: what a run reports, to and from `result.json`; and the environment that results may depend on."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from pydantic import Field
 
+import sparsekit
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import WorkCost
@@ -181,3 +187,42 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of `result.json`; `docs/result.schema.json` is this."""
     found = ResultFile.model_json_schema(mode="serialization")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "result.json of sparsekit_fl"}
+
+
+def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
+    """Return versions and settings that results may depend on, and when the run ended, as plain values.
+
+    `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` where they are not installed.
+    """
+    return {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "sparsekit": sparsekit.__version__,
+        "flwr": _version("flwr"),
+        "ray": _version("ray"),
+        "threads": torch.get_num_threads(),
+        "workers": workers,
+        "device": device,
+        "platform": platform.platform(),
+        "gpu": _gpus(device),
+        "cuda": torch.version.cuda if device.startswith("cuda") else None,
+        "cudnn": torch.backends.cudnn.version() if device.startswith("cuda") else None,
+        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus(device: str) -> list[str] | None:
+    """Name of each GPU of the run, in its order."""
+    if not (device.startswith("cuda") and torch.cuda.is_available()):
+        return None
+    return [torch.cuda.get_device_name(torch.device(name.strip())) for name in device.split(",")]

@@ -31,8 +31,7 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.environment import describe_environment
-from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.records import RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
 from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.results.state.store import ClientStore

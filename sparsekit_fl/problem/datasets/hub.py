@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError, UnknownNameError, nearest
 from sparsekit_fl.errors import need
-from sparsekit_fl.options.checked import Checked, Count
-from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.options.checked import Checked, Count, parse_value
 from sparsekit_fl.problem.data import LazyData, TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
 

@@ -17,9 +17,9 @@ from sparsekit_fl.cli.config_file import MOMENTARY, written
 from sparsekit_fl.cli.options import RunOptions, known_options, path_of, takes_options
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.settings import arguments_of
+from sparsekit_fl.options.checked import members
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import options, plain_type
-from sparsekit_fl.options.values import members
 from sparsekit_fl.paper.presets import PRESETS
 
 TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparsekit_fl.problem.datasets.transforms import ImageTransform
+from sparsekit_fl.problem.datasets.base import ImageTransform
 
 
 def images(channels: int, side: int) -> torch.Tensor:
