@@ -98,7 +98,7 @@ class Execution:
         widening = self._widenings[groups]
         sizes = tuple(widening.mask.counts().values())
         if sizes not in self._wide:
-            self._wide[sizes] = DenseModel(self.module, self.graph, widening.mask)
+            self._wide[sizes] = DenseModel(self.module, self.graph, widening.mask, self.narrow_model.sizes)
         return widening.call(self._wide[sizes], args, kwargs, gates)
 
     def load(

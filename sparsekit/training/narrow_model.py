@@ -20,7 +20,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.layers import resize
+from sparsekit.layers import find_rule, resize
 from sparsekit.surgery.optimizer_state import (
     HasState,
     OptimizerState,
@@ -92,6 +92,21 @@ class _Moving(NamedTuple):
     """The axis that a factored moment is a mean over; it follows the units of the others."""
 
 
+def fit_sizes(model: nn.Module, dense: Mapping[str, Mapping[str, int]], graph: UnitGraph, counts: Mapping[str, int]) -> None:
+    """Set the sizes of narrow layers as a cut of the dense ones does: one unit that is left does not say how many there were.
+
+    Args:
+        model: Its tensors have the shapes that `counts` gives them.
+        dense: Module name → attribute → number, of the layers whose sizes follow their tensors; see `NarrowModel.sizes`.
+        graph: The units.
+        counts: Group name → units kept.
+    """
+    for name, numbers in dense.items():
+        vars(model.get_submodule(name)).update(numbers)
+    resize(model)
+    set_sizes(model, graph, counts)
+
+
 class NarrowModel:
     """A narrow copy of a model that follows its mask.
 
@@ -106,6 +121,12 @@ class NarrowModel:
         self.graph = graph
         self.module = copy_with(model, {})
         guard_convolutions(self.module, wide=True)
+        self.sizes = {
+            name: {key: value for key, value in vars(module).items() if type(value) is int}
+            for name, module in self.module.named_modules()
+            if find_rule(module) is not None
+        }
+        """Sizes of the dense layers: module name → attribute → number."""
         self._entries = _find_entries(self.module, graph)
         self._touched = [entry for entry in self._entries if entry.key in graph.slices_of]
         self._dense: dict[str, Tensor] = {}
@@ -216,8 +237,7 @@ class NarrowModel:
             entry.replace(narrow)
         if changed:
             self.shape_changes += 1
-            resize(self.module)
-            set_sizes(self.module, self.graph, self.mask.counts())
+            fit_sizes(self.module, self.sizes, self.graph, self.mask.counts())
 
     def writable(self, key: str) -> Tensor:
         """The dense copy of an entry, to be written to."""

@@ -17,25 +17,26 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import Axes, gate, gather, narrow_shape, places, scatter_, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.layers import resize
 from sparsekit.surgery.kept_norms import KeptNorms
-from sparsekit.surgery.rebuild import copy_with, named_entries, set_sizes
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.training.narrow_model import NarrowModel, fit_sizes
 from sparsekit.training.slots import EntrySlots, build_slots
 
 
-def skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask) -> nn.Module:
+def skeleton(
+    module: nn.Module, graph: UnitGraph, wide: UnitMask, sizes: Mapping[str, Mapping[str, int]] | None = None
+) -> nn.Module:
     """Copy a narrow module with the sizes under the mask `wide`, but without memory for its state, which each call must bring.
 
-    Tensors outside the state (a buffer that is not saved, a tensor in an attribute) are copied.
+    `sizes` are those of the dense layers (see `NarrowModel.sizes`), unless the module is dense itself. Tensors outside the
+    state (a buffer that is not saved, a tensor in an attribute) are copied.
     """
     entries = named_entries(module)
     axes = graph.kept_indices(wide)
     shapes = {name: narrow_shape(shape, axes.get(name, {})) for name, shape in graph.shapes.items()}
     empty = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
     found = copy_with(module, empty)
-    resize(found)
-    set_sizes(found, graph, wide.counts())
+    fit_sizes(found, sizes or {}, graph, wide.counts())
     return found
 
 
@@ -46,8 +47,10 @@ class DenseModel:
     pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
     """
 
-    def __init__(self, module: nn.Module, graph: UnitGraph, wide: UnitMask) -> None:
-        self._module = skeleton(module, graph, wide)
+    def __init__(
+        self, module: nn.Module, graph: UnitGraph, wide: UnitMask, sizes: Mapping[str, Mapping[str, int]] | None = None
+    ) -> None:
+        self._module = skeleton(module, graph, wide, sizes)
         self._norms = KeptNorms(self._module, graph)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))
