@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import zoo_attention  # noqa: F401 (fills the zoo)
 import zoo_constructs  # noqa: F401
 import zoo_layers  # noqa: F401
 import zoo_wiring  # noqa: F401
+from torch import nn
 from zoo_base import ZOO, Architecture, Lambda, build
 
-__all__ = ["ZOO", "Architecture", "Lambda", "build"]
+from sparsekit import UnitGraph, trace_units
+
+__all__ = ["ZOO", "Architecture", "Lambda", "build", "traced"]
+
+
+def traced(name: str, **options: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
+    """A seeded model of the zoo, its inputs, and its units, without the warnings of those that stay."""
+    model, args, kwargs = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, args, kwargs, trace_units(model, *args, example_kwargs=kwargs, **options)

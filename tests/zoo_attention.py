@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo_base import Lambda, add, images, tokens
+from zoo_base import add, images, tokens
 
 
 class Separate(nn.Module):
     """Query, key and value from layers of their own."""
 
-    def __init__(self, dim: int, heads: int, size: int, *, fused: bool = True, context: int | None = None) -> None:
+    def __init__(self, dim: int, heads: int, size: int, *, fused: bool = True) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.fused = heads, size, fused
-        self.q = nn.Linear(dim, heads * size)
-        self.k = nn.Linear(context or dim, heads * size, bias=False)
-        self.v = nn.Linear(context or dim, heads * size)
+        self.q, self.v = nn.Linear(dim, heads * size), nn.Linear(dim, heads * size)
+        self.k = nn.Linear(dim, heads * size, bias=False)
         self.out = nn.Linear(heads * size, dim)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        context = x if context is None else context
-        q, k, v = (
-            layer(y).view(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
-            for layer, y in ((self.q, x), (self.k, context), (self.v, context))
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (x.shape[0], -1, self.num_heads, self.head_dim)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            y = F.scaled_dot_product_attention(q, k, v)
         else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
-            y = torch.softmax(scores if bias is None else scores + bias, dim=-1) @ v
+            y = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(self.head_dim), dim=-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -77,8 +71,8 @@ class Block(nn.Module):
         self.attn = attention
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        x = x + self.attn(self.norm1(x), *args)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
@@ -102,13 +96,15 @@ class Vision(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens, positions, blocks."""
+    """Tokens, positions, blocks; the decoder may be the embedding."""
 
-    def __init__(self, dim: int, *blocks: nn.Module) -> None:
+    def __init__(self, dim: int, *blocks: nn.Module, tied: bool = False) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(11, dim), nn.Embedding(6, dim)
         self.blocks = nn.ModuleList(blocks)
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 11, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
@@ -151,71 +147,16 @@ class Hardcoded(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
-add("gpt-hard-coded-width", tokens(11, 2, 6), {"blocks.0.fc1": 10}, fixed=("zoo_attention.py",))(
+_TOLD = ("the compacted model fails: RuntimeError: shape", "zoo_attention.py")
+add("gpt-hard-coded-width", tokens(11, 2, 6), {"blocks.0.fc1": 10}, fixed=_TOLD)(
     lambda: Language(8, Block(8, Hardcoded(8, 4), 10))
 )
 
 
-class SelfAttention(nn.Module):
-    """Sizes in attributes, as BERT has them."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.num_attention_heads, self.attention_head_size = heads, dim // heads
-        self.all_head_size = heads * self.attention_head_size
-        self.query, self.key, self.value = (nn.Linear(dim, self.all_head_size) for _ in range(3))
-        self.dropout = nn.Dropout(0.0)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(self.attention_head_size)
-        scores = scores.masked_fill(mask[:, None, None, :], float("-inf"))
-        context = torch.matmul(self.dropout(scores.softmax(dim=-1)), v).permute(0, 2, 1, 3).contiguous()
-        return context.view(*context.size()[:-2], self.all_head_size)
-
-
-add(
-    "bert",
-    lambda: (torch.randint(9, (2, 5)), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
-    {"attn.query": 4, "up": 12},
-    fixed=NORMED,
-)(
-    lambda m, ids, mask: m.head(m.norm2((h := m.norm(m.out(m.attn(x := m.words(ids), mask)) + x)) + m.down(F.gelu(m.up(h))))),
-    words=lambda: nn.Embedding(9, 8),
-    attn=lambda: SelfAttention(8, 4),
-    out=(8, 8),
-    norm=lambda: nn.LayerNorm(8),
-    up=(8, 12),
-    down=(12, 8),
-    norm2=lambda: nn.LayerNorm(8),
-    head=(8, 2),
-)
-
-for _name, _more in {
-    "mha": {},
-    "mha-time-first": {"batch_first": False},
-    "mha-no-bias": {"bias": False},
-    "mha-extra-keys": {"add_bias_kv": True, "add_zero_attn": True},
-}.items():
-    add(_name, images(2, 5, 3), {"inner": 8, "attn": 4, "attn.out_proj": 8})(
-        lambda more=_more: Lambda(
-            lambda m, x: m.head(m.attn(y := F.relu(m.inner(x)), y, y)[0]),
-            inner=nn.Linear(3, 8),
-            attn=nn.MultiheadAttention(8, 4, **{"batch_first": True, **more}),
-            head=nn.Linear(8, 2),
-        )
-    )
-add(
-    "mha-other-widths",
-    lambda: (torch.randn(2, 4, 8), torch.randn(2, 7, 5), torch.randn(2, 7, 3)),
-    {"values": 6, "attn": 2, "attn.out_proj": 8},
-)(
-    lambda m, x, k, v: m.head(m.attn(x, k, m.values(v), need_weights=False)[0]),
-    attn=lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=6, batch_first=True),
-    values=(3, 6),
+add("mha", images(2, 5, 3), {"inner": 8, "attn": 4, "attn.out_proj": 8})(
+    lambda m, x: m.head(m.attn(y := F.relu(m.inner(x)), y, y)[0]),
+    inner=(3, 8),
+    attn=lambda: nn.MultiheadAttention(8, 4, batch_first=True),
     head=(8, 2),
 )
 add(
@@ -240,14 +181,6 @@ add("mha-mask-per-head", images(2, 4, 6), {"slopes": 3, "attn.out_proj": 6})(
     distance=lambda: -(torch.arange(4)[:, None] - torch.arange(4)).abs().float(),
     head=(6, 2),
 )
-add("mha-averaged-weights-used", images(2, 4, 6), {"attn.out_proj": 6}, fixed=("mixed over units",))(
-    lambda m, x: m.head((r := m.attn(x, x, x))[0]) + r[1].sum(-1, keepdim=True),
-    attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
-    head=(6, 2),
-)
-add("mha-unbatched", images(4, 6), {"attn": 3, "attn.out_proj": 6})(
-    lambda m, x: m.head(m.attn(x, x, x)[0]), attn=lambda: nn.MultiheadAttention(6, 3), head=(6, 2)
-)
 add(
     "transformer-encoder",
     images(2, 5, 3),
@@ -263,15 +196,6 @@ add(
     )
 )
 add(
-    "transformer-decoder",
-    lambda: (torch.randn(2, 3, 8), torch.randn(2, 5, 8)),
-    {"layers.0.self_attn": 2, "layers.0.multihead_attn": 2, "layers.0.linear1": 6},
-)(
-    lambda: nn.TransformerDecoder(
-        nn.TransformerDecoderLayer(8, 2, 6, dropout=0.0, batch_first=True, norm_first=True), 1, nn.LayerNorm(8)
-    )
-)
-add(
     "transformer",
     lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)),
     {
@@ -282,9 +206,6 @@ add(
         "decoder.layers.0.linear1": 6,
     },
 )(lambda: nn.Transformer(8, 4, 1, 1, 6, dropout=0.0, batch_first=True))
-add("cross-attention", lambda: (torch.randn(2, 3, 6), torch.randn(2, 7, 4)), {"context": 5, "attn.q": 3, "attn.out": 6})(
-    lambda m, x, y: m.head(m.attn(x, m.context(y))), attn=lambda: Separate(6, 3, 4, context=5), context=(4, 5), head=(6, 2)
-)
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -315,24 +236,13 @@ class Grouped(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(b, t, -1))
 
 
-class RootNorm(nn.Module):
-    """Root mean square norm, written out."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
 class Llama(nn.Module):
     """Decoder layers with grouped queries and a gated feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.norms = nn.ModuleList(RootNorm(8) for _ in range(5))
+        self.norms = nn.ModuleList(nn.RMSNorm(8) for _ in range(5))
         self.attn = nn.ModuleList([Grouped(8, 6, 3, 4), Grouped(8, 4, 4, 2)])
         self.gate, self.up, self.down = (
             nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(2)) for a, b in ((8, 10), (8, 10), (10, 8))
@@ -376,54 +286,6 @@ class Interleaved(nn.Module):
 add("rotary-complex", images(2, 5, 6), {"q": 3})(Interleaved)
 
 
-class Perceiver(nn.Module):
-    """Latents that read the input, then each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(4, 8))
-        self.read = Block(8, Separate(8, 2, 3, context=5), 6)
-        self.think = Block(8, Separate(8, 4, 2, fused=False), 6)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        latents = self.latents.expand(x.shape[0], -1, -1)
-        return self.head(self.think(self.read(latents, x)).mean(1))
-
-
-add("perceiver", images(2, 7, 5), {"read.attn.q": 2, "read.fc1": 6, "think.attn.q": 4, "think.fc1": 6}, fixed=NORMED)(Perceiver)
-
-
-class Convolutional(nn.Module):
-    """Squeeze-and-excitation, then attention over the positions of a feature map."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 2
-        self.stem, self.bn = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.squeeze, self.excite = nn.Linear(8, 3), nn.Linear(3, 8)
-        self.qkv, self.out = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 6, 1)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn(self.stem(x)))
-        x = x * torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3))))))[:, :, None, None]
-        b, _, h, w = x.shape
-        q, k, v = (y.reshape(b, self.heads, -1, h * w) for y in self.qkv(x).chunk(3, dim=1))
-        weights = torch.softmax(q.transpose(-2, -1) @ k / 2.0, dim=-1)
-        y = (v @ weights.transpose(-2, -1)).reshape(b, -1, h, w)
-        return self.head(F.relu(self.out(y)).mean((2, 3)))
-
-
-add("conv-attention", images(2, 1, 5, 5), {"stem": 8, "squeeze": 3, "qkv": 2, "out": 6})(Convolutional)
-add("lstm-attention", images(2, 5, 3), {"rnn": 6, "attn.q": 3, "attn.out": 6})(
-    lambda m, x: m.head(m.attn(m.rnn(x)[0])[:, -1]),
-    rnn=lambda: nn.LSTM(3, 6, batch_first=True),
-    attn=lambda: Separate(6, 3, 2),
-    head=(6, 2),
-)
-
-
 class Windows(nn.Module):
     """Attention within shifted windows, with a learned bias for each head and relative position, as in Swin."""
 
@@ -454,45 +316,6 @@ add("swin-window", images(2, 1, 4, 4), {"stem": 6, "attn.qkv": 3, "attn.proj": 6
     attn=lambda: Windows(6, 3, 2),
     head=(6, 2),
 )
-
-
-class Linearised(nn.Module):
-    """Attention without softmax: a sum of key and value products for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 3
-        self.q, self.k, self.v, self.out = nn.Linear(5, 12), nn.Linear(5, 12), nn.Linear(5, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = (F.elu(layer(x)).unflatten(-1, (self.heads, -1)) + 1.0 for layer in (self.q, self.k))
-        v = self.v(x).unflatten(-1, (self.heads, -1))
-        memory = torch.einsum("bshd,bshe->bhde", k, v)
-        norm = 1.0 / (torch.einsum("bthd,bhd->bth", q, k.sum(1)) + 1e-6)
-        return self.out(torch.einsum("bthd,bhde,bth->bthe", q, memory, norm).flatten(2))
-
-
-add("linear-attention", images(2, 4, 5), {"q": 3})(Linearised)
-
-
-class Sloped(nn.Module):
-    """A fixed slope for each head in a buffer (ALiBi), and another bias learned for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Separate(6, 3, 2, fused=False)
-        self.register_buffer("slopes", 2.0 ** -torch.arange(3.0))
-        self.buckets = nn.Embedding(4, 3)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = torch.arange(x.shape[1])
-        distance = (t[:, None] - t).abs()
-        bias = self.buckets(distance.clamp(max=3)).permute(2, 0, 1)
-        return self.head(self.attn(x, None, bias - self.slopes[:, None, None] * distance))
-
-
-add("alibi", images(2, 5, 6), {"buckets": 3, "attn.out": 6})(Sloped)
 
 
 class PerHead(nn.Module):

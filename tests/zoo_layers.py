@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from zoo_base import add, images, tokens
 
 add("mlp", images(4, 5), {"0": 8, "2": 6})(
     lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
-)
-add("mlp-sigmoid", images(4, 5), {"0": 8})(
-    lambda: nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Dropout(0.0), nn.Linear(8, 3))
-)
-add("mlp-3d", images(4, 7, 5), {"0": 8})(lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)))
-add("mlp-nobias", images(4, 5), {"0": 8})(
-    lambda: nn.Sequential(nn.Linear(5, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
 )
 
 
@@ -40,21 +33,10 @@ def _convnet(dim: int) -> nn.Module:
 
 for _dim in (1, 2, 3):
     add(f"conv{_dim}d", images(3, 2, *[6] * _dim), {"0": 6, "4": 4})(lambda d=_dim: _convnet(d))
-add("conv-flatten", images(2, 1, 8, 8), {"0": 4, "4": 5})(
-    lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(), nn.Linear(5, 2)
-    )
-)
-add("conv-batch1", images(1, 1, 5, 5), {"0": 4})(
-    lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-)
 add("depthwise", images(2, 2, 5, 5), {"0": 6, "3": 3})(
     lambda: nn.Sequential(
         nn.Conv2d(2, 6, 1), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU6(), nn.Conv2d(6, 3, 1), nn.Flatten(), nn.Linear(27, 2)
     )
-)
-add("depthwise-multiplier", images(2, 2, 5, 5), {"0": 6})(
-    lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.Conv2d(6, 12, 3, groups=6), nn.ReLU(), nn.Conv2d(12, 2, 3))
 )
 add("grouped", images(2, 2, 6, 6), {"0": 4, "3": 6})(
     lambda: nn.Sequential(
@@ -72,18 +54,6 @@ add("transposed-grouped", images(2, 2, 5), {"0": 4, "2": 3})(
 add("transposed-depthwise", images(2, 2, 5), {"0": 4})(
     lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.ConvTranspose1d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv1d(8, 2, 1))
 )
-add("bn-plain", images(3, 1, 5, 5), {"0": 5, "3": 4})(
-    lambda: nn.Sequential(
-        nn.Conv2d(1, 5, 3),
-        nn.BatchNorm2d(5, track_running_stats=False),
-        nn.ReLU(),
-        nn.Conv2d(5, 4, 1),
-        nn.BatchNorm2d(4, affine=False),
-        nn.ReLU(),
-        nn.Conv2d(4, 2, 1),
-    )
-)
-add("bn1d", images(5, 4), {"0": 6})(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)))
 add("instance-norm", images(3, 1, 5, 5), {"0": 5})(
     lambda: nn.Sequential(
         nn.Conv2d(1, 5, 3), nn.InstanceNorm2d(5, affine=True, track_running_stats=True), nn.ReLU(), nn.Conv2d(5, 2, 1)
@@ -95,30 +65,11 @@ add("group-norm", images(2, 1, 5, 5), {"0": 4})(
 add("group-norm-single", images(2, 1, 5, 5), {"0": 8})(
     lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(8, 8), nn.SiLU(), nn.Conv2d(8, 2, 1))
 )
-add("embedding", tokens(11, 3, 4), {"0": 6, "1": 5})(
-    lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-)
 add("embedding-bag", tokens(11, 3, 4), {"0": 6, "1": 5})(
     lambda: nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 )
 
 
-class TiedLanguageModel(nn.Module):
-    """Two LSTMs whose decoder is the embedding, as in the Reddit task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 5)
-        self.rnn1, self.rnn2 = nn.LSTM(5, 8, batch_first=True), nn.LSTM(8, 5, batch_first=True)
-        self.decoder = nn.Linear(5, 13)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.decoder(self.rnn2(self.rnn1(self.embedding(tokens))[0])[0])
-        return out
-
-
-add("tied-lstm", tokens(13, 3, 4), {"embedding": 5, "rnn1": 8})(TiedLanguageModel)
 add("tied-autoencoder", images(4, 5), {"encoder": 7})(
     lambda m, x: F.linear(F.relu(m.encoder(x)), m.encoder.weight.t()), encoder=(5, 7)
 )
@@ -137,23 +88,11 @@ add("lstm-stacked", images(2, 5, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#
 add("lstm-bidirectional", images(2, 5, 3), {"rnn": 6})(
     lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6, bidirectional=True, batch_first=True), head=(12, 2)
 )
-add("lstm-last-state", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
-    lambda m, x: m.head(m.rnn(x)[1][0][-1]), rnn=lambda: nn.LSTM(3, 6, num_layers=2), head=(6, 2)
-)
-add("gru", tokens(9, 5, 2), {"embed": 4, "rnn": 6})(
-    lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=lambda: nn.Embedding(9, 4), rnn=lambda: nn.GRU(4, 6), head=(6, 2)
-)
-add("gru-deep", images(5, 2, 3), {"rnn": 4, "rnn#2": 4}, ties=(("rnn", "rnn#2"),))(
-    lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.GRU(3, 4, num_layers=2, bidirectional=True), head=(8, 2)
-)
 add("rnn-packed", images(3, 4, 3), {"embed": 4, "rnn": 6})(
     lambda m, x: m.head(m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 3, 1]), batch_first=True))[1][0]),
     embed=(3, 4),
     rnn=lambda: nn.RNN(4, 6, batch_first=True),
     head=(6, 2),
-)
-add("lstm-cell", images(2, 4, 3), {"cell": 6})(
-    lambda m, x: m.head(m.cell(x[1], m.cell(x[0]))[0]), cell=lambda: nn.LSTMCell(3, 6), head=(6, 2)
 )
 add("seq2seq", images(5, 2, 3), {"enc": 6})(
     lambda m, x: m.head(m.dec(x, m.enc(x)[1])[0]), enc=lambda: nn.LSTM(3, 6), dec=lambda: nn.LSTM(3, 6), head=(6, 2)

@@ -11,6 +11,7 @@ import zoo
 import zoo_base
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo_attention import Block, Language, Separate
 from zoo_base import Architecture, Lambda, images, tokens
 
 __all__ = ["KEPT"]
@@ -34,7 +35,6 @@ widened(
     "gpt",
     {"tokens": 12, "blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
 )
-widened("bert", {"words": 8, "attn.query": 4, "up": 12})
 widened(
     "transformer-encoder",
     {
@@ -47,32 +47,10 @@ widened(
 )
 widened("weight-norm-throughout", {"0": 6, "2": 5, "4": 4})
 widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
+add("gpt-tied", tokens(11, 2, 5), {"tokens": 8, "blocks.0.attn.q": 3, "blocks.0.fc1": 10})(
+    lambda: Language(8, Block(8, Separate(8, 3, 2), 10), tied=True)
+)
 widened("channel-mean", {"a": 6}, fixed=("nothing but an average over its units reads them",))
-
-
-class TiedGPT(nn.Module):
-    """A language model whose decoder is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(1, 5, 8))
-        self.norm1, self.norm2, self.final = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8, bias=False)
-        self.q, self.k, self.v = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 6)
-        self.o, self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 10), nn.Linear(10, 8)
-        self.decoder = nn.Linear(8, 11, bias=False)
-        self.decoder.weight = self.words.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places
-        h = self.norm1(x)
-        q, k, v = (f(h).view(*h.shape[:2], -1, 2).transpose(1, 2) for f in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        out: Tensor = self.decoder(self.final(x))
-        return out
-
-
-add("gpt-tied", tokens(11, 2, 5), {"words": 8, "q": 3, "up": 10})(TiedGPT)
 
 
 class ChannelNorm(nn.Module):
@@ -119,31 +97,6 @@ add("group-norm-of-one-group", images(2, 1, 5, 5), {"0": 8, "3": 6})(
 )
 
 
-class Modulated(nn.Module):
-    """Norms without a scale of their own, shifted and scaled by a condition, as in diffusion transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.condition = nn.Linear(3, 6), nn.Linear(2, 12)
-        self.norm, self.last = nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6, elementwise_affine=False)
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        x = self.stem(x)
-        shift, scale = self.condition(condition).chunk(2, dim=-1)
-        x = x + self.body(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
-        out: Tensor = self.head(self.last(x))
-        return out
-
-
-add("modulated", lambda: (torch.randn(2, 4, 3), torch.randn(2, 2)), {"stem": 6})(Modulated)
-add("functional-norm", images(4, 3), {"a": 6})(
-    lambda m, x: m.head(F.rms_norm(F.layer_norm(m.a(x), m.w.shape, m.w, m.b), m.w.shape, m.w)),
-    a=(3, 6),
-    w=lambda: nn.Parameter(torch.rand(6)),
-    b=lambda: nn.Parameter(torch.rand(6)),
-    head=(6, 2),
-)
 add("standardised", images(4, 3), {"a": 6})(
     lambda m, x: m.head(((h := m.a(x)) - h.mean(-1, True)) / (h.var(-1, correction=0, keepdim=True) + 0.1).sqrt()),
     a=(3, 6),
@@ -155,15 +108,6 @@ add("norm-of-a-concatenation", images(4, 3), {"a": 4, "b": 5})(
     b=(3, 5),
     norm=lambda: nn.LayerNorm(12),
     head=(12, 2),
-)
-add("norm-over-time-too", images(2, 4, 3), {"0": 6})(
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm((4, 6)), nn.Linear(6, 2))
-)
-add("norm-behind-lstm", images(4, 2, 3), {"rnn": 5})(
-    lambda m, x: m.head(m.norm(m.rnn(x)[0])),
-    rnn=lambda: nn.LSTM(3, 5, bidirectional=True),
-    norm=lambda: nn.LayerNorm(10),
-    head=(10, 2),
 )
 
 
@@ -190,11 +134,6 @@ add("pool-former", images(2, 1, 6, 6), {"stem": 6})(
 add("hard-coded-norm", images(4, 3), {}, fixed=("zoo_norms.py",))(
     lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=(3, 6), head=(6, 2)
 )
-add("sums-over-a-fixed-width", images(4, 3), {"a": 6})(
-    lambda m, x: m.head((h := m.a(x)) * torch.rsqrt(h.square().sum(-1, True) / 6 + h.mean(-1, True).square() + 1e-6)),
-    a=(3, 6),
-    head=(6, 5),
-)
 add("one-norm-for-two-streams", images(4, 3), {}, fixed=("sees other units from time to time",))(
     lambda m, x: m.p(m.norm(m.a(x))) + m.q(m.norm(m.b(x))),
     a=(3, 6),
@@ -202,11 +141,4 @@ add("one-norm-for-two-streams", images(4, 3), {}, fixed=("sees other units from 
     norm=lambda: nn.LayerNorm(6, elementwise_affine=False),
     p=(6, 2),
     q=(6, 2),
-)
-add("largest-of-the-normed", images(4, 3), {"b": 5}, fixed=("reduced over its units by 'amax'",))(
-    lambda m, x: m.head(F.relu(m.b(x))) + m.norm(m.a(x)).amax(-1, keepdim=True),
-    a=(3, 6),
-    norm=lambda: nn.LayerNorm(6),
-    b=(3, 5),
-    head=(5, 2),
 )

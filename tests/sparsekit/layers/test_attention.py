@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from laws import check_masked_equals_compact, random_mask, slices, trace
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.pruning.prune import prune
@@ -25,11 +23,7 @@ from sparsekit.tracing import blocks
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 from sparsekit.training.learnable import LearnableMask
 
-
-@functools.cache
-def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
-    model, args, kwargs = zoo.build(name)
-    return model, args, kwargs, trace(model, *args, **kwargs)[0]
+traced = functools.cache(zoo.traced)
 
 
 def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_output() -> None:
@@ -57,16 +51,6 @@ def test_heads_of_hand_written_attention_are_heads_and_set_its_attributes() -> N
     attention = compact(model, graph, mask).blocks[0].attn
     assert (attention.num_heads, attention.attn_dim, attention.head_dim) == (2, 8, 4)
     assert (model.blocks[0].attn.num_heads, model.blocks[0].attn.attn_dim) == (3, 12)
-
-
-def test_the_width_of_the_model_taken_for_that_of_the_heads_is_told_with_the_users_line() -> None:
-    model, args, _ = zoo.build("gpt-hard-coded-width")
-    with pytest.warns(FixedUnitsWarning) as caught:
-        trace_units(model, *args)
-    told = [str(w.message) for w in caught if "c_attn" in str(w.message)]
-    assert len(told) == 1
-    assert "the compacted model fails: RuntimeError: shape" in told[0]
-    assert "zoo_attention.py" in told[0]
 
 
 def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> None:

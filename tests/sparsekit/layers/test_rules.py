@@ -1,4 +1,4 @@
-"""Every built-in layer rule keeps the contract, and so does a user's own."""
+"""A layer rule of a user keeps the contract, and a wrong one is caught."""
 
 from __future__ import annotations
 
@@ -8,84 +8,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import Lambda
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers import LayerRule, find_rule, rules
+from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.surgery.compaction import compact
 from sparsekit.testing.rules import RuleContract
 from sparsekit.tracing.trace import trace_units
-
-
-def _sequence(module: nn.Module) -> nn.Module:
-    return Lambda(lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=nn.Linear(3, 6), rnn=module, head=nn.Linear(8, 2))
-
-
-# "name of the rule" or "name of the rule: what it is tested on" → network, shape of its input
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "sized": (
-        lambda: nn.Sequential(nn.Linear(3, 8), nn.PReLU(8), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)),
-        (4, 3),
-    ),
-    "sized: convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 12, 1, groups=2), nn.Conv2d(12, 2, 1)
-        ),
-        (2, 1, 6, 6),
-    ),
-    "sized: group norms": (
-        lambda: nn.Sequential(nn.Conv1d(1, 12, 3), nn.GroupNorm(6, 12), nn.ReLU(), nn.Conv1d(12, 2, 1)),
-        (3, 1, 6),
-    ),
-    "sized: embeddings": (
-        lambda: Lambda(
-            lambda m, x: m.net((x * 9).long() % 7),
-            net=nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
-        ),
-        (2, 3),
-    ),
-    "attention": (
-        lambda: Lambda(
-            lambda m, x: m.head(m.attn(y := m.embed(x), y, y)[0]),
-            embed=nn.Linear(3, 12),
-            attn=nn.MultiheadAttention(12, 6),
-            head=nn.Linear(12, 2),
-        ),
-        (5, 2, 3),
-    ),
-    "instance-norm": (
-        lambda: nn.Sequential(nn.Conv1d(1, 6, 3), nn.InstanceNorm1d(6, affine=True), nn.ReLU(), nn.Conv1d(6, 2, 1)),
-        (3, 1, 6),
-    ),
-    "recurrent": (lambda: _sequence(nn.LSTM(6, 4, num_layers=2, bidirectional=True)), (5, 2, 3)),
-    "recurrent-cell": (
-        lambda: Lambda(lambda m, x: m.head(m.b(m.a(x))), a=nn.GRUCell(3, 6), b=nn.RNNCell(6, 5), head=nn.Linear(5, 2)),
-        (4, 3),
-    ),
-}
-
-
-class TestBuiltInRules(RuleContract):
-    @pytest.fixture(params=list(NETWORKS))
-    def name(self, request: pytest.FixtureRequest) -> str:
-        return str(request.param)
-
-    @pytest.fixture
-    def rule(self, name: str) -> LayerRule:
-        found: LayerRule = rules[name.partition(":")[0]]()
-        return found
-
-    @pytest.fixture
-    def network(self, name: str) -> nn.Module:
-        torch.manual_seed(0)
-        return NETWORKS[name][0]()
-
-    @pytest.fixture
-    def inputs(self, name: str) -> tuple[Any, ...]:
-        return (torch.randn(*NETWORKS[name][1]),)
 
 
 class Centred(nn.Module):

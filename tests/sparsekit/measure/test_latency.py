@@ -73,10 +73,8 @@ def test_a_damaged_or_unwritable_cache_is_told_and_does_not_stop_anything(
 
 
 @pytest.mark.parametrize("name", ["vit-fused-qkv", "squeeze-excite", "lstm-stacked"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_layers_of_all_kinds_are_measured(name: str) -> None:
-    model, args, kwargs = zoo.build(name)
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    model, args, kwargs, graph = zoo.traced(name)
     meter = measure_table(model, args, kwargs, graph)
     assert meter.at(dict.fromkeys(graph.groups, 1)) <= meter.at({name: g.size for name, g in graph.groups.items()})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from torch import Tensor, nn
+from torch import nn
 
 import sparsekit as sk
 from sparsekit.graph.edit import narrow
@@ -20,27 +20,16 @@ def test_a_chain_needs_two_neighbours_at_a_time() -> None:
 
 
 def test_a_residual_sum_keeps_its_input() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            out: Tensor = self.c(h + self.b(h))
-            return out
-
-    model, x = Net(), torch.randn(5, 4)
+    parts = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 2)}
+    model, x = zoo.Lambda(lambda m, x: m.c((h := m.a(x)) + m.b(h)), **parts), torch.randn(5, 4)
     meter = measure_memory(model, (x,), {}, sk.trace_units(model, x))
     assert meter.at({"a": 6}) == 4 * 5 * 3 * 6
     assert meter.at({"a": 1}) == 4 * 5 * 4  # c's output beside the stream and, for a moment, nothing else
 
 
 @pytest.mark.parametrize("name", ["vgg-small", "concat", "squeeze-excite", "resnet-small", "vit-fused-qkv", "gpt", "llama"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_meter_tells_what_the_narrow_model_needs(name: str) -> None:
-    model, args, kwargs = zoo.build(name)
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    model, args, kwargs, graph = zoo.traced(name)
     meter = measure_memory(model, args, kwargs, graph)
     mask = sk.UnitMask({name: torch.arange(group.size) < max(2, group.size // 3) for name, group in graph.groups.items()})
     small = sk.compact(model, graph, mask)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
@@ -72,17 +73,12 @@ def test_layers_take_no_longer_than_the_whole() -> None:
 
 
 def test_copies_are_told_from_other_operators_and_what_is_copied_whole_is_a_reason() -> None:
-    class Copying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            wide = torch.cat([x] * 400, 1).t().contiguous().t()
-            result: Tensor = self.two(self.one(wide[:, :8]).relu())
-            return result
-
-    model, x = Copying(), torch.zeros(2000, 8)
+    model = Lambda(
+        lambda m, x: m.two(m.one(torch.cat([x] * 400, 1).t().contiguous().t()[:, :8]).relu()),
+        one=nn.Linear(8, 64),
+        two=nn.Linear(64, 4),
+    )
+    x = torch.zeros(2000, 8)
     assert measure_copies(nn.ReLU(), (x,), {}) == 0
     assert 0 < measure_copies(model, (x,), {}) < 10_000
     notes = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x).report.notes
@@ -107,15 +103,8 @@ def test_other_runtimes_are_timed_where_asked_and_one_that_cannot_leaves_a_note(
     assert report.times[-1].label.endswith("export")
     assert type(report).from_dict(json.loads(json.dumps(report.to_dict()))).times == list(report.times)
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) if x.sum() > -1e9 else x  # a value decides, which a program cannot follow
-
-    model = Branches()
+    # A value decides, which a program cannot follow.
+    model = Lambda(lambda m, x: m.body(x) if x.sum() > -1e9 else x, body=model)
     report = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("export",)).report
     assert {pair.runtime for pair in report.times} == {"eager"}
     assert any(note.startswith("the models could not be timed by export: ") for note in report.notes)

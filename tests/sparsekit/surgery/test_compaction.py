@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -26,12 +25,7 @@ CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.group
 RATIOS = st.floats(0.1, 0.95)
 
 
-@functools.cache
-def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
-    model, args, kwargs = zoo.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, args, kwargs, trace_units(model, *args, **kwargs)
+traced = functools.cache(zoo.traced)
 
 
 def in_dtype(name: str, dtype: torch.dtype, train: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:

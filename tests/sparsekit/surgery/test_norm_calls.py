@@ -35,12 +35,6 @@ def read(run: Callable[[Tensor], Any], x: Tensor) -> NormCall:
     return catch.call
 
 
-def test_a_mean_of_three_of_four_numbers() -> None:
-    call = read(lambda x: x.mean(), torch.tensor([1.0, 2.0, 3.0, 100.0]))
-    assert call.dims == (0,)
-    assert call.over(0, torch.arange(3)).item() == 2.0
-
-
 def test_a_layer_norm_of_two_kept_numbers() -> None:
     call = read(lambda x: F.layer_norm(x, (3,), eps=0.0), torch.tensor([[1.0, 3.0, 50.0]], dtype=torch.float64))
     # mean 2 and deviation 1 over the kept ones; what is dropped is normalised with the same two numbers

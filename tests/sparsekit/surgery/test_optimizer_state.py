@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from laws import random_mask
 from optimizers import Lookahead
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -38,16 +38,8 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:
-    view = sk.View(generator=torch.Generator().manual_seed(seed))
-    return sk.select(sk.criteria.Random(), graph, ratio, view)
-
-
 def problem(name: str) -> tuple[nn.Module, tuple[Any, ...], sk.UnitGraph]:
-    model, args, _ = zoo.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = sk.trace_units(model, *args)
+    model, args, _, graph = zoo.traced(name)
     return model.double(), tuple(x.double() if x.is_floating_point() else x for x in args), graph
 
 
@@ -127,26 +119,6 @@ def check(name: str, architecture: str) -> None:
         torch.testing.assert_close(full[key], value, rtol=1e-10, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_momentum_of_three_units_has_exactly_the_kept_numbers() -> None:
-    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1, bias=False))
-    graph = sk.trace_units(model, torch.zeros(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model[0].weight]["momentum_buffer"] = torch.tensor([[1.0], [2.0], [3.0]])
-    first, second = (sk.UnitMask({"0": torch.tensor(keep)}) for keep in ([True, False, True], [False, True, True]))
-    small = sk.compact(model, graph, first)
-    kept = sk.remap_optimizer(optimizer, graph, model, small, new_mask=first)
-    assert optimizer.state[small[0].weight]["momentum_buffer"].tolist() == [[1.0], [3.0]]
-    assert kept["0.weight"]["momentum_buffer"].tolist() == [[1.0], [2.0], [3.0]]
-    optimizer.state[small[0].weight]["momentum_buffer"].mul_(10)
-    other = sk.compact(model, graph, second)
-    fresh = sk.remap_optimizer(optimizer, graph, small, other, old_mask=first, new_mask=second)
-    assert optimizer.state[other[0].weight]["momentum_buffer"].tolist() == [[0.0], [30.0]]
-    sk.remap_optimizer(optimizer, graph, other, small, old_mask=second, new_mask=first, entering=kept)
-    assert optimizer.state[small[0].weight]["momentum_buffer"].tolist() == [[1.0], [30.0]]
-    assert fresh["0.weight"]["momentum_buffer"].tolist() == [[10.0], [0.0], [30.0]]
-    assert len(optimizer.state) == 1
-
-
 def test_parameter_groups_options_and_schedulers_stay_valid() -> None:
     model, args, graph = problem("vgg-small")
     mask = random_mask(graph, 0.5, 0)
@@ -211,12 +183,3 @@ def test_slow_weights_of_units_that_enter_start_from_the_weights() -> None:
     before = sk.compact(model, graph, masks[1])  # the model did not change, so all slow weights are the model's
     for parameter, start in zip(other.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(optimizer.state[parameter]["slow"], start.detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_no_optimiser_of_torch_has_copies_of_the_weights(name: str) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = OPTIMIZERS[name]([parameter])
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert copies_of_weights(optimizer, [parameter]) == set()

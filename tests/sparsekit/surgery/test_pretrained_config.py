@@ -1,17 +1,17 @@
-"""fit_config(): cut models of transformers are saved by save_pretrained and loaded in another process."""
+"""Models of Hugging Face's transformers, tiny and with random weights: cut exactly, saved by their own `save_pretrained`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, trace
+from torch import nn
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, View
@@ -20,56 +20,99 @@ from sparsekit.graph.edit import only, tie_layers
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
 
-_TEXT: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     globals()["transformers"] = pytest.importorskip("transformers", reason="pip install transformers")
 
 
-def _tokens() -> dict[str, Tensor]:
-    return {"input_ids": torch.randint(0, 60, (2, 7), generator=torch.Generator().manual_seed(0))}
+_SIZES = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 12,
+    "max_position_embeddings": 32,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_IMAGES = {**{k: v for k, v in _SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}, "image_size": 8}
 
 
-def _pixels() -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+def _ids(**more: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"input_ids": torch.randint(17, (2, 5)), **more}
 
 
-def _vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
-    )
-    found: nn.Module = transformers.ViTForImageClassification(config)
-    return found
+def _pixels() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 8, 8)}
 
 
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], bool]] = {
-    "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, **_HEADS)), _tokens, True),
-    "qwen2": (lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_TEXT, **_HEADS)), _tokens, True),
+# name → (class, configuration class, its arguments, inputs, groups of heads by the end of their names, heads in each)
+MODELS: dict[str, tuple[str, str, Mapping[str, Any], Callable[[], dict[str, Any]], int, int]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(use_cache=False), 2, 2),
+    "llama-with-cache": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(), 2, 2),
+    "llama-eager": ("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attn_implementation": "eager"}, _ids(), 2, 2),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _ids(use_cache=False), 2, 2),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED, _ids(use_cache=False), 2, 2),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4}, _ids(), 2, 4),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES, _ids(use_cache=False), 2, 4),
     "bert": (
-        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**_TEXT, num_attention_heads=4)),
-        _tokens,
-        False,
+        "BertForSequenceClassification",
+        "BertConfig",
+        _SIZES,
+        _ids(attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])),
+        2,
+        4,
     ),
-    "vit": (_vit, _pixels, False),
+    "vit": ("ViTForImageClassification", "ViTConfig", {**_IMAGES, "patch_size": 4}, _pixels, 2, 4),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", {**_IMAGES, "patch_size": 4}, _pixels, 2, 4),
 }
 
 
-def _cut(name: str) -> tuple[nn.Module, sk.UnitGraph, sk.UnitMask, dict[str, Tensor]]:
-    make, example, heads = MODELS[name]
+def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    kind, configuration, sizes, inputs, _, _ = MODELS[name]
     torch.manual_seed(0)
-    model, inputs = make().eval(), example()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = sk.trace_units(model, example_kwargs=inputs)
+    return getattr(transformers, kind)(getattr(transformers, configuration)(**sizes)).eval(), inputs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_and_feed_forward_units_are_found_and_exact(name: str) -> None:
+    model, kwargs = _built(name)
+    graph, _ = trace(model, example_kwargs=kwargs)
+    heads = [group.size for group in graph.groups.values() if group.kind == "head"]
+    assert heads == [MODELS[name][5]] * MODELS[name][4]
+    assert sum(group.kind == "feature" for group in graph.groups.values()) >= 2
+    for seed, ratio in enumerate((0.3, 0.6)):
+        mask = random_mask(graph, ratio, seed)
+        check_masked_equals_compact(model, (), kwargs, graph, mask)
+        check_nothing_is_lost(model, graph, mask)
+
+
+@pytest.mark.slow
+def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=17, d_model=16, d_kv=4, d_ff=12, num_layers=2, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(17, (2, 5))
+    kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :3], "use_cache": False}
+    graph, _ = trace(model, example_kwargs=kwargs)
+    own = {piece.name for piece in graph.groups["encoder.block.0.layer.0.SelfAttention.q"].slices}
+    assert "encoder.block.1.layer.0.SelfAttention.q.weight" in own
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in own
+    check_masked_equals_compact(model, (), kwargs, graph, random_mask(graph, 0.5, 0))
+
+
+def _cut(name: str) -> tuple[nn.Module, sk.UnitGraph, sk.UnitMask, dict[str, Any]]:
+    model, inputs = _built(name)
+    graph, _ = trace(model, example_kwargs=inputs)
+    heads = "num_key_value_heads" in MODELS[name][2]  # other configurations have no number of heads apart from the width
     chosen = [n for n, g in graph.groups.items() if ".layer" in n and (heads or g.kind != "head")]
     graph = tie_layers(only(graph, chosen))
     mask = sk.select(Magnitude(), graph, 0.5, View(weights=model.state_dict()))
     return sk.compact(model, graph, mask), graph, mask, inputs
 
 
+SAVED = ("llama", "qwen2", "bert", "vit")
 _LOADER = """
 import sys, torch, transformers
 from safetensors.torch import load_file
@@ -89,27 +132,25 @@ for name in sys.argv[2:]:
 def test_what_save_pretrained_writes_is_loaded_in_another_process(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    for name in MODELS:
+    for name in SAVED:
         small, graph, mask, inputs = _cut(name)
         with pytest.raises(UnsupportedModelError, match="fit_config"):
             small.save_pretrained(tmp_path / name)
         changed = sk.fit_config(small, graph, mask)
-        assert changed["intermediate_size"] == 24
+        assert changed["intermediate_size"] == 6
         small.save_pretrained(tmp_path / name)
         with torch.no_grad():
-            save_file({**inputs, "logits": small(**inputs).logits}, tmp_path / name / "example.safetensors")
-    command = [sys.executable, "-c", _LOADER, str(tmp_path), *MODELS]
+            given = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+            save_file({**given, "logits": small(**inputs).logits}, tmp_path / name / "example.safetensors")
+    command = [sys.executable, "-c", _LOADER, str(tmp_path), *SAVED]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == ["llama 24 2", "qwen2 24 2", "bert 24 4", "vit 24 4"]
+    assert done.stdout.split("\n")[:-1] == ["llama 6 2", "qwen2 6 2", "bert 6 4", "vit 6 4"]
 
 
 def test_heads_that_a_configuration_cannot_count_are_named() -> None:
-    torch.manual_seed(0)
-    model = MODELS["bert"][0]().eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = tie_layers(sk.trace_units(model, example_kwargs=_tokens()))
+    model, inputs = _built("bert")
+    graph = tie_layers(trace(model, example_kwargs=inputs)[0])
     graph = only(graph, [name for name in graph.groups if ".layer" in name])
     mask = sk.select(Magnitude(), graph, 0.5, View(weights=model.state_dict()))
     with pytest.raises(UnsupportedModelError, match=r"bert\.encoder\.layer\.#\.attention\.self\.query"):

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import struct
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from laws import random_mask
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 
-
-@functools.cache
-def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], sk.UnitGraph]:
-    model, args, kwargs = zoo.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model.eval(), args, kwargs, sk.trace_units(model, *args, **kwargs)
+traced = functools.cache(zoo.traced)
 
 
-def half(graph: sk.UnitGraph, seed: int = 0) -> sk.UnitMask:
-    generator = torch.Generator().manual_seed(seed)
-    return sk.select(sk.criteria.Random(), graph, 0.5, sk.View(generator=generator))
+def half(graph: sk.UnitGraph) -> sk.UnitMask:
+    return random_mask(graph, 0.5, 0)
 
 
 def edit_header(path: Path, change: Any) -> None:
@@ -178,3 +172,26 @@ def test_a_loaded_model_gives_the_bits_of_the_saved_one(dtype: torch.dtype, widt
     for rows in (1, 2, 5, 8):
         x = torch.randn(rows, width, dtype=dtype)
         assert torch.equal(again(x), small(x)), rows
+
+
+class Pretrained(nn.Module):
+    """What of transformers matters here: a configuration, and `save_pretrained`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"hidden": 8}
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save(self.state_dict(), folder / "weights.pt")
+
+
+def test_save_pretrained_of_a_cut_model_names_save_compact(tmp_path: Path) -> None:
+    small = sk.LearnableMask(Pretrained(), (torch.randn(2, 4),), ratio=0.5).compact()
+    for each in (small, copy.deepcopy(small)):
+        with pytest.raises(sk.errors.UnsupportedModelError, match=r"sparsekit\.save_compact"):
+            each.save_pretrained(tmp_path)
+    Pretrained.save_pretrained(small, tmp_path)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -84,34 +85,23 @@ def test_neither_a_trace_nor_a_cut_changes_the_model(
 # ---- models without values
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class OwnHeads(nn.Module):
+def attended(m: Any, x: Tensor) -> Any:
     """Heads of an attention that is written out cannot go; the layers after it can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(len(x), -1, 2, 2).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
-        return self.down(self.up(x + self.out(attended)).relu())
+    q = m.q(x).view(len(x), -1, 2, 2).transpose(1, 2)
+    return m.down(m.up(x + m.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape))).relu())
 
 
 BARE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (2, 4)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)), (2, 3, 8, 8)),
-    "lstm": (Recurrent, (2, 5, 4)),
-    "heads written out": (OwnHeads, (2, 5, 4)),
+    "lstm": (
+        lambda: Lambda(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 3)),
+        (2, 5, 4),
+    ),
+    "heads written out": (
+        lambda: Lambda(attended, q=nn.Linear(4, 4), out=nn.Linear(4, 4), up=nn.Linear(4, 8), down=nn.Linear(8, 3)),
+        (2, 5, 4),
+    ),
 }
 
 
@@ -190,6 +180,30 @@ def test_outliers_hide_no_wrong_group_and_condemn_no_right_one(
         calls = [ModelInputs((x,), {})]
         assert list(Verifier(model.eval(), calls).failures(spoiled(graph, name))) == [name]
         assert list(Verifier(model.eval(), calls, dtype=torch.float32).failures(spoiled(graph, name))) == [name]
+
+
+def test_the_one_wrong_group_is_found_among_six() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 2)).eval()
+    x = torch.randn(4, 6)
+    failures = Verifier(model, [ModelInputs((x,), {})]).failures(spoiled(sk.trace_units(model, x), "4"))
+    assert list(failures) == ["4"]
+    assert "removing units changes the output" in failures["4"]
+
+
+def test_a_fresh_batch_norm_and_zero_scales_do_not_hide_an_error() -> None:
+    model = Lambda(
+        lambda m, x: m.head(m.a(x).relu()) + m.gain * m.a(x).relu().mean(-1, keepdim=True),
+        a=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+        gain=nn.Parameter(torch.zeros(1)),
+    ).eval()
+    x = torch.randn(4, 3)
+    honest = Lambda(lambda m, y: m.head(m.a(y).relu()), a=model.a, head=model.head)
+    graph = sk.trace_units(honest, x)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    failures = Verifier(model, [ModelInputs((x,), {})]).failures(dataclasses.replace(graph, shapes=shapes))
+    assert list(failures) == ["a"]
 
 
 class TwoAttentions(nn.Module):

@@ -80,7 +80,7 @@ def check_saved(name: str, norm: str, model: nn.Module, args: Any, kwargs: Any, 
 
 
 def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -> None:
-    """Whatever shrinks, the cost at any widths is that of the compact model: weights, maps of heads, computed weights."""
+    """Whatever shrinks, the cost at any widths is that of the compact model, and its change by each step there is told."""
     costs = sk.cost_model(model.eval(), *args, graph=graph, **kwargs)
     counts = {group: max(min(2, units.size), round(0.4 * units.size)) for group, units in graph.groups.items()}
     for tied in graph.ties:
@@ -89,7 +89,18 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
     small, found = sk.count_cost(sk.compact(model, graph, mask), *args, **kwargs), costs.costs(counts)
     assert found["flops"] * costs.examples == pytest.approx(small.flops_compact, abs=costs.examples)
     assert (found["params"], found["bytes"]) == (small.parameters, small.bytes)
-    assert costs.tracker(counts).totals() == pytest.approx(found)
+    widths = {name: group.size for name, group in graph.groups.items()}
+    tracker, now = costs.tracker(widths), costs.costs(widths)
+    limits = {"flops": now["flops"] / 2, "params": now["params"] / 3}
+    for tied in graph.tied_sets:
+        widths.update(dict.fromkeys(tied, counts[tied[0]]))
+        after = costs.costs(widths)
+        gain = sum((now[name] - after[name]) / limit for name, limit in limits.items() if now[name] > limit)
+        assert tracker.change(tied, counts[tied[0]]) == pytest.approx({name: after[name] - now[name] for name in now})
+        assert tracker.gain(tied, counts[tied[0]], limits) == pytest.approx(gain)
+        tracker.move(tied, counts[tied[0]])
+        now = after
+    assert tracker.totals() == pytest.approx(found)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from laws import trace
 from torch import Tensor, nn
+from zoo_base import Lambda
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import trace_units
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.widening import skeleton
 
@@ -71,25 +73,19 @@ def test_a_number_with_another_name_is_not_touched_and_keeps_the_heads() -> None
 
 
 def test_two_attentions_that_share_an_attribute_keep_equally_many_heads() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = 3
-            self.a, self.b, self.out_a, self.out_b = (nn.Linear(6, 6) for _ in range(4))
+    def two(m: Any, x: Tensor) -> Any:
+        a, b = (layer(x).view(*x.shape[:2], m.heads, 2).transpose(1, 2) for layer in (m.a, m.b))
+        a, b = (F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2) for y in (a, b))
+        return m.out_a(a) + m.out_b(b)
 
-        def forward(self, x: Tensor) -> Tensor:
-            a, b = (layer(x).view(*x.shape[:2], self.heads, 2).transpose(1, 2) for layer in (self.a, self.b))
-            a, b = (F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2) for y in (a, b))
-            return self.out_a(a) + self.out_b(b)
-
-    _, graph = traced(Two())
+    _, graph = traced(Lambda(two, heads=3, **{name: nn.Linear(6, 6) for name in ("a", "b", "out_a", "out_b")}))
     assert graph.ties == (("1.a", "1.b"),)
     assert sizes(graph) == {"heads": 1}
 
 
 def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
     model = nn.Sequential(nn.Conv1d(1, 8, 1), nn.GroupNorm(4, 8, affine=False), nn.ReLU(), nn.Conv1d(8, 2, 1))
-    graph = trace_units(model, torch.randn(2, 1, 5))
+    graph, _ = trace(model, torch.randn(2, 1, 5))
     assert set(graph.sizes) == {SizeAttribute("1", "num_groups", "0", 1), SizeAttribute("1", "num_channels", "0", 2)}
     mask = UnitMask({"0": torch.tensor([True, False, True, True])})
     assert (small := compact(model, graph, mask))[1].num_groups == 3
