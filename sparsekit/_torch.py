@@ -1,7 +1,6 @@
 """Every private name of torch that the package uses, each behind a small function or a public name.
 
-`tests/sparsekit/test_torch_names.py` fails, with the name and the version of torch, when torch moves one of them. No other
-file mentions a private name of torch.
+No other file mentions one.
 """
 
 from __future__ import annotations

@@ -29,12 +29,6 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
     assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
 
 
-def test_entry_points_are_for_other_packages() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(project["scripts"]) == {"sparsekit"}
-    assert "entry-points" not in project
-
-
 def test_what_the_tests_import_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
     named = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "flwr_datasets": "flwr-datasets",
@@ -63,20 +57,6 @@ def test_workflows_and_templates_are_well_formed(path: Path) -> None:
         for step in job["steps"]:
             for program in re.findall(r"(?:^|\s)((?:\.ci|benchmarks)/[\w./]+)", step.get("run", "")):
                 assert (ROOT / program).exists(), program
-
-
-def test_a_workflow_calls_what_checks_everything_and_one_builds_site_and_wheel() -> None:
-    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
-    assert "run: .ci/run" in texts["ci.yml"]
-    assert "mkdocs build --strict" in texts["release.yml"]
-    assert "python -m build" in texts["release.yml"]
-    assert "mkdocs build --strict" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_hooks_before_a_commit_are_tools_of_ours() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]
-    assert hooks["repo"] == "local", "nothing is fetched"
-    assert {hook["entry"].split()[0] for hook in hooks["hooks"]} == {"ruff", "mypy", "pytest"}
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"])

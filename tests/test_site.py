@@ -170,12 +170,6 @@ def test_the_tests_that_a_page_shows_pass_where_a_reader_copies_them(page: Path,
     assert done.returncode == 0, done.stdout
 
 
-def test_the_app_of_the_tutorial_of_flower_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert execute(["flower-app", "my-app"]) == 0
-    assert (tmp_path / "my-app" / "README.md").exists()
-
-
 def _lines(kind: str) -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
@@ -206,17 +200,6 @@ def test_commands_and_options_that_pages_name_exist(capsys: pytest.CaptureFixtur
             helps[command] = capsys.readouterr().out
         for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", line.split("#")[0].split('"')[0]):
             assert option in helps[command], f"{page}: {option} of {line}"
-
-
-def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    nav = set(re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1]))
-    there = {page.relative_to(DOCS).as_posix() for page in PAGES}
-    beside = {"SECURITY.md", "ZOO.md", "CHANGELOG.md", "CONTRIBUTING.md"}
-    assert nav - there - beside == set(), "the navigation names a page that is not there"
-    named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
-    assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
-    assert {path for path in beside if not (ROOT / path).exists()} == set()
 
 
 def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:

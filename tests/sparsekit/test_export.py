@@ -6,12 +6,12 @@ import copy
 import functools
 import io
 import shutil
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from laws import random_mask
 from torch import nn
 
 import sparsekit as sk
@@ -26,12 +26,8 @@ MODELS = ("resnet-small", "depthwise", "group-norm", "lstm-bidirectional", "gpt"
 @functools.cache
 def compacted(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model of the zoo at ratio 0.5, in eval mode, with its inputs."""
-    model, args, kwargs = zoo.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = sk.trace_units(model, *args, **kwargs)
-    view = sk.View(generator=torch.Generator().manual_seed(3))
-    return sk.compact(model, graph, sk.select(sk.criteria.Random(), graph, 0.5, view)).eval(), args, kwargs
+    model, args, kwargs, graph = zoo.traced(name)
+    return sk.compact(model, graph, random_mask(graph, 0.5, 3)).eval(), args, kwargs
 
 
 def assert_same(found: Any, expected: Any, **tolerance: float) -> None:

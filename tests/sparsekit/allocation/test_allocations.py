@@ -135,18 +135,6 @@ def test_isomorphic_never_compares_scores_of_different_structures() -> None:
     assert counts["2"] < 24
 
 
-def test_the_knapsack_keeps_at_least_as_much_worth_as_the_walk() -> None:
-    graph, costs, scores = _traced()
-    equal = {name: torch.ones_like(values) for name, values in scores.items()}
-
-    def kept(counts: Any) -> int:
-        return sum(counts.values())
-
-    walk = ByCost(HALF, scale="none").counts(graph, equal, costs)
-    best = Knapsack(HALF, scale="none").counts(graph, equal, costs)
-    assert kept(best) >= kept(walk)
-
-
 class Branches(nn.Module):
     """Branches whose units cost differently, and the same whatever the others keep."""
 
@@ -213,30 +201,6 @@ def test_of_two_units_of_equal_worth_the_dearer_one_goes() -> None:
     limit = costs.dense_costs()["flops"] - saved[dearest]
     counts = ByCost(sk.Budget(flops=limit), scale="none").counts(graph, equal, costs)
     assert counts == {**dense, dearest: dense[dearest] - 1}
-
-
-def test_what_one_dear_unit_leaves_of_the_budget_is_spent_on_others() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(1, 10, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(10, 20, 5), nn.ReLU(), nn.Flatten(),
-                              nn.Linear(20 * 64, 10))  # fmt: skip
-    x = torch.randn(1, 1, 28, 28)
-    graph = sk.trace_units(model, x)
-    costs = sk.cost_model(model, x, graph=graph)
-    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
-    for share in (0.75, 0.5, 0.25, 0.12):
-        counts = ByCost(sk.Budget(flops=f"{100 * share}%"), scale="none").counts(graph, scores, costs)
-        assert 0.95 * share <= costs.costs(counts)["flops"] / costs.dense_costs()["flops"] <= share
-
-
-def test_limits_and_multiples_hold_and_do_not_break_the_budget() -> None:
-    graph, costs, scores = _traced(LINEAR)
-    limits = {"0": (0.5, 0.8), "2": (1.0, 1.0)}
-    counts = ByCost(sk.Budget(flops="50%"), limits=limits, multiple_of=4).counts(graph, scores, costs)
-    assert 20 <= counts["0"] <= 32
-    assert counts["2"] == 8
-    assert all(count % 4 == 0 or count == graph.groups[name].size for name, count in counts.items())
-    assert costs.costs(counts)["flops"] <= 0.5 * costs.dense_costs()["flops"]
 
 
 def test_what_a_device_likes_gives_way_to_the_budget_to_limits_and_to_narrow_groups() -> None:

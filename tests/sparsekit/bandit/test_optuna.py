@@ -61,15 +61,6 @@ def add(study: Any, x: float, value: float | None = None, state: Any = TrialStat
 # --- what becomes of a trial ---
 
 
-def test_complete_trials_are_told_with_the_value_that_was_run() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler)
-    for x, value in ((0.25, 1.0), (0.75, 3.0)):
-        add(study, x, value)
-    study.ask({"x": UNIT})
-    assert told(sampler) == [(0.25, 1.0), (0.75, 3.0)]
-
-
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
 def test_an_infinite_value_is_the_best_or_the_worst_that_is_known_once_something_is(direction: str) -> None:
     sampler = BanditSampler("p-ucbv", seed=0)

@@ -43,13 +43,6 @@ def hill(value: float) -> float:
     return -abs(value - 0.7)
 
 
-def test_it_closes_in_on_a_hill() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    asked = play(bandit, hill, 300)
-    assert abs(bandit.best().value - 0.7) < 0.05
-    assert np.mean([abs(value - 0.7) for value in asked[200:]]) < 0.05
-
-
 def test_it_finds_the_top_of_a_box() -> None:
     apart = []
 
@@ -120,11 +113,9 @@ def test_a_probe_heeds_a_bound_and_what_was_dropped() -> None:
         bounded.tell(pull, hill(pull.value) + draw)
     pull = halved.ask()
     halved.tell(Pull(pull.id, 0.5), 0.0, drop="below")
-    begin = min(arm.low for arm in halved.arms if arm.high > 0.5)
     gone = [(arm.high, after.low) for arm, after in pairwise(halved.arms) if arm.high < after.low]
-    assert gone
-    for value in play(halved, hill, 400):
-        assert not any(low <= value < high for low, high in gone), begin
+    assert [high for _, high in gone] == [0.5]
+    assert not any(low <= value < high for value in play(halved, hill, 400) for low, high in gone)
 
 
 @given(rewards=st.lists(st.sampled_from([-1e100, -1e30, -1.0, 0.0, 1e-300, 0.5, 1.0, 1e12, 1e100]), max_size=30))
@@ -149,21 +140,6 @@ def test_a_proposal_that_is_executed_elsewhere_is_not_made_for_ever(places: int)
             rounded = round(pull.value * places) / places
             bandit.tell(replace(pull, value=rounded), hill(rounded) + draw)
         assert max(map(asked.count, asked)) <= 40
-
-
-@given(
-    values=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40),
-    sides=st.lists(st.sampled_from([None, "below", "above"]), min_size=40, max_size=40),
-)
-@settings(max_examples=25, deadline=None)
-def test_any_executed_values_and_drops_are_taken(values: list[float], sides: list[Any]) -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    for value, side in zip(values, sides, strict=False):
-        bandit.tell(replace(bandit.ask(), value=value), hill(value), drop=side)
-        assert bandit.ask().value in UNIT
-    arms = bandit.arms
-    assert all(arm.low < arm.high for arm in arms)
-    assert all(arm.high <= after.low for arm, after in pairwise(arms))
 
 
 def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:

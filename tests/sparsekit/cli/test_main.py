@@ -57,21 +57,16 @@ def _fail(how: str) -> None:
     raise {"ours": InvalidValueError("a sentence"), "ctrl-c": KeyboardInterrupt(), "os": OSError(28, "No space left")}[how]
 
 
-def test_a_command_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
-    _plug_in(monkeypatch, greet="other_package:hello")
-    assert cli.execute(["greet", "--name", "world"]) == 0
-    assert capsys.readouterr().out == "hello world\n"
-
-
-def test_a_broken_command_spoils_only_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_other_packages_are_found_and_a_broken_one_spoils_only_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
     _plug_in(monkeypatch, greet="other_package:hello", broken="nowhere_at_all:app", odd="math:pi")
     assert cli.execute(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("greet", "broken", "odd", "units", "not available"))
-    assert cli.execute(["greet"]) == 0
-    capsys.readouterr()
+    assert cli.execute(["greet", "--name", "world"]) == 0
+    assert capsys.readouterr().out == "hello world\n"
     assert cli.execute(["broken", "--whatever", "1"]) == 2
     assert "nowhere_at_all" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.cli import main as cli
@@ -156,15 +157,7 @@ def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: p
 def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | None, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
 
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x.view(3, 6))
-
-    model, x = Fixed(), torch.randn(3, 6)
+    model, x = Lambda(lambda m, x: m.linear(x.view(3, 6)), linear=nn.Linear(6, 3)), torch.randn(3, 6)
     export_onnx(model, () if name else (x,), tmp_path / "model.onnx", {name: x} if name else {})
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})

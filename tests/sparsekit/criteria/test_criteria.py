@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import choose, select
+from sparsekit.allocation import select
 from sparsekit.criteria import (
     Activation,
     BatchNormScale,
@@ -93,12 +93,6 @@ class TestActivation(CriterionContract):
 
 def _scores(*values: float) -> dict[str, Tensor]:
     return {**{name: torch.ones(group.size) for name, group in example_graph().groups.items()}, "first": torch.tensor(values)}
-
-
-def test_the_largest_importance_stays_and_ties_go_to_the_lower_index() -> None:
-    view = View(importance=_scores(0.1, 0.9, 0.5, 0.5, 0.2, 0.5, 0.0))
-    mask = choose(example_graph(), Learned().scores(example_graph(), view), {"first": 3, "second": 1, "third": 16})
-    assert mask["first"].nonzero().flatten().tolist() == [1, 2, 3]
 
 
 def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:

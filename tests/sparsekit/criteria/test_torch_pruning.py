@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.criteria import View
@@ -23,22 +24,17 @@ class TestAdapter(CriterionContract):
         return TorchPruning(tp.importance.MagnitudeImportance(p=1, normalizer=None))
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.second, self.third = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 4, 1)
-        self.head = nn.Linear(4 * 9, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.first(x)))
-        return self.head(F.relu(self.third(x + self.second(x))).flatten(1))
-
-
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    model = Branches().eval()
+    model = Lambda(
+        lambda m, x: m.head(F.relu(m.third((h := F.relu(m.norm(m.first(x)))) + m.second(h))).flatten(1)),
+        first=nn.Conv2d(3, 6, 3, padding=1),
+        norm=nn.BatchNorm2d(6),
+        second=nn.Conv2d(6, 6, 3, padding=1),
+        third=nn.Conv2d(6, 4, 1),
+        head=nn.Linear(36, 5),
+    ).eval()
     nn.init.uniform_(model.norm.weight)
     return model
 

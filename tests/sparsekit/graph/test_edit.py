@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import zoo
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
@@ -30,16 +31,8 @@ def graph(model: nn.Module) -> UnitGraph:
 def stacked() -> UnitGraph:
     """Two layers of one hidden size, whose groups are tied."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(self.rnn(x)[0][:, -1])
-            return out
-
-    return trace_units(Net(), torch.randn(2, 5, 3))
+    model, args, _ = zoo.build("lstm-stacked")
+    return trace_units(model, *args)
 
 
 def test_what_is_left_out_is_fixed_with_a_reason(graph: UnitGraph) -> None:

@@ -70,14 +70,6 @@ def test_depth_alone_meets_the_budget_with_whole_widths(model: nn.Module) -> Non
     assert "4 of 6 residual blocks are gone" in str(pruned.report)
 
 
-def test_widths_and_depth_share_the_budget(model: nn.Module) -> None:
-    x = torch.randn(2, 8)
-    pruned = sk.prune(model, (x,), budget="flops=50%", limits={"block": (0.5, 0.75)})
-    assert 3 <= sum(kept(pruned).values()) <= 4
-    assert 0.45 < pruned.report.after["flops"] / pruned.report.before["flops"] <= 0.5
-    assert any(group.after < group.before for group in pruned.report.groups if group.kind == "feature")
-
-
 @pytest.mark.parametrize(
     ("keep", "limits", "stay"),
     [
@@ -155,7 +147,7 @@ def test_what_cannot_be_meant_is_refused(net: nn.Module, limits: Any, message: s
         sk.prune(net, (torch.randn(2, 8),), budget="flops=50%", limits=limits)
 
 
-NAMES = ["bert", "gpt", "llama", "resnet-small", "transformer-encoder", "vit-separate"]
+NAMES = ["gpt", "llama", "resnet-small", "transformer-encoder", "vit-separate"]
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -178,8 +170,7 @@ def test_no_budget_is_exceeded(name: str, share: float, stays: float, alone: boo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graph_of_what_is_left_is_that_of_a_new_trace(name: str) -> None:
-    model, args, kwargs = zoo.build(name)
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    model, args, kwargs, graph = zoo.traced(name)
     blocks = find_blocks(model, [ModelInputs(args, kwargs)])
     small = remove_blocks(model, blocks, list(blocks.blocks)[:1])
     left = remaining(graph, set(small.state_dict()), {name for name, _ in small.named_modules()})

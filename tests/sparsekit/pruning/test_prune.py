@@ -133,10 +133,8 @@ def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None
 
 
 @pytest.mark.parametrize("name", ["residual", "concat", "vit-fused-qkv", "gpt", "squeeze-excite", "lstm-stacked", "llama"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_graph_of_a_narrow_model_is_what_a_trace_of_it_finds(name: str) -> None:
-    model, args, kwargs = zoo.build(name)
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    model, _, _, graph = zoo.traced(name)
     mask = sk.UnitMask({name: torch.arange(group.size) % 2 == 0 for name, group in graph.groups.items()})
     small = narrow(graph, mask)
     half = sk.UnitMask({name: torch.arange(group.size) < max(1, group.size // 2) for name, group in small.groups.items()})

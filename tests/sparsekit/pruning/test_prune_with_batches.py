@@ -78,14 +78,3 @@ def test_a_metric_is_asked_at_every_stage(repair: Any) -> None:
         stages += [f"after recalibration of step {step}"] * (repair in (True, "recalibrate"))
         stages.append(f"after fine-tuning of step {step}")
     assert [name.removeprefix("accuracy ") for name in report.measured if name.startswith("accuracy")] == stages
-
-
-def test_every_step_of_a_schedule_is_repaired_before_it_is_trained_on() -> None:
-    model, batches = trained()
-    losses = []
-    sk.prune(
-        model, batches[0][0][:1], budget="flops=25%", batches=batches, loss=F.cross_entropy, schedule=Schedule("linear", 3),
-        finetune=lambda small, step: losses.append(loss_of(small, batches)),
-    )  # fmt: skip
-    assert len(losses) == 3
-    assert max(losses) < 1.0

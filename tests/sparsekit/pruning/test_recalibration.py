@@ -113,18 +113,6 @@ def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_s
     assert left < 0.9
 
 
-class Mixing(nn.Module):
-    """A hidden layer over each token, and one over all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(3, 16), nn.Linear(16, 8), nn.Linear(8 * 64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2).transpose(1, 2)
-        return self.head(F.relu(self.down(F.gelu(self.up(x)))).flatten(1))
-
-
 def _images(count: int, seed: int) -> Tensor:
     """Images whose columns differ, as those of photographs do: bright in the middle, noisy to the right."""
     generator = torch.Generator().manual_seed(seed)
@@ -135,12 +123,6 @@ def _images(count: int, seed: int) -> Tensor:
 
 CASES = [
     (0, Net, 3),
-    (1, Mixing, 128),
-    (
-        0,
-        lambda: nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4)),
-        128,
-    ),
     (
         1,
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Tanh(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)),

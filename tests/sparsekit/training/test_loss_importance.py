@@ -7,6 +7,7 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from masked import train_step
 from torch import Tensor, nn
 
-from sparsekit.graph.mask import UnitMask
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance
@@ -132,45 +132,23 @@ def test_optimisers_neither_step_nor_decay_importance() -> None:
     assert masked.scores not in optimizer.state
 
 
-def test_units_that_enter_afresh_do_not_change_the_outputs_of_the_others() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    x = torch.randn(5, 6, dtype=torch.float64)
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    train_step(masked, optimizer, x, torch.tensor([0, 1, 2, 0, 1]))
-    mask = masked.unit_mask()
-    leaving, entering = int(mask["0"].nonzero()[0]), int((~mask["0"]).nonzero()[0])
-    keep = mask["0"].clone()
-    keep[leaving] = False
-    dense = masked.dense_state()
-    zeroed = {**dense, "2.weight": dense["2.weight"] * keep}
-    expected = torch.func.functional_call(model, zeroed, (x,))
-    keep[entering] = True
-    masked.change(UnitMask({"0": keep}))
-    masked.execution.narrow_model.enter({"0": torch.tensor([entering])}, [optimizer])
-    masked.eval()
-    torch.testing.assert_close(masked(x), expected)
-    slot = int((masked.execution.narrow_model.slot_order()["0"] == entering).nonzero())
-    for leaf, dim in ((masked.model[0].weight, 0), (masked.model[0].bias, 0), (masked.model[2].weight, 1)):
-        moments = optimizer.state[leaf]["momentum_buffer"]
-        assert not moments.select(dim, slot).any(), "the state of a unit that enters is fresh"
-        assert moments.any()
-
-
-@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+@pytest.mark.parametrize(
+    ("how", "learning"),
+    # With a rate of its own, importance reads its target at every fourth step: the training goes on between two of them.
+    [("state", EAGER), ("pickle", EAGER), ("copy", EAGER), ("state", GradientImportance(lr=0.1, explore=0.0))],
+)
 @pytest.mark.same_bits
-def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
+def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str, learning: Any) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = _convolutions().double()
-    masked = LearnableMask(model, (images(generator),), ratio=0.5, learning=EAGER)
+    masked = LearnableMask(model, (images(generator),), ratio=0.5, learning=learning)
     optimizer = _adam(masked)
     batches = [(images(generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(40)]
     for at, (x, y) in enumerate(batches):
         if at == 17:
             if how == "state":
-                twin = LearnableMask(model, (x,), ratio=0.5, learning=EAGER)
+                twin = LearnableMask(model, (x,), ratio=0.5, learning=learning)
                 twin.load_state_dict(masked.state_dict())
                 other = _adam(twin)
                 other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
