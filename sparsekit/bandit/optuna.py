@@ -160,7 +160,7 @@ class BanditSampler(BaseSampler):
     |---|---|
     | complete | is told its value, or the negative where the study minimises |
     | complete, with an infinite value | is told the best or worst that is known, once something is |
-    | pruned | is told its last intermediate value (`pruned="forget"`: nothing): it was bad, and that is worth knowing |
+    | pruned | is told its last intermediate value: it was bad, and that is worth knowing |
     | pruned before any finite intermediate value, or failed | forgets it (failed, `failed="worst"`: the worst known) |
     | running, or its process has died | waits; that costs nothing |
     | with a value outside the space, or parameters of another | forgets it |
@@ -171,7 +171,6 @@ class BanditSampler(BaseSampler):
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         seed: Seed of all that is drawn; None takes one from the system.
-        pruned: What a pruned trial counts as.
         failed: What a failed trial counts as. Where failing is a property of the values (out of memory, say), "worst"
             keeps the bandit from trying them again.
         deterministic: Whether equal parameters give equal values, so that none are worth running twice.
@@ -181,7 +180,7 @@ class BanditSampler(BaseSampler):
 
     Raises:
         UnknownNameError: no such bandit.
-        InvalidValueError: another word for `pruned` or `failed`, or an option that the bandit refuses.
+        InvalidValueError: another word for `failed`, or an option that the bandit refuses.
     """
 
     def __init__(
@@ -189,21 +188,18 @@ class BanditSampler(BaseSampler):
         bandit: str = DEFAULT,
         *,
         seed: int | None = None,
-        pruned: Literal["last", "forget"] = "last",
         failed: Literal["forget", "worst"] = "forget",
         deterministic: bool = False,
         space: Mapping[str, BaseDistribution] | None = None,
         independent_sampler: BaseSampler | None = None,
         **options: Any,
     ) -> None:
-        if pruned not in ("last", "forget"):
-            raise InvalidValueError(f"pruned must be 'last' or 'forget', got {pruned!r}")
         if failed not in ("forget", "worst"):
             raise InvalidValueError(f"failed must be 'forget' or 'worst', got {failed!r}")
         if ":" not in bandit:
             registry[bandit]  # an unknown name raises, with those that are known
         self._bandit, self._options = bandit, options
-        self._pruned, self._failed = pruned, failed
+        self._failed = failed
         self._times = 1 if deterministic else _TIMES
         self._seeds = np.random.SeedSequence(seed)
         self._rngs: list[np.random.Generator] = []
@@ -291,7 +287,7 @@ class BanditSampler(BaseSampler):
             return None if self._failed == "forget" else -math.inf
         if trial.state == TrialState.COMPLETE:
             return None if trial.value is None or math.isnan(trial.value) else sign * trial.value
-        if self._pruned == "forget" or not trial.intermediate_values:
+        if not trial.intermediate_values:
             return None
         last = trial.intermediate_values[max(trial.intermediate_values)]
         return None if math.isnan(last) else sign * last

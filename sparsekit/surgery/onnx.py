@@ -38,8 +38,8 @@ def export_program(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """
     model.eval()
     try:
-        if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args):
-            raise TypeError("the axis of examples is known of tensors by position alone")
+        if kwargs or not all(isinstance(value, Tensor) and value.dim() for value in args) or len({len(x) for x in args}) > 1:
+            raise TypeError("the axis of examples is known of tensors by position alone, the first of all of them")
         # A single example is taken for a constant.
         several = tuple(tensor[:1].expand(2, *tensor.shape[1:]).contiguous() for tensor in args)
         batch = torch.export.Dim("batch")

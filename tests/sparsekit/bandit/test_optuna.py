@@ -77,16 +77,15 @@ def test_an_infinite_value_is_the_best_or_the_worst_that_is_known_once_something
     assert told(sampler)[3:] == [(0.4, 2.0 * sign), (0.5, max(sign, 2.0 * sign))]
 
 
-def test_a_pruned_trial_is_told_its_last_intermediate_value_or_forgotten() -> None:
-    for pruned, expected in (("last", [(0.5, 1.0), (0.9, 0.25)]), ("forget", [(0.5, 1.0)])):
-        sampler = BanditSampler("p-ucbv", seed=0, pruned=pruned)  # type: ignore[arg-type]
-        study = study_of(sampler)
-        add(study, 0.5, 1.0)
-        add(study, 0.9, state=TrialState.PRUNED, intermediate_values={1: 0.75, 5: 0.25, 3: 0.5})
-        add(study, 0.8, state=TrialState.PRUNED)
-        add(study, 0.7, state=TrialState.PRUNED, intermediate_values={1: math.nan})
-        study.ask({"x": UNIT})
-        assert told(sampler) == expected
+def test_a_pruned_trial_is_told_its_last_intermediate_value() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    add(study, 0.5, 1.0)
+    add(study, 0.9, state=TrialState.PRUNED, intermediate_values={1: 0.75, 5: 0.25, 3: 0.5})
+    add(study, 0.8, state=TrialState.PRUNED)
+    add(study, 0.7, state=TrialState.PRUNED, intermediate_values={1: math.nan})
+    study.ask({"x": UNIT})
+    assert told(sampler) == [(0.5, 1.0), (0.9, 0.25)]
 
 
 # --- spaces ---
@@ -180,8 +179,6 @@ def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
 def test_what_is_not_allowed_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'p-ucbv'"):
         BanditSampler("p-ucb")
-    with pytest.raises(InvalidValueError, match="pruned must be 'last' or 'forget', got 'no'"):
-        BanditSampler(pruned="no")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="failed must be 'forget' or 'worst', got 'no'"):
         BanditSampler(failed="no")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="has no option color"):
