@@ -183,7 +183,7 @@ class SavedState:
             key: State-dict key of the entry.
             name: The kind, such as `momentum_buffer`.
             like: Says device and dtype of a copy that is made now.
-            weights: Returns the dense weights of the entry, where units start that enter state of this kind.
+            weights: Returns the dense weights of the entry, where units start whose state is a copy of the weights.
         """
         copies = self._dense.setdefault(owner, {})
         if (key, name) not in copies:

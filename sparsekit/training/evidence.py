@@ -24,11 +24,7 @@ _PATIENCE = 3
 class Evidence:
     """What samples say of all units. Vectors are float (J,), in the order of the graph's groups; a sample is one step.
 
-    Args:
-        graph: The units.
-        like: A vector on the device of the importance.
-        share: Largest share of a group's kept units that one round swaps.
-        errors: Standard errors by which the gain must exceed the cost, each for its own part.
+    `share` and `errors` are those of `LossImportance`; `like` is a vector on the device of the importance.
     """
 
     def __init__(self, graph: UnitGraph, like: Tensor, share: float, errors: float) -> None:

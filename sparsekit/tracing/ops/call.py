@@ -26,14 +26,9 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operator call as seen by its handler.
+    """One operator call as seen by its handler: arguments by their schema names, and the tensors that it returned, in order.
 
-    Args:
-        tracer: The trace.
-        func: The operator.
-        name: Its base name without the trailing underscore of in-place forms: `add` for `aten::add_.Tensor`.
-        arguments: Arguments by their schema names.
-        outputs: The tensors that it returned, in order.
+    The name is without the trailing underscore of in-place forms: `add` for `aten::add_.Tensor`.
     """
 
     tracer: Tracer

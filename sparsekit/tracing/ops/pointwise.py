@@ -62,12 +62,8 @@ def combine(
 ) -> TensorLabels:
     """Labels of an element-wise result.
 
-    Args:
-        call: The operator.
-        owners: Labels of the operands.
-        shapes: Their shapes, which broadcast to `shape`.
-        shape: Shape of the result.
-        name: What is done to the operands, where it is but a part of the operator: "add" for the bias of a product.
+    `owners` are the labels of the operands, whose `shapes` broadcast to `shape`. `name` is what is done to them, where it is
+    but a part of the operator: "add" for the bias of a product.
     """
     rank, name = len(shape), name or call.name
     owners, joint = _meet(call, name, owners, shapes, rank)
