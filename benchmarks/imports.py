@@ -10,40 +10,25 @@ imports to the one that is imported, and a folder stands above all that it impor
 from __future__ import annotations
 
 import argparse
-import ast
-from collections import Counter, defaultdict
+import sys
+from collections import Counter
 from pathlib import Path
 
 import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [path.relative_to(ROOT) for package in ("sparsekit", "sparsekit_fl") for path in sorted((ROOT / package).rglob("*.py"))]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-
-def place(file: Path) -> str:
-    """The folder of the first level that a file lies in; a loose file stands for itself."""
-    return "/".join(file.parts[:2]) if len(file.parts) > 2 else str(file.with_suffix(""))
-
-
-def place_of(module: str, names: list[str]) -> set[str]:
-    """Where `from module import names` leads; nowhere for the root packages, which hand names on."""
-    parts = module.split(".")
-    ends = [parts[:2]] if len(parts) > 1 else [[*parts, name] for name in names]
-    return {"/".join(end) for end in ends}
+from test_architecture import MODULES, PACKAGES, _folder, _imports  # noqa: E402
 
 
 def folder_graph() -> nx.DiGraph:
-    """An arrow for each pair of folders; the number of imports is its weight."""
-    arrows: Counter[tuple[str, str]] = Counter()
-    nodes = {place(file) for file in FILES if file.name != "__init__.py" or len(file.parts) > 2}
-    for file in FILES:
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for other in place_of(node.module, [alias.name for alias in node.names]) & (nodes - {place(file)}):
-                    arrows[place(file), other] += 1
+    """An arrow for each pair of folders; the number of imports is its weight. The root packages, which hand names on, have none."""
+    found = {(module, _folder(other), line) for module in MODULES for other, line in _imports(module) if other in MODULES}
+    arrows = Counter((_folder(module), below) for module, below, _ in found)
     graph = nx.DiGraph()
-    graph.add_nodes_from(sorted(nodes))
-    graph.add_weighted_edges_from((above, below, weight) for (above, below), weight in arrows.items() if above in nodes)
+    graph.add_weighted_edges_from((*arrow, weight) for arrow, weight in arrows.items() if arrow[0] != arrow[1])
+    graph.remove_nodes_from(PACKAGES)
     return graph
 
 
@@ -64,7 +49,7 @@ def draw(graph: nx.DiGraph, lines: Counter[str], path: Path) -> None:
         style = {"arrowstyle": "->", "color": "#9aa5b1", "lw": min(2.2, 0.4 + 0.08 * weight), "shrinkA": 12, "shrinkB": 12}
         axes.annotate("", xy=places[below], xytext=places[above], arrowprops={**style, "alpha": 0.55})
     for node, (x, y) in places.items():
-        name = node.replace("sparsekit_fl/", "fl.").replace("sparsekit/", "")
+        name = node.replace("sparsekit_fl.", "fl.").removeprefix("sparsekit.")
         box = {"boxstyle": "round,pad=0.35", "fc": "#eefaf0" if name.startswith("fl.") else "#eaf2fb", "ec": "#5d6d7e"}
         axes.text(x, y, f"{name}\n{lines[node]:,}", ha="center", va="center", fontsize=7.5, bbox=box)
     axes.set_ylim(0.4, len(rows) + 0.6)
@@ -80,10 +65,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="write the picture there; SVG or PNG")
     options = parser.parse_args()
     lines: Counter[str] = Counter()
-    files: dict[str, int] = defaultdict(int)
-    for file in FILES:
-        size = len((ROOT / file).read_text(encoding="utf-8").splitlines())
-        for name in (file.parts[0], place(file)):
+    files: Counter[str] = Counter()
+    for module, path in MODULES.items():
+        size = len(path.read_text(encoding="utf-8").splitlines())
+        for name in {module.split(".")[0], _folder(module)}:
             lines[name] += size
             files[name] += 1
     for name, size in lines.items():
