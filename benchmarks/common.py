@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +15,10 @@ from typing import Any
 import numpy as np
 
 __all__ = ["add", "in_turns", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# Some benchmarks use modules of the tests, which they import after this one.
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:

@@ -10,20 +10,16 @@ imports to the one that is imported, and a folder stands above all that it impor
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
+import common  # noqa: F401 - makes the tests' modules known
 import networkx as nx
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from test_architecture import MODULES, PACKAGES, _folder, _imports  # noqa: E402
+from test_architecture import MODULES, PACKAGES, _folder, _imports
 
 
 def folder_graph() -> nx.DiGraph:
-    """An arrow for each pair of folders; the number of imports is its weight. The root packages, which hand names on, have none."""
+    """An arrow for each pair of folders, of the weight of their imports; root packages, which hand names on, have none."""
     found = {(module, _folder(other), line) for module in MODULES for other, line in _imports(module) if other in MODULES}
     arrows = Counter((_folder(module), below) for module, below, _ in found)
     graph = nx.DiGraph()

@@ -5,19 +5,13 @@ python benchmarks/matrix_distances.py              # a minute
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 from common import show
-
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from matrix.cells import PRECISIONS, all_cells, expected  # noqa: E402
-from matrix.run import TOLERANCE, distance  # noqa: E402
+from matrix.cells import PRECISIONS, all_cells, expected
+from matrix.run import TOLERANCE, distance
 
 
 def main() -> None:

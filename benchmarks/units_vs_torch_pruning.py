@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import multiprocessing
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from multiprocessing.connection import Connection
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import add, read
+from common import add, read, show
 from torch import Tensor, nn
+from zoo import ZOO, build
 
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
 from sparsekit.errors import NoUnitsError
@@ -44,19 +43,9 @@ TOLERANCE = 1e-8
 SIDES = ("torch-pruning", "sparsekit")
 
 
-@cache
-def load_zoo() -> Any:
-    """The architectures of the tests, whose folder also holds one of the package's name and so comes after its parent."""
-    root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root), str(root / "tests")]
-    import zoo
-
-    return zoo
-
-
 def prepared(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """An architecture in float64, eval mode, with live statistics, scales and biases."""
-    model, args, kwargs = load_zoo().build(name)
+    model, args, kwargs = build(name)
     generator = torch.Generator().manual_seed(0)
     model = model.double().eval()
     with torch.no_grad():
@@ -211,55 +200,42 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def work(pipe: Connection) -> None:
-    """Answer questions (side, architecture) until the other end closes."""
+def work(side: str, name: str) -> dict[str, Any]:
+    """The counts of one side on one architecture, or the error that stopped it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    load_zoo()
-    pipe.send("ready")
-    while True:
-        side, name = pipe.recv()
-        torch.manual_seed(0)
-        try:
-            counts = dict(theirs(name) if side == "torch-pruning" else ours(name))
-            pipe.send({"status": "ran", **counts})
-        except Exception as error:  # noqa: BLE001
-            pipe.send({"status": f"{type(error).__name__}: {error}"[:200]})
+    torch.manual_seed(0)
+    try:
+        return {"status": "ran", **(theirs if side == "torch-pruning" else ours)(name)}
+    except Exception as error:  # noqa: BLE001
+        return {"status": f"{type(error).__name__}: {error}"[:200]}
 
 
-class Worker:
-    """A process that is replaced when it takes too long."""
+def _start() -> Any:
+    """A pool of one process, which has imported what it needs."""
+    pool = multiprocessing.get_context("spawn").Pool(1)
+    pool.apply(int)
+    return pool
 
-    def __init__(self, limit_seconds: float) -> None:
-        self.limit_seconds = limit_seconds
-        self._start()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, far = context.Pipe()
-        self.process = context.Process(target=work, args=(far,), daemon=True)
-        self.process.start()
-        far.close()
-        self.pipe.recv()  # imports do not count
-
-    def ask(self, side: str, name: str) -> dict[str, Any]:
-        """The counts of one architecture, or the status that stopped it."""
-        self.pipe.send((side, name))
-        try:
-            if self.pipe.poll(self.limit_seconds):
-                answer: dict[str, Any] = self.pipe.recv()
-                return answer
-            status = f"no answer within {self.limit_seconds:.0f} s"
-        except EOFError:
-            status = "the process died"
-        self.close()
-        self._start()
-        return {"status": status}
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join()
+def measure(names: Iterable[str], limit_seconds: float, out: Path | None) -> Iterator[dict[str, Any]]:
+    """A row for each architecture, from the file where it is there; the process is replaced when it takes too long, or died."""
+    known = {row["architecture"]: row for row in read(out)} if out else {}
+    pool = _start()
+    for name in names:
+        if name not in known:
+            known[name] = {"architecture": name}
+            for side in SIDES:
+                try:
+                    known[name][side] = pool.apply_async(work, (side, name)).get(limit_seconds)
+                except multiprocessing.TimeoutError:
+                    known[name][side] = {"status": f"no answer within {limit_seconds:.0f} s"}
+                    pool.terminate()
+                    pool = _start()
+            if out:
+                add(out, known[name])
+        yield known[name]
+    pool.terminate()
 
 
 def told(result: dict[str, Any]) -> str:
@@ -298,23 +274,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per side and architecture (default 60)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    names = options.only or list(load_zoo().ZOO)
-    done = {row["architecture"]: row for row in read(options.out)} if options.out else {}
-    worker = Worker(options.limit)
-    rows = []
-    for name in names:
-        if name not in done:
-            done[name] = {"architecture": name, **{side: worker.ask(side, name) for side in SIDES}}
-            if options.out:
-                add(options.out, done[name])
-        rows.append(done[name])
-        if options.json:
-            print(json.dumps(done[name]), flush=True)
-        else:
-            print(f"{name:<28} {told(done[name][SIDES[0]]):<32} {told(done[name][SIDES[1]])}", flush=True)
-    worker.close()
+    rows, shown = tee(measure(options.only or list(ZOO), options.limit, options.out))
+    show((row if options.json else row | {side: told(row[side]) for side in SIDES} for row in shown), options.json)
     if not options.json:
-        print("\n".join(totals(rows, side) for side in SIDES))
+        measured = list(rows)
+        print("\n".join(totals(measured, side) for side in SIDES))
 
 
 if __name__ == "__main__":
