@@ -7,7 +7,7 @@
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
 Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on the objective and the seed alone, so that all
-algorithms meet the same. Needs the extra `bench`.
+algorithms meet the same. Needs PyXAB (`pip install --group bench`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
-from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
+from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB
+from common import show
 
 from sparsekit.bandit.base import Box, Interval
 from sparsekit.bandit.make import make_bandit
@@ -30,19 +33,11 @@ from sparsekit.bandit.make import make_bandit
 RESULTS = Path(__file__).parent / "bandit_results.json"
 HORIZONS = (100, 500, 1000)
 NOISE = 0.1
-SETS = {
-    "pyxab": PYXAB,
-    "held-out": HELD_OUT,
-    "drifting": DRIFTING,
-    "moved": MOVED,
-}
+SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED}
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
 """Ask for a point of the unit cube; tell the reward of it; the point recommended in the end."""
-
-
-# --- players ---
 
 
 def ours(name: str, options: dict[str, Any], axes: int, horizon: int, seed: int) -> Play:
@@ -78,14 +73,14 @@ def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
         options |= {"b": 1.0, "f_max": 1.0}
     np.random.seed(seed)  # noqa: NPY002 - PyXAB draws from numpy's global generator
     algorithm = made(**options)
-    step = iter(range(1, horizon + 1))
-    clock = [0]
+    pull = 0
 
     def ask() -> list[float]:
-        clock[0] = next(step)
-        return [float(v) for v in algorithm.pull(clock[0])]
+        nonlocal pull
+        pull += 1
+        return [float(v) for v in algorithm.pull(pull)]
 
-    return ask, lambda reward: algorithm.receive_reward(clock[0], reward), lambda: list(algorithm.get_last_point())
+    return ask, lambda reward: algorithm.receive_reward(pull, reward), lambda: list(algorithm.get_last_point())
 
 
 def at_random(axes: int, seed: int) -> Play:
@@ -131,16 +126,15 @@ def noise(objective: str, seed: int, count: int) -> list[float]:
     return draws
 
 
-def trace(name: str, title: str, seed: int, horizon: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
+def trace(name: str, title: str, seed: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
     """Cumulative regret and that of the recommended point after each of `marks` pulls; neither has noise in it."""
-    objective: Objective = OBJECTIVES[title].placed(title, seed)
-    ask, tell, recommend = player(name, objective.axes, horizon, seed)
-    errors = noise(title, seed, horizon)
+    objective = OBJECTIVES[title].placed(title, seed)
+    ask, tell, recommend = player(name, objective.axes, marks[-1], seed)
     total, found = 0.0, []
-    for pull in range(horizon):
+    for pull, error in enumerate(noise(title, seed, marks[-1])):
         point = ask()
         total += objective.regret(point, pull)
-        tell(objective.value(point, pull) + errors[pull])
+        tell(objective.value(point, pull) + error)
         if pull + 1 in marks:
             found.append((total, objective.regret(recommend(), pull)))
     return found
@@ -148,99 +142,86 @@ def trace(name: str, title: str, seed: int, horizon: int, marks: tuple[int, ...]
 
 def summary(values: list[float]) -> list[float]:
     """Mean, standard error, number of seeds."""
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return [round(float(np.mean(values)), 5), round(error, 5) if len(values) > 1 else 0.0, len(values)]
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return [round(float(np.mean(values)), 5), round(error, 5), len(values)]
 
 
-def measure(name: str, titles: list[str], seeds: int, out: Path) -> None:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Play, and put mean, standard error and number of seeds into the file; what is there for the same is replaced."""
-    for title in titles:
+    for name, title in product(options.names, SETS[options.set]):
         if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
-        games: dict[int, list[tuple[float, float]]] = {horizon: [] for horizon in HORIZONS}
-        for seed in range(seeds):
-            if name in WITH_HORIZON:
-                for horizon in HORIZONS:
-                    games[horizon] += trace(name, title, seed, horizon, (horizon,))
-            else:
-                for horizon, mark in zip(HORIZONS, trace(name, title, seed, max(HORIZONS), HORIZONS)):
-                    games[horizon].append(mark)
-        results = json.loads(out.read_text()) if out.exists() else {}
-        for horizon, found in games.items():
-            place = results.setdefault(title, {}).setdefault(str(horizon), {})
-            place[name] = {
-                "cumulative": summary([total for total, _ in found]),
-                "simple": summary([simple for _, simple in found]),
-            }
-        out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        shown = "  ".join(f"T={horizon} {np.mean([total for total, _ in found]):.2f}" for horizon, found in games.items())
-        print(f"{name:16s} {title:14s} {shown}", flush=True)
+        plays = [(horizon,) for horizon in HORIZONS] if name in WITH_HORIZON else [HORIZONS]
+        games = [[end for marks in plays for end in trace(name, title, seed, marks)] for seed in range(options.seeds)]
+        results = json.loads(options.file.read_text()) if options.file.exists() else {}
+        row = {"algorithm": name, "objective": title}
+        for horizon, ends in zip(HORIZONS, zip(*games)):
+            found = dict(zip(("cumulative", "simple"), map(summary, zip(*ends))))
+            results.setdefault(title, {}).setdefault(str(horizon), {})[name] = found
+            row[f"T = {horizon}"] = found["cumulative"][0]
+        options.file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        yield row
 
 
-# --- what is shown ---
+def table(cells: dict[str, dict[str, Any]], what: str) -> Iterator[dict[str, Any]]:
+    """Mean ± standard error; the algorithms from the best to the worst by geometric mean over the objectives."""
+
+    def merit(name: str) -> float:
+        return geometric_mean(max(cell[name][what][0], 1e-6) for cell in cells.values() if name in cell)
+
+    for name in sorted({name for cell in cells.values() for name in cell} & {*NAMES}, key=merit):
+        found = {title: cell[name][what] for title, cell in cells.items() if name in cell}
+        yield {what: name, **dict.fromkeys(cells)} | {title: f"{v[0]:.3f} ± {v[1]:.3f}" for title, v in found.items()}
 
 
-def table(results: dict[str, Any], titles: list[str], what: str) -> None:
-    """Print mean ± standard error; the algorithms from the best to the worst by geometric mean over the objectives."""
-    for horizon in HORIZONS:
-        cells = {title: results.get(title, {}).get(str(horizon), {}) for title in titles}
-        names = [name for name in NAMES if any(name in cell for cell in cells.values())]
-
-        def merit(name: str, cells: dict[str, Any] = cells) -> float:
-            found = [math.log(max(cell[name][what][0], 1e-6)) for cell in cells.values() if name in cell]
-            return sum(found) / len(found)
-
-        print(f"\n{what} regret, T = {horizon}")
-        print(f"{'':16s}" + "".join(f"{title:>18s}" for title in titles))
-        for name in sorted(names, key=merit):
-            row = [cell.get(name, {}).get(what) for cell in cells.values()]
-            print(f"{name:16s}" + "".join(f"{v[0]:9.3f} ±{v[1]:7.3f}" if v else f"{'-':>18s}" for v in row))
+def ratio(cell: dict[str, Any], rivals: tuple[str, ...]) -> tuple[float, str] | None:
+    """SplitUCBV's cumulative regret over that of the best of some rivals, and the same in words, with simple regrets."""
+    found = [name for name in rivals if name in cell]
+    if not found or "SplitUCBV" not in cell:
+        return None
+    best = min(found, key=lambda name: cell[name]["cumulative"][0])
+    least = min(cell[name]["simple"][0] for name in found)
+    value = cell["SplitUCBV"]["cumulative"][0] / cell[best]["cumulative"][0]
+    return value, f"{value:.2f} of {best} ({cell['SplitUCBV']['simple'][0]:.3f} to {least:.3f})"
 
 
-def ratios(results: dict[str, Any], titles: list[str], rivals: tuple[str, ...]) -> None:
-    """Print SplitUCBV's cumulative regret over that of the best of some rivals."""
-    print(f"\nSplitUCBV over the best of {', '.join(rivals)}: cumulative regret (simple regret)")
-    logs = []
-    for title in titles:
-        row = []
-        for horizon in HORIZONS:
-            cell = results.get(title, {}).get(str(horizon), {})
-            found = [name for name in rivals if name in cell]
-            if not found or "SplitUCBV" not in cell:
-                continue
-            best = min(found, key=lambda name: cell[name]["cumulative"][0])
-            least = min(cell[name]["simple"][0] for name in found)
-            ratio = cell["SplitUCBV"]["cumulative"][0] / cell[best]["cumulative"][0]
-            logs.append(math.log(ratio))
-            row.append(f"T={horizon} {ratio:5.2f} of {best:8s} ({cell['SplitUCBV']['simple'][0]:.3f} to {least:.3f})")
-        print(f"{title:14s} " + "   ".join(row))
-    if logs:
-        print(f"geometric mean {math.exp(sum(logs) / len(logs)):.3f}, largest {math.exp(max(logs)):.2f}")
+def tables(options: argparse.Namespace) -> None:
+    """Print what the file holds of a set: regrets, and SplitUCBV's over the best rival's."""
+    results = json.loads(options.file.read_text())
+    cells = {h: {title: results.get(title, {}).get(str(h), {}) for title in SETS[options.set]} for h in HORIZONS}
+    for what, horizon in product(("cumulative", "simple"), HORIZONS):
+        print(f"\n{what} regret, T = {horizon}\n")
+        show(table(cells[horizon], what), as_json=False)
+    rivals = PYXAB_NAMES if options.set == "pyxab" else ("VHCT",)
+    ratios = {(title, h): ratio(cells[h][title], rivals) for title in SETS[options.set] for h in HORIZONS}
+    print(f"\nSplitUCBV over the best of {', '.join(rivals)}: cumulative regret (simple regret)\n")
+    rows = ({"": title, **{f"T = {h}": (ratios[title, h] or ("", "–"))[1] for h in HORIZONS}} for title in SETS[options.set])
+    show(rows, as_json=False)
+    values = [found[0] for found in ratios.values() if found]
+    if values:
+        print(f"geometric mean {geometric_mean(values):.3f}, largest {max(values):.2f}")
 
 
-def measure_time(name: str, axes: int, counts: tuple[int, ...], seeds: int) -> None:
-    """Print processor microseconds per ask + tell over the first so many pulls, and since the last mark; means over seeds."""
-    title = {1: "Garland", 2: "Himmelblau", 3: "Hartmann3"}[axes]
-    objective = OBJECTIVES[title]
-    spent = dict.fromkeys(sorted(counts), 0.0)
-    for seed in range(seeds):
-        ask, tell, _ = player(name, axes, max(counts), seed)
-        errors, total = noise(title, seed, max(counts)), 0.0
-        for pull in range(max(counts)):
-            start = time.thread_time()
-            point = ask()
-            total += time.thread_time() - start
-            reward = objective.value(point, pull) + errors[pull]
-            start = time.thread_time()
-            tell(reward)
-            total += time.thread_time() - start
-            if pull + 1 in spent:
-                spent[pull + 1] += total / seeds
-    last, mark = 0.0, 0
-    for count, total in spent.items():
-        since = (total - last) / (count - mark)
-        print(f"{name:12s} {title:12s} T={count:<7d} {1e6 * total / count:7.1f} us per step, {1e6 * since:7.1f} lately")
-        last, mark = total, count
+def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Processor microseconds per ask + tell over the first so many pulls, and since the last mark; means over seeds."""
+    for name, axes in product(options.names, options.axes):
+        title = {1: "Garland", 2: "Himmelblau", 3: "Hartmann3"}[axes]
+        marks = [0, *sorted(options.counts)]
+        spent = np.zeros(marks[-1])
+        for seed in range(options.seeds):
+            ask, tell, _ = player(name, axes, marks[-1], seed)
+            for pull, error in enumerate(noise(title, seed, marks[-1])):
+                began = time.thread_time()
+                point = ask()
+                spent[pull] += time.thread_time() - began
+                reward = OBJECTIVES[title].value(point, pull) + error
+                began = time.thread_time()
+                tell(reward)
+                spent[pull] += time.thread_time() - began
+        spent *= 1e6 / options.seeds
+        for last, mark in pairwise(marks):
+            row = {"algorithm": name, "objective": title, "T": mark, "µs per step": spent[:mark].mean()}
+            yield row | {"lately": spent[last:mark].mean()}
 
 
 def main() -> None:
@@ -259,20 +240,11 @@ def main() -> None:
         if command != "time":
             sub.add_argument("--set", choices=SETS, default="pyxab")
             sub.add_argument("--file", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    titles = list(SETS[given.set]) if hasattr(given, "set") else []
-    if given.command == "measure":
-        for name in given.names:
-            measure(name, titles, given.seeds, given.file)
-    elif given.command == "table":
-        results = json.loads(given.file.read_text())
-        for what in ("cumulative", "simple"):
-            table(results, titles, what)
-        ratios(results, titles, PYXAB_NAMES if given.set == "pyxab" else ("VHCT",))
+    options = parser.parse_args()
+    if options.command == "table":
+        tables(options)
     else:
-        for name in given.names:
-            for axes in given.axes:
-                measure_time(name, axes, tuple(given.counts), given.seeds)
+        show((measure if options.command == "measure" else times)(options), as_json=False)
 
 
 if __name__ == "__main__":
