@@ -11,7 +11,7 @@ from typing import Any
 
 import client_step
 import pytest
-from gpu_parts import PARTS
+from gpu import PARTS
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria import Ordered, View
