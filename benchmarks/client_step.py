@@ -22,17 +22,17 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import in_turns, over, show
 from step import LR, MODELS
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
@@ -69,11 +69,17 @@ def task(name: str, examples: int) -> tuple[Problem, TensorData]:
 
 @dataclass
 class Pass:
-    """One forward pass in training: which of the modules, its inputs, and to which exit, where the module has exits."""
+    """One forward pass in training: which of the modules, by which of its methods, and what it was given."""
 
     place: int
+    method: str
     inputs: tuple[Any, ...]
-    exits: int | None = None
+    options: dict[str, Any]
+
+    def run(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+        """The outputs of a module: its own, or those of its exits."""
+        outputs = getattr(module, self.method)(*inputs, **self.options)
+        return outputs if isinstance(outputs, list) else [outputs]
 
 
 @dataclass
@@ -84,13 +90,13 @@ class Record:
     passes: list[Pass] = field(default_factory=list)
     places: dict[tuple[object, ...], int] = field(default_factory=dict)
 
-    def add(self, module: nn.Module, inputs: tuple[Any, ...], exits: int | None = None) -> None:
+    def add(self, module: nn.Module, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
         if shapes not in self.places:
             self.places[shapes] = len(self.modules)
             self.modules.append(plain_copy(module))
         copied = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
-        self.passes.append(Pass(self.places[shapes], copied, exits))
+        self.passes.append(Pass(self.places[shapes], method, copied, options))
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
@@ -107,58 +113,24 @@ def plain_copy(module: nn.Module) -> nn.Module:
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Write down every outermost forward pass that is made in training mode with gradients."""
-    depth_of_calls = 0
+    within = False
 
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nonlocal depth_of_calls
-        if depth_of_calls == 0 and module.training and torch.is_grad_enabled():
-            record.add(module, inputs)
-        depth_of_calls += 1
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+            nonlocal within
+            if not within and module.training and torch.is_grad_enabled():
+                record.add(module, real.__name__, inputs, options)
+            before, within = within, True
+            try:
+                return real(module, *inputs, **options)
+            finally:
+                within = before
 
-    def after(*_: Any) -> None:
-        nonlocal depth_of_calls
-        depth_of_calls -= 1
+        return call
 
-    real = WithExits.outputs
-
-    def outputs(self: WithExits, *inputs: Any, depth: int | None = None) -> list[Tensor]:
-        # Such a pass ends in the middle of the model, where no hook is told.
-        nonlocal depth_of_calls
-        if depth_of_calls == 0 and self.training and torch.is_grad_enabled():
-            record.add(self, inputs, self.depth if depth is None else depth)
-        kept, depth_of_calls = depth_of_calls, depth_of_calls + 1
-        try:
-            return real(self, *inputs, depth=depth)
-        finally:
-            depth_of_calls = kept
-
-    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-    WithExits.outputs = outputs  # type: ignore[method-assign]
-    try:
+    calls, exits = noted(nn.Module.__call__), noted(WithExits.outputs)
+    with patch.object(nn.Module, "__call__", calls), patch.object(WithExits, "outputs", exits):
         yield
-    finally:
-        WithExits.outputs = real  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def timed_loops(times: list[float]) -> Iterator[None]:
-    """Add the seconds of every loop over batches to `times[-1]`."""
-    real = context.fit
-
-    def timed(*arguments: Any, **options: Any) -> Any:
-        began = time.process_time()
-        try:
-            return real(*arguments, **options)
-        finally:
-            times[-1] += time.process_time() - began
-
-    context.fit = timed
-    try:
-        yield
-    finally:
-        context.fit = real
 
 
 class Case:
@@ -218,32 +190,30 @@ class Reference:
             module.train()
             optimizer.zero_grad()
             targets = self.targets[: len(one.inputs[0])]
-            outputs = [module(*one.inputs)] if one.exits is None else module.outputs(*one.inputs, depth=one.exits)
-            torch.stack([self.loss(output, targets) for output in outputs]).sum().backward()
+            torch.stack([self.loss(output, targets) for output in one.run(module, one.inputs)]).sum().backward()
             optimizer.step()
 
     def flops(self) -> int:
         """Of all steps: forward, and a backward that costs twice as much."""
-        costs: dict[tuple[int, int | None], int] = {}
+        costs: dict[str, int] = {}
+        total = 0
         for one in self.passes:
-            module, inputs = self.modules[one.place], tuple(x[:1] for x in one.inputs)
-            if (one.place, one.exits) not in costs:
-                run = module if one.exits is None else _UpTo(module, one.exits)
-                costs[one.place, one.exits] = count_cost(run, *inputs).flops_compact
-        return sum(3 * costs[one.place, one.exits] * len(one.inputs[0]) for one in self.passes)
+            kind = f"{one.place} {one.method} {one.options}"
+            if kind not in costs:
+                costs[kind] = count_cost(_Run(self.modules[one.place], one), *(x[:1] for x in one.inputs)).flops_compact
+            total += 3 * costs[kind] * len(one.inputs[0])
+        return total
 
 
-class _UpTo(nn.Module):
-    """A model with exits, run up to one of them."""
+class _Run(nn.Module):
+    """A module that is run as in a pass."""
 
-    def __init__(self, module: nn.Module, exits: int) -> None:
+    def __init__(self, module: nn.Module, one: Pass) -> None:
         super().__init__()
-        self.module, self.exits = module, exits
+        self.module, self.one = module, one
 
     def forward(self, *inputs: Any) -> list[Tensor]:
-        """The outputs of the exits."""
-        outputs: list[Tensor] = self.module.outputs(*inputs, depth=self.exits)
-        return outputs
+        return self.one.run(self.module, inputs)
 
 
 def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> dict[str, Any]:
@@ -255,13 +225,21 @@ def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> 
     reference = Reference(case, record, update)
     reference.run()
     loops: list[float] = []
+    fit = context.fit
 
-    def client_round_timed() -> None:
+    def timed_fit(*arguments: Any, **options: Any) -> Any:
+        began = time.process_time()
+        try:
+            return fit(*arguments, **options)
+        finally:
+            loops[-1] += time.process_time() - began
+
+    def timed_round() -> None:
         loops.append(0.0)
-        with timed_loops(loops):
+        with patch.object(context, "fit", timed_fit):
             case.once()
 
-    times = in_turns({"round": client_round_timed, "plain": reference.run}, repeats)
+    times = in_turns({"round": timed_round, "plain": reference.run}, repeats)
     times["step"] = loops
     return {
         "model": model,
