@@ -21,7 +21,6 @@ on the disk and in no process.
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import signal
 import statistics
@@ -51,9 +50,6 @@ from sparsekit_fl.results.scores import RoundRecord
 
 be_quiet()
 
-HERE = Path(__file__).resolve()
-TESTS = HERE.parents[1] / "tests"
-HELPERS = TESTS / "sparsekit_fl" / "engines" / "flower"
 WORKERS = 2
 
 
@@ -155,20 +151,15 @@ def _here(name: str, load: Load) -> Timing:
 
 
 def _deployed(load: Load) -> Timing:
-    """A SuperLink and two SuperNodes on the loopback, and a run submitted to them."""
-    # The tests' own, which also watches that no process contacts anybody outside this machine.
-    sys.path.append(str(HELPERS))
-    helpers = importlib.import_module("fault_deployment")
-    with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
-        folder, half = Path(base), load.clients // 2
-        out = folder / "out"
-        began = time.perf_counter()
-        with helpers.Deployment(folder, planted=False, eager=False, paths=(HERE.parent,)) as deployment:
-            deployment.start_superlink()
-            for number, ids in enumerate((f"0-{half - 1}", f"{half}-{load.clients - 1}")):
-                deployment.start_node(f"node-{number}", ids, data=load.data, data_dir=load.plan.data_dir)
-            deployment.submit(load.plan.replaced(out=str(out)))
-            deployment.await_result(out)
+    """A run submitted to a SuperLink and two SuperNodes."""
+    from parity import deployed
+
+    began = time.perf_counter()
+    data = {"data": load.data, "data_dir": load.plan.data_dir}
+    with deployed(load.clients, data=data, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
+        out = deployment.folder / "out"
+        deployment.submit(load.plan.replaced(out=str(out)))
+        deployment.await_result(out)
         total = time.perf_counter() - began
         return Timing.of([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
 

@@ -21,22 +21,149 @@ import logging
 import platform
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import add, read, show
-from parity_engines import COLUMNS, REFERENCES, Result, plan_of
+from common import ROOT, add, read, show
+from local_grid import InProcess
+from replies import Changed
 
 from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.base import Engine, Reply
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.flower import Flower
+from sparsekit_fl.engines.flower.wire import read as read_message
+from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods import registry
+from sparsekit_fl.server.loop import run
+
+CLIENTS = 20
+# Three rounds of seven are more than the clients there are: whoever is sampled, some client meets its memory again.
+COHORT = 7
+
+Result = Mapping[str, Any]
+"""What `RunResult.to_dict` gives."""
 
 _ROUND = ("round", "cohort", "loss", "accuracy", "ratios", "seconds", "evaluation")
 _COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds")
+
+# --- engines ---
+
+
+def plan_of(method: str, rounds: int) -> Plan:
+    """The settings: a convolutional model on scikit-learn's digits, two classes a client, levels drawn in every round."""
+    return Plan(method=method, rounds=rounds, cohort=COHORT, seed=3, eval_every=rounds, local_epochs=1)
+
+
+def fails(client_id: int, round: int) -> bool:
+    """Whom an error is planted in: at most 3 of the 20 clients in a round, so that more than half of a cohort answers."""
+    return (client_id + round) % 7 == 0
+
+
+def _lost(reply: Reply, round: int) -> Reply:
+    planted = fails(reply.client_id, round)
+    return Reply(client_id=reply.client_id, error=ClientError("planted")) if planted else reply
+
+
+def _error_reply(message: Any, reply: Any) -> Any:
+    from flwr.app import Error, Message
+
+    task = read_message(message)[0]["tasks"][0]
+    planted = task["task"] == "train" and fails(task["client"], task["round"])
+    return Message(Error(code=5, reason="planted"), reply_to=message) if planted else reply
+
+
+def _here(engine: Callable[[], Engine]) -> Callable[[Plan], Result]:
+    def result(plan: Plan) -> Result:
+        problem, clients = plan.make_problem()
+        return run(plan.make_method(), problem, clients, plan.make_config(len(clients)), engine=engine()).to_dict()
+
+    return result
+
+
+@contextmanager
+def deployed(clients: int, *, tls: bool = False, data: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
+    """A SuperLink and two SuperNodes on the loopback, each with half of the clients.
+
+    Args:
+        clients: Number of clients.
+        tls: Encrypt, and let in only nodes whose key was registered.
+        data: Where nodes find their clients' data, if not in the tiny problem of the tests.
+        **options: Of the tests' own class, which also watches that no process contacts anybody outside this machine.
+    """
+    sys.path.append(str(ROOT / "tests" / "sparsekit_fl" / "engines" / "flower"))
+    from fault_deployment import Deployment
+
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsekit-") as folder,
+        Deployment(Path(folder), planted=False, tls=tls, **options) as deployment,
+    ):
+        deployment.start_superlink()
+        for key, ids in enumerate((f"0-{clients // 2 - 1}", f"{clients // 2}-{clients - 1}")):
+            if tls:
+                deployment.register(key)
+            deployment.start_node(f"node-{key}", ids, key=key if tls else None, **(data or {}))
+        yield deployment
+
+
+class Kept:
+    """A deployment that is started with the first run and kept for the others; anew after one that failed."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.deployment: Any = None
+
+    def __call__(self, plan: Plan) -> Result:
+        """Submit a run and wait for what it reports."""
+        try:
+            self.deployment = self.deployment or self.stack.enter_context(deployed(CLIENTS, tls=True))
+            out = self.deployment.folder / plan.method
+            self.deployment.submit(plan.replaced(out=str(out)))
+            return self.deployment.await_result(out)
+        except BaseException:
+            # It shows the end of its logs when it is told of an error.
+            self.deployment = None
+            self.stack.__exit__(*sys.exc_info())
+            raise
+
+
+class Column(NamedTuple):
+    """An engine of the page: what stands over its column, what a plan gives on it, and whether clients fail on it."""
+
+    title: str
+    run: Callable[[Plan], Result]
+    errors: bool = False
+
+
+_kept = Kept()
+_with_errors = _here(lambda: Changed(_lost))
+
+
+def _failing(plan: Plan) -> Result:
+    result = _with_errors(plan)
+    assert any(record["dropped"] for record in result["rounds"]), f"{plan.method}: no error fell on a client of a cohort"
+    return result
+
+
+# By whether clients fail: the embedded engine, where the same ones fail.
+REFERENCES: dict[bool, Callable[[Plan], Result]] = {False: _here(lambda: Embedded(1)), True: _failing}
+# Those that fork come first, before there are threads.
+COLUMNS = {
+    "embedded-2": Column("embedded, 2 workers", _here(lambda: Embedded(2))),
+    "grid": Column("Flower's wire, replies shuffled and doubled", _here(lambda: InProcess(nodes=3, seed=5, twice=True))),
+    "grid-errors": Column("Flower's wire, clients fail", _here(lambda: InProcess(nodes=3, seed=6, fault=_error_reply)), True),
+    "ray": Column("Ray, 2 actors", _here(lambda: Flower(workers=2, supernodes=3))),
+    "deployment": Column("SuperLink and 2 SuperNodes", _kept),
+}
+
+# --- pairs ---
 
 
 def _sha256(value: Any) -> str:
@@ -155,10 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pairs[name, engine] = pair
                 if options.json:
                     print(json.dumps(vars(pair)), flush=True)
-            COLUMNS[engine].close()
     finally:
-        for column in COLUMNS.values():
-            column.close()
+        _kept.stack.close()
     if not options.json:
         show(rows(pairs, engines), as_json=False)
         print(", ".join(f"{name} {text}" for name, text in case_of(plan_of("fedlps", options.rounds))["versions"].items()))
