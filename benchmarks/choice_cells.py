@@ -50,8 +50,7 @@ class _Cells(nn.Module):
         self.head = nn.Linear(units, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return result
+        return self.head(self.lstm(x)[0][:, -1])
 
 
 class _Heads(nn.Module):
@@ -68,8 +67,7 @@ class _Heads(nn.Module):
         self.head = nn.Linear(2 * heads, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(torch.relu(self.attention(x, x, x, need_weights=False)[0]).mean(1))
-        return result
+        return self.head(torch.relu(self.attention(x, x, x, need_weights=False)[0]).mean(1))
 
 
 def _linear(units: int) -> nn.Module:
@@ -158,8 +156,7 @@ class _Rows(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.layers(self.enter(x.squeeze(1)) + self.places).mean(1))
-        return result
+        return self.head(self.layers(self.enter(x.squeeze(1)) + self.places).mean(1))
 
 
 TASKS = {

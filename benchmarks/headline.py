@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,15 +82,12 @@ def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
 
 def zoo(out: Path) -> Numbers:
     """Both libraries cut every group of every architecture; one that gives no answer in ten seconds has failed."""
-    said = run("benchmarks/units_vs_torch_pruning.py", "--out", out / "zoo.jsonl", "--limit", "10")
-    theirs = re.search(
-        r"torch-pruning: of (\d+) architectures every group exact in (\d+), one or more silently wrong in (\d+)", said
-    )
-    ours = re.search(r"sparsekit: .*silently wrong in (\d+), errors in (\d+), nothing to cut in (\d+)", said)
-    if theirs is None or ours is None:
-        raise ValueError(f"units_vs_torch_pruning.py printed no totals: {said[-300:]}")
-    total, right, wrong = map(float, theirs.groups())
-    return {"zoo": (total, right, wrong, total - sum(map(float, ours.groups())))}
+    run("benchmarks/units_vs_torch_pruning.py", "--out", out / "zoo.jsonl", "--limit", "10")
+    from units_vs_torch_pruning import outcome
+
+    rows = read(out / "zoo.jsonl")
+    theirs, ours = (Counter(outcome(row[side]) for row in rows) for side in ("torch-pruning", "sparsekit"))
+    return {"zoo": (len(rows), theirs["ok"], theirs["silent"], ours["ok"])}
 
 
 def results(folder: Path, name: str = "*") -> Iterator[dict[str, Any]]:
@@ -162,12 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, Callable[[Path], Numbers]] = {
-        "stored": cifar,
-        "speed": speed,
-        "choice": choice,
-        "zoo": zoo,
-    }
+    parts: dict[str, Callable[[Path], Numbers]] = {"stored": cifar, "speed": speed, "choice": choice, "zoo": zoo}
     if options.data_dir is not None:
         data = options.data_dir.resolve()
         parts["mnist"] = lambda folder: mnist(folder, data)

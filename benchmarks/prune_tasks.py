@@ -8,44 +8,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from nets import convolutions
+from nets import convolutions, resnet
 from torch import Tensor, nn
 
 from sparsekit_fl.problem.datasets import datasets
 
-__all__ = ["SCHEDULES", "TASKS", "Images", "ResNet", "Schedule", "Splits", "Task", "load"]
+__all__ = ["SCHEDULES", "TASKS", "Images", "Schedule", "Splits", "Task", "load"]
 
 
-class _Block(nn.Module):
-    """Two convolutions and a shortcut."""
-
-    def __init__(self, entering: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(entering, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or entering != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(entering, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
+def small_resnet(blocks: int, classes: int, width: int = 16, channels: int = 3) -> nn.Module:
     """The ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
-
-    def __init__(self, blocks: int, classes: int, width: int = 16, channels: int = 3) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        stages, entering = [], width
-        for number in range(3):
-            for block in range(blocks):
-                stages.append(_Block(entering, width << number, 2 if number and not block else 1))
-                entering = width << number
-        self.stages, self.head = nn.Sequential(*stages), nn.Linear(entering, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.stages(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
+    stem = (nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    return resnet(stem, width, (blocks,) * 3, width, 1, classes)
 
 
 def vgg(classes: int, *widths: int) -> nn.Module:
@@ -54,14 +28,9 @@ def vgg(classes: int, *widths: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
-def vgg19(classes: int) -> nn.Module:
-    """VGG-19."""
-    return vgg(classes, 64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
-
-
-def vgg11(classes: int) -> nn.Module:
-    """VGG-11 with half its channels: what one core trains in minutes."""
-    return vgg(classes, 32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
+VGG19 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
+# Half the channels of VGG-11: what one core trains in minutes.
+VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 
 @dataclass(frozen=True)
@@ -82,10 +51,11 @@ class Task:
 
 
 TASKS = {
-    "resnet20-cifar10": Task("cifar10", lambda: ResNet(3, 10)),
-    "vgg19-cifar100": Task("cifar100", lambda: vgg19(100)),
-    "vgg11-cifar100": Task("cifar100", lambda: vgg11(100)),
-    "tiny-digits": Task("digits", lambda: ResNet(2, 10, 8, channels=1), augment=False),  # for checks of the benchmark itself
+    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10)),
+    "vgg19-cifar100": Task("cifar100", lambda: vgg(100, *VGG19)),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11)),
+    # For checks of the benchmark itself.
+    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), augment=False),
 }
 
 

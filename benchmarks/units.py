@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from common import processor_seconds, show
+from common import in_turns, processor_seconds, show
 from nets import NETS
 from torch import Tensor, nn
 
@@ -42,19 +44,17 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     torch.manual_seed(0)
     make, shape = NETS[name]
     model, x = make(), torch.randn(*shape)
-    graph = trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
+    trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
     row: dict[str, Any] = {"model": name, "parameters": sum(p.numel() for p in model.parameters())}
     row["first_seconds"] = processor_seconds(lambda: trace_units(model, x))
-    times: dict[str, list[float]] = {"seconds": [], "unverified_seconds": [], "torch_pruning_seconds": []}
-    for _ in range(repeats):
-        times["seconds"].append(processor_seconds(lambda: trace_units(model, x)))
-        times["unverified_seconds"].append(processor_seconds(lambda: trace_units(model, x, verify=False)))
-        try:
-            times["torch_pruning_seconds"].append(processor_seconds(lambda: list_groups(model, x)))
-        except ImportError:
-            times["torch_pruning_seconds"].append(float("nan"))
+    cases: dict[str, Callable[[], Any]] = {
+        "seconds": lambda: trace_units(model, x),
+        "unverified_seconds": lambda: trace_units(model, x, verify=False),
+    }
+    if find_spec("torch_pruning"):
+        cases["torch_pruning_seconds"] = lambda: list_groups(model, x)
+    row |= {key: min(values) for key, values in in_turns(cases, repeats).items()}
     graph = trace_units(model, x)
-    row |= {key: min(values) for key, values in times.items()}
     return row | {"groups": len(graph.groups), "units": graph.units}
 
 
