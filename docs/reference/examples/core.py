@@ -217,8 +217,9 @@ sk.allocation.Uniform(0.5).counts(graph, {})  # half of each group
 # sparsekit.allocation.equal_in_ties
 sk.allocation.equal_in_ties(graph, {"0": 3})
 
-# sparsekit.allocation.registry
-list(sk.allocation.registry)
+# sparsekit.allocation.registry, sparsekit.bandit.registry, sparsekit.criteria.registry, sparsekit.layers.rules
+for names in (sk.allocation.registry, sk.bandit.registry, sk.criteria.registry, sk.layers.rules):
+    print(list(names))
 
 # sparsekit.bandit.Arm
 bandit.tell(bandit.ask(), 1.0)
@@ -236,36 +237,24 @@ sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
 # sparsekit.bandit.make_bandit
 sk.bandit.make_bandit("split-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 
-# sparsekit.bandit.registry
-list(sk.bandit.registry)
-
 # sparsekit.bandit.restore_bandit
 again = sk.bandit.restore_bandit(bandit.state_dict())  # plain JSON values
 
-# sparsekit.criteria.Activation
-sk.select(sk.criteria.Activation(batches), graph, 0.5, sk.View(weights=model.state_dict(), model=model))
+# sparsekit.criteria.Activation, sparsekit.criteria.Fisher, sparsekit.criteria.Taylor
+loss = nn.functional.cross_entropy
+for criterion in (sk.criteria.Activation(batches), sk.criteria.Fisher(batches, loss), sk.criteria.Taylor(batches, loss)):
+    sk.select(criterion, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
 
-# sparsekit.criteria.BatchNormScale
-sk.select(sk.criteria.BatchNormScale(), graph, 0.5, sk.View(weights=model.state_dict()))
-
-# sparsekit.criteria.Fisher
-fisher = sk.criteria.Fisher(batches, nn.functional.cross_entropy)
-sk.select(fisher, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
-
-# sparsekit.criteria.GeometricMedian
-sk.select(sk.criteria.GeometricMedian(), graph, 0.5, sk.View(weights=model.state_dict()))
-
-# sparsekit.criteria.Lamp
-sk.select(sk.criteria.Lamp(), graph, 0.5, sk.View(weights=model.state_dict()))
+# sparsekit.criteria.BatchNormScale, sparsekit.criteria.GeometricMedian, sparsekit.criteria.Lamp, sparsekit.criteria.Magnitude
+for criterion in (sk.criteria.BatchNormScale(), sk.criteria.GeometricMedian(), sk.criteria.Lamp(), sk.criteria.Magnitude()):
+    sk.select(criterion, graph, 0.5, sk.View(weights=model.state_dict()))
 
 # sparsekit.criteria.Learned
 sk.select(sk.criteria.Learned(), graph, 0.5, sk.View(importance=masked.importance()))
 
-# sparsekit.criteria.Magnitude
-sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
-
-# sparsekit.criteria.Normalised
-sk.criteria.Normalised(sk.criteria.Magnitude())
+# sparsekit.criteria.Normalised, sparsekit.criteria.is_comparable
+assert not sk.criteria.is_comparable(sk.criteria.Magnitude())
+assert sk.criteria.is_comparable(sk.criteria.Normalised(sk.criteria.Magnitude()))
 
 # sparsekit.criteria.Ordered
 sk.select(sk.criteria.Ordered(), graph, 0.5, sk.View())  # the first half of each group
@@ -273,18 +262,8 @@ sk.select(sk.criteria.Ordered(), graph, 0.5, sk.View())  # the first half of eac
 # sparsekit.criteria.Random
 sk.select(sk.criteria.Random(), graph, 0.5, sk.View(generator=torch.Generator().manual_seed(0)))
 
-# sparsekit.criteria.Taylor
-taylor = sk.criteria.Taylor(batches, nn.functional.cross_entropy)
-sk.select(taylor, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
-
 # sparsekit.criteria.TorchPruning
 adapter = sk.criteria.TorchPruning  # needs torch-pruning, in the extra `bench`
-
-# sparsekit.criteria.is_comparable
-sk.criteria.is_comparable(sk.criteria.Magnitude())
-
-# sparsekit.criteria.registry
-list(sk.criteria.registry)
 
 # sparsekit.errors.CompactFileError
 try:
@@ -292,8 +271,8 @@ try:
 except (sk.errors.CompactFileError, OSError) as error:
     print(error)
 
-# sparsekit.errors.DISTRIBUTION
-print(f"pip install {sk.errors.DISTRIBUTION}")
+# sparsekit.errors.DISTRIBUTION, sparsekit.errors.install_hint
+print(f"pip install {sk.errors.DISTRIBUTION}", sk.errors.install_hint("fl"))
 
 # sparsekit.errors.DataError
 import sparsekit_fl as fl
@@ -327,38 +306,24 @@ try:
 except sk.errors.MissingImportanceError as error:
     print(error)
 
-# sparsekit.errors.NoUnitsError
+# sparsekit.errors.NoUnitsError, sparsekit.errors.SparsekitError
 try:
     sk.trace_units(nn.Linear(4, 2), torch.randn(1, 4))
-except sk.errors.NoUnitsError as error:
+except sk.errors.NoUnitsError as error:  # one of the errors that are a SparsekitError, as all of this package
     print(error.fixed)
 
-# sparsekit.errors.SparsekitError
-try:
-    sk.trace_units(nn.Linear(4, 2), torch.randn(1, 4))
-except sk.errors.SparsekitError as error:
-    print(error)
-
-# sparsekit.errors.TraceError
-try:
-    sk.trace_units(model, torch.randn(2, 5))
-except sk.errors.TraceError as error:
-    print(error)
+# sparsekit.errors.TraceError, sparsekit.errors.UnsupportedModelError
+for wrong in (model, torch.jit.script(nn.Linear(4, 2))):
+    try:
+        sk.trace_units(wrong, torch.randn(2, 5))
+    except (sk.errors.TraceError, sk.errors.UnsupportedModelError) as error:
+        print(error)
 
 # sparsekit.errors.UnknownNameError
 try:
     sk.criteria.registry["magnitud"]
 except sk.errors.UnknownNameError as error:
     print(error)
-
-# sparsekit.errors.UnsupportedModelError
-try:
-    sk.trace_units(torch.jit.script(nn.Linear(4, 2)), torch.randn(1, 4))
-except sk.errors.UnsupportedModelError as error:
-    print(error)
-
-# sparsekit.errors.install_hint
-print(sk.errors.install_hint("fl"))
 
 # sparsekit.errors.nearest
 print(sk.errors.nearest("vgg12", ["vgg11", "cnn"]))
@@ -410,9 +375,6 @@ layer.weight = nn.Parameter(torch.zeros(1, 4))
 layer.bias = nn.Parameter(torch.zeros(1))
 sk.layers.resize(layer)  # layer.out_features is 1 now
 
-# sparsekit.layers.rules
-list(sk.layers.rules)
-
 # sparsekit.PruneReport
 report: sk.PruneReport = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%")).report
 print(report.before["flops"], report.after["flops"])
@@ -425,14 +387,10 @@ small = pruned.model
 pruned.save("small.safetensors")
 pruned.to_html("report.html")
 
-# sparsekit.allocation.Global
-pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Global(sk.Budget(params="50%")))
-
-# sparsekit.allocation.Isomorphic
-pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Isomorphic(sk.Budget(params="50%")))
-
-# sparsekit.allocation.Knapsack
-pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Knapsack(sk.Budget(params="50%")))
+# sparsekit.allocation.Global, sparsekit.allocation.Isomorphic, sparsekit.allocation.Knapsack, sparsekit.allocation.UniformWithin
+kinds = (sk.allocation.Global, sk.allocation.Isomorphic, sk.allocation.Knapsack, sk.allocation.UniformWithin)
+for kind in kinds:
+    pruned = sk.prune(model, (x[:1],), allocation=kind(sk.Budget(params="50%")))
 
 # sparsekit.allocation.PerGroup
 pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.PerGroup({"0": 0.5}))
@@ -440,9 +398,6 @@ pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.PerGroup({"0": 0.5})
 # sparsekit.allocation.Sensitivity
 table = {"0": {1.0: 0.95, 0.5: 0.93, 0.25: 0.8}}  # group → share kept → score, measured by you
 print(sk.allocation.Sensitivity)
-
-# sparsekit.allocation.UniformWithin
-pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.UniformWithin(sk.Budget(params="50%")))
 
 # sparsekit.compensate, sparsekit.finetuning.compensate
 small = sk.compact(model, graph, mask)
@@ -459,15 +414,10 @@ from sparsekit.finetuning import Distillation, GroupLasso
 # sparsekit.finetuning.Distillation
 tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1, distillation=sk.finetuning.Distillation(model))
 
-# sparsekit.finetuning.GroupLasso
-tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupLasso(graph))
-
-# sparsekit.finetuning.GroupSL
-tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupSL(graph))
-
-# sparsekit.finetuning.GrowingRegularizer
-growing = sk.finetuning.GrowingRegularizer(graph, mask)
-tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=growing)
+# sparsekit.finetuning.GroupLasso, sparsekit.finetuning.GroupSL, sparsekit.finetuning.GrowingRegularizer
+kinds = sk.finetuning.GroupLasso(graph), sk.finetuning.GroupSL(graph), sk.finetuning.GrowingRegularizer(graph, mask)
+for kind in kinds:
+    tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=kind)
 
 # sparsekit.recalibrate, sparsekit.finetuning.recalibrate
 sk.recalibrate(small, [x])  # the statistics of batch norms, from data
@@ -476,11 +426,9 @@ sk.recalibrate(small, [x])  # the statistics of batch norms, from data
 small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one
 print(sk.fit_config.__doc__.splitlines()[0])
 
-# sparsekit.GradientImportance
-masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.GradientImportance())
-
-# sparsekit.LossImportance
-masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.LossImportance(steps=100))
+# sparsekit.GradientImportance, sparsekit.LossImportance
+for rule in (sk.GradientImportance(), sk.LossImportance(steps=100)):
+    masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=rule)
 
 # sparsekit.allocation.check_ratio
 ratio = sk.allocation.check_ratio(0.5)  # an error that says what is allowed for 0, 1.5 or "half"
