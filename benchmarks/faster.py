@@ -27,62 +27,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 from common import add, in_turns, over, read, show
-from nets import DenseNet121, ResNet50, VisionTransformer, mobilenet_v2, vgg16
+from nets import VisionTransformer, densenet121, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.measure.clock import device_name
+from sparsekit_fl.problem.models.networks import NextWordLstm
 
 TOKENS = 128
 ARMS = ("1", "auto", "16", "torch-pruning 1", "torch-pruning 8", "torch-pruning 16")
 
 
-def _convnext() -> nn.Module:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
+def _transformer(family: str, kind: str, **sizes: Any) -> nn.Module:
+    """A model of transformers with random weights; sizes that are not given are its own."""
+    import transformers
 
-    return ConvNextForImageClassification(ConvNextConfig(num_labels=1000))
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig())
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(use_cache=False))
+    return getattr(transformers, f"{family}{kind}")(getattr(transformers, f"{family}Config")(**sizes))
 
 
 def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"vocab_size": 10_000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, use_cache=False))
-
-
-def _lstm() -> nn.Module:
-    from sparsekit_fl.problem.models.networks import NextWordLstm
-
-    return NextWordLstm()
+    return _transformer("Llama", "ForCausalLM", **sizes, num_attention_heads=8, num_key_value_heads=4, use_cache=False)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet50": ResNet50,
+    "resnet50": resnet50,
     "vgg16": vgg16,
     "mobilenetv2": mobilenet_v2,
-    "densenet121": DenseNet121,
-    "convnext-tiny": _convnext,
+    "densenet121": densenet121,
+    "convnext-tiny": lambda: _transformer("ConvNext", "ForImageClassification", num_labels=1000),
     "vit-b16": lambda: VisionTransformer(width=768, heads=12, tokens=196),
-    "bert-base": _bert,
-    "gpt2-small": _gpt2,
-    "lstm": _lstm,
+    "bert-base": lambda: _transformer("Bert", "ForSequenceClassification"),
+    "gpt2-small": lambda: _transformer("GPT2", "LMHeadModel", use_cache=False),
+    "lstm": NextWordLstm,
     "llama": _llama,
     "llama-token": _llama,
 }
@@ -280,11 +262,6 @@ def cells(path: Path) -> dict[tuple[str, float, int], dict[str, dict[str, Any]]]
     return dict(sorted(found.items(), key=lambda item: (list(MODELS).index(item[0][0]), -item[0][1], item[0][2])))
 
 
-def mean(values: list[float]) -> str:
-    """The geometric one."""
-    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}" if values else ""
-
-
 def tables(path: Path) -> None:
     """Print what is in the file."""
     found = cells(path)
@@ -311,12 +288,12 @@ def tables(path: Path) -> None:
                 columns.setdefault(f"auto over any width, {batch}", []).append(gains["auto"] / gains["1"])
         lines.append(line)
     if lines:
-        means = {column: mean(columns.get(column, [])) for column in list(lines[0])[2:]}
+        means = {column: f"{geometric_mean(columns[column]):.2f}" if column in columns else "" for column in list(lines[0])[2:]}
         show([*lines, {"model": "geometric mean", "FLOPs": "", **means}], as_json=False)
     print()
     for column, values in columns.items():
         if column.startswith("auto over"):
-            print(f"{column}: {mean(values)} (least {min(values):.2f}, {len(values)} cuts)")
+            print(f"{column}: {geometric_mean(values):.2f} (least {min(values):.2f}, {len(values)} cuts)")
     print()
     show((_budget(row) for row in read(path) if row["part"] == "latency"), as_json=False)
 

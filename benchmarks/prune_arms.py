@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,61 +14,31 @@ from prune_rivals import RIVALS
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, Magnitude, Normalised
+from sparsekit.criteria import Magnitude, Normalised
 from sparsekit.finetuning import GroupSL
 from sparsekit.measure.paired import measure_turns
 
 __all__ = ["ARMS"]
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Scores of a dense model that were computed once for all budgets."""
-
-    known: Mapping[str, Tensor]
-
-    learned: ClassVar[bool] = False
-    comparable: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
-
-    def scores(self, graph: Any, view: Any) -> Mapping[str, Tensor]:
-        return self.known
+def _cut(cell: Cell, **options: Any) -> Any:
+    return sk.prune(cell.dense, (cell.example,), budget={"flops": f"{100 * cell.share:g}%"}, **options)
 
 
-def _graph(cell: Cell) -> Any:
-    return cell.once("graph", lambda: sk.trace_units(cell.dense.eval(), cell.example))
-
-
-def _fisher(cell: Cell) -> _Known:
-    """The scores of the dense model by Fisher information."""
-
-    def score() -> _Known:
-        fisher = Fisher(cell.once("batches", cell.scoring), F.cross_entropy)
-        return _Known(fisher.scores(_graph(cell), sk.View(weights=cell.dense.state_dict(), model=cell.dense)))
-
-    return cell.once("scores of fisher", score)
-
-
-def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Module | None = None, multiple_of: Any = 1) -> Any:
-    return sk.prune(
-        cell.dense if dense is None else dense,
-        (cell.example,),
-        budget={"flops": f"{100 * cell.share:g}%"},
-        criterion=criterion,
-        allocation=allocation,
-        graph=_graph(cell) if dense is None else None,
-        multiple_of=multiple_of,
-    )
+def _compensated(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
+    """A copy of what was cut out of `dense`, its consumers refitted."""
+    small = copy.deepcopy(pruned.model)
+    sk.compensate(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+    return small
 
 
 def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
     """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
-        pruned = _cut(cell, _fisher(cell), multiple_of=multiple_of)
-        small = copy.deepcopy(pruned.model)
-        sk.compensate(cell.dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
-        return pruned, small
+        batches = cell.once("batches", cell.scoring)
+        pruned = _cut(cell, batches=batches, loss=F.cross_entropy, repair=False, multiple_of=multiple_of)
+        return pruned, _compensated(cell, cell.dense, pruned)
 
     pruned, small = cell.once(f"default at {cell.share:g}, {multiple_of}", find)
     return pruned, copy.deepcopy(small)
@@ -139,7 +109,8 @@ def _group_sl(cell: Cell) -> tuple[nn.Module, Any, float]:
         return dense, train(dense, shared, "sparse", schedule.sparse, rate, regularizer=GroupSL(graph, 5e-4))
 
     dense, spent = cell.once("sparse", sparse)
-    return dense, _cut(cell, Normalised(Magnitude(order=2, coupled=True)), dense=dense.eval()), spent
+    criterion = Normalised(Magnitude(order=2, coupled=True))
+    return dense, _cut(replace(cell, dense=dense.eval()), criterion=criterion), spent
 
 
 def ours_group_sl(cell: Cell) -> Cut:
@@ -151,8 +122,7 @@ def ours_group_sl(cell: Cell) -> Cut:
 def ours_group_sl_repaired(cell: Cell) -> Cut:
     """The same, its consumers refitted against the network that was trained sparsely; the dense model teaches."""
     dense, pruned, spent = _group_sl(cell)
-    small = copy.deepcopy(pruned.model)
-    sk.compensate(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+    small = _compensated(cell, dense, pruned)
     return Cut(pruned.model, small, teacher=True, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
 
 
@@ -167,7 +137,7 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
 
 def scratch_uniform(cell: Cell) -> Cut:
     """A uniformly narrow network from random weights."""
-    pruned = _cut(cell, "magnitude", "uniform_within")
+    pruned = _cut(cell, criterion="magnitude", allocation="uniform_within")
     return Cut(_reset(pruned.model, cell.seed), scratch=True, notes={"widths": pruned.mask.counts()})
 
 
