@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,27 @@ from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
+from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore
+from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 
-__all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
+__all__ = ["Fault", "InProcess", "LocalGrid", "gone", "over_the_wire", "task_of"]
 
 Fault = Callable[[Message, Message], Message | None]
 """(message, reply) → the reply that arrives, which may be an error of Flower; None for no reply."""
+
+
+def task_of(message: Message) -> dict[str, Any]:
+    """The first task of a message."""
+    found: dict[str, Any] = read(message)[0]["tasks"][0]
+    return found
+
+
+def gone(message: Message) -> Message:
+    """What Flower answers in place of a node that is not there."""
+    return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
 def over_the_wire(message: Message) -> Message:
@@ -53,7 +66,7 @@ class LocalGrid(Grid):
         nodes: Number of nodes.
         rng: Shuffles the replies.
         fault: Changes or drops replies; None for none.
-        twice: Deliver every reply twice.
+        twice: Deliver every reply twice, and once more with the next.
         delay: Message → number of looks for replies after which its own is there; None: at once.
         run_config: Of the run, as every node gets it.
         node_configs: Of each node; none by default.
@@ -90,6 +103,7 @@ class LocalGrid(Grid):
         self._delay = delay
         self._late: dict[str, int] = {}
         self._replies: dict[str, Message] = {}
+        self._last: list[Message] = []
 
     def set_run(self, run: Run) -> None: ...
 
@@ -131,7 +145,8 @@ class LocalGrid(Grid):
         self._late.update({id: self._late[id] - 1 for id in asked})
         self._rng.shuffle(here)
         found = [self._replies.pop(id) for id in here[: 1 + len(here) // 2]]
-        return found * 2 if self._twice else found
+        again, self._last = self._last, found
+        return [*again, *found, *found] if self._twice else found
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         del messages, timeout
@@ -144,9 +159,8 @@ class InProcess:
     Args:
         nodes: Number of nodes that share the clients; None gives each client one.
         seed: Seed of the shuffling.
-        fault: Changes or drops replies.
-        twice: Deliver every reply twice.
-        delay: Message → number of looks for replies after which its own is there; None: at once.
+        fault, twice, delay: For the grid.
+        folder: Where nodes keep memories as devices do; None: they use the store of the run.
         options: For the pool.
     """
 
@@ -158,14 +172,16 @@ class InProcess:
         fault: Fault | None = None,
         twice: bool = False,
         delay: Callable[[Message], int] | None = None,
+        folder: Path | None = None,
         **options: Any,
     ) -> None:
         self._nodes = nodes
         self._grid: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice, "delay": delay}
+        self._folder = folder
         self._options = {"memory": "server", "workers": 1, **options}
 
     def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
-        executor = ClientExecutor(spec, clients, store)
+        executor = ClientExecutor(spec, clients, store if self._folder is None else DeviceStore(self._folder))
         grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid)
         return rounds(GridPool(_Fixed(grid, sorted(clients)), spec, store, **self._options))
 

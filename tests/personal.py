@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 from typing import get_args
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 import sparsekit_fl as fl
+from sparsekit.cli.main import execute
 from sparsekit.graph import Layer, UnitGraph, WeightMask
 from sparsekit_fl.client.context import PolicyKind
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.results.state.store import CarriedMemory
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -92,11 +95,18 @@ class Watch(fl.Callback):
             self.updates.append(update)
 
 
-def watched(method, *, problem=None, clients=None, config=None, **options):
+def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds=4, **given):
+    """A small run of a method or of what `make_method` makes of a text; options of its configuration or of `fl.run`."""
+    config = config or tiny_config(rounds=rounds)
+    config = replace(config, **{one.name: given.pop(one.name) for one in fields(config) if one.name in given})
+    method = make_method(method) if isinstance(method, str) else method
+    return fl.run(method, problem or tiny_problem(), clients or tiny_clients(), config, **given)
+
+
+def watched(method="fedavg", **options):
     """A small run and its updates."""
     watch = Watch()
-    problem, clients, config = problem or tiny_problem(), clients or tiny_clients(), config or tiny_config()
-    return fl.run(method, problem, clients, config, callbacks=[watch], **options), watch.updates
+    return tiny_run(method, callbacks=[watch], **options), watch.updates
 
 
 def training(config, **changes):
@@ -115,6 +125,31 @@ def client_context(method, problem=None, config=None, *, place=0, kind="local", 
     memory = {} if memory is None else memory
     given = {"client": client, "capability": client.capability, "memory": memory, "received": received}
     return spec, client, ClientExecutor(spec, {}, CarriedMemory()).context(round=round, **given).scoped(kind)
+
+
+SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
+"""Options of a command, for a run that is over soon."""
+
+
+def command(arguments, capsys):
+    """What a command prints as JSON, where it prints nothing else."""
+    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+class Read:
+    """A data set of its own kind, read example by example."""
+
+    def __init__(self, data: fl.TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> object:
+        return self.data[place]
 
 
 def equals(count: int = 20):

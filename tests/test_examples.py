@@ -19,7 +19,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.testing.allocations import AllocationContract
 from sparsekit.testing.criteria import CriterionContract
 from sparsekit.testing.rules import RuleContract
-from sparsekit_fl.testing import EngineContract
+from sparsekit_fl.testing import EngineContract, MethodContract
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}
@@ -229,3 +229,9 @@ class TestOwnEngine(EngineContract):
     @pytest.fixture
     def engine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         return _load("own_engine", monkeypatch).Timed()
+
+
+class TestNewMethod(MethodContract):
+    @pytest.fixture
+    def make(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        return _load("new_method", monkeypatch).fedhalf

@@ -11,24 +11,67 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from personal import tiny_run
 
-from sparsekit_fl.engines.embedded import Embedded
+import sparsekit_fl as fl
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter
 
 FILE = Path(__file__).with_name("methods.json")
-EXACT = ("flops_compact", "flops_scoring", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+EXACT = ("flops_compact", "flops_scoring", "flops_deploying", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+PRIVATE: dict[str, Any] = {"dp_clip": 0.5, "dp_noise": 1.5, "dp_noise_seed": 11}
+ABLATIONS = {name for name in registry if registry[name].__module__ == "sparsekit_fl.paper.ablations"}
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in sorted(registry)),
+    # Options of methods that take another path.
+    ("cs variant=released", {}),
+    ("depthfl alpha=0.0 local.distillation=false", {}),
+    ("fedavg sampling=by-size", {}),
+    ("fedavg sampling=fixed", {}),
+    ("fedavg sampling=power-of-choice", {}),
+    ("fedlps@e-ucb", {}),
+    ("fedlps@split-ucbv", {}),
+    ("fedmp ratio.capped=true", {}),
+    ("fedprox local.proximal=0.1 local.stragglers=0.5", {}),
+    ("fedspa local.anneal=0.0 mask.densities=uniform ratio.ratio=0.3", {}),
+    ("fjord local.distillation=true", {}),
+    ("hermes mask.threshold=0.0 mask.target=0.3", {}),
+    ("heterofl local.masked_loss=true aggregate=TouchedRowsMean aggregate.weighting=uniform", {}),
+    ("lotteryfl mask.threshold=0.0 local.rewind=false", {}),
+    ("per-fedavg local.variant=hessian-free", {}),
+    ("prunefl local.search.every=2 mask.search.every=2 sampling.search.every=2", {}),
+    ("refl sampling.target=0.3 sampling.cool_down=1", {}),
+    # Options of runs.
+    ("ditto", {"async_buffer": 2}),
+    ("fedlps", {"async_buffer": 2}),
+    ("hermes", {"async_buffer": 2, "aggregation": "median"}),
+    ("cs", {"aggregation": "median"}),
+    ("fedlps", {"aggregation": "norm-clipped"}),
+    ("heterofl", {"aggregation": "trimmed-mean"}),
+    ("cs", {"upload": "bfloat16"}),
+    ("fedlps", {"upload": "bfloat16"}),
+    ("refl", {"upload": "bfloat16"}),
+    ("fedavg", {"server_optimizer": "fedavgm", "async_buffer": 3}),
+    ("fedlps", {"server_optimizer": "fedyogi"}),
+    ("fedper", {"server_optimizer": "fedadam"}),
+    ("hermes", {"server_optimizer": "fedadagrad"}),
+    ("depthfl", PRIVATE),
+    ("fedlps", PRIVATE),
+]
 
 
-def small_run(name: str, **options: Any) -> RunResult:
+def key_of(run: tuple[str, dict[str, Any]]) -> str:
+    """The text of a run in the file."""
+    return " ".join([run[0], *(f"{name}={value}" for name, value in run[1].items())])
+
+
+def small_run(name: str, given: dict[str, Any], **options: Any) -> fl.RunResult:
     """Six rounds of a method, the same whatever runs them."""
-    return run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(rounds=6), **options)
+    return tiny_run(name, rounds=6, **given, **options)
 
 
-def observed(result: RunResult) -> dict[str, object]:
+def observed(result: fl.RunResult) -> dict[str, object]:
     """Costs, scores and ratios of a run."""
     return {
         **{field: getattr(result.cost, field) for field in EXACT},
@@ -39,39 +82,43 @@ def observed(result: RunResult) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "given"),
     [
         # One in three with other kernels too, and FedLPS, whose operators are the most.
-        pytest.param(name, marks=[] if place % 3 and name != "fedlps" else [pytest.mark.same_bits])
-        for place, name in enumerate(sorted(registry))
+        pytest.param(*run, marks=[] if place % 3 and run != ("fedlps", {}) else [pytest.mark.same_bits], id=key_of(run))
+        for place, run in enumerate(RUNS)
     ],
 )
-def test_a_method_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(name: str, tmp_path: Path) -> None:
-    whole = small_run(name)
-    golden, found = json.loads(FILE.read_text())[name], observed(whole)
+def test_a_run_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(
+    name: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    if "dp_clip" in given:
+        pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
+    whole = small_run(name, given)
+    golden, found = json.loads(FILE.read_text())[key_of((name, given))], observed(whole)
     assert {field: found[field] for field in EXACT} == {field: golden[field] for field in EXACT}
     # Another processor rounds differently; a changed method differs by far more than this.
     assert found["personal_accuracy"] == pytest.approx(golden["personal_accuracy"], abs=0.02)
     assert found["personal_loss"] == pytest.approx(golden["personal_loss"], rel=1e-3)
     assert found["train_loss"] == pytest.approx(golden["train_loss"], rel=1e-3)
     assert all(not record.dropped for record in whole.rounds)
-    if registry[name].__module__ == "sparsekit_fl.paper.ablations" and name not in ("flst", "fedlps-random"):
+    if not given and name in ABLATIONS - {"flst", "fedlps-random"}:
         return  # made of the policies of FedLPS, which go on from here
 
     with pytest.raises(RunInterrupted):
-        small_run(name, engine=Embedded(2), out=tmp_path, callbacks=(StopAfter(3),))
+        small_run(name, given, engine=fl.Embedded(2), out=tmp_path, callbacks=(StopAfter(3),))
     engine = None
     if importlib.util.find_spec("flwr") is not None:
         from local_grid import InProcess
 
         engine = InProcess(nodes=3, seed=5)
-    other = small_run(name, engine=engine, out=tmp_path, resume=True)
+    other = small_run(name, given, engine=engine, out=tmp_path, resume=True)
     assert other.cost.uplink_bytes == whole.cost.uplink_bytes
     assert other.final.state_sha256 == whole.final.state_sha256
     assert other.final.per_client == whole.final.per_client
-    assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
-    assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
+    for one, again in zip(whole.rounds, other.rounds, strict=True):
+        assert (one.cohort, one.ratios, one.loss, one.seconds) == (again.cohort, again.ratios, again.loss, again.seconds)
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({name: observed(small_run(name)) for name in sorted(registry)}, indent=1) + "\n")
+    FILE.write_text(json.dumps({key_of(run): observed(small_run(*run)) for run in RUNS}, indent=1) + "\n")

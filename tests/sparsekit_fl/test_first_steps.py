@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from saved_results import result, save
+from personal import Read
 from torch import nn
 
 import sparsekit_fl as fl
@@ -19,44 +17,9 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def _split(examples: int, *, nan: bool = False, seed: int = 0) -> fl.TensorData:
-    x = torch.randn(examples, 20, generator=torch.Generator().manual_seed(seed))
-    y = (x[:, 0] > 0).long()
-    if nan:
-        x[3, 4] = float("nan")
-        x[7, 1] = float("nan")
-    return fl.TensorData((x,), y)
-
-
-@pytest.mark.parametrize("method", [fl.methods.fedlps, fl.methods.fedavg])
-def test_inputs_with_nan_are_named_once_and_not_blamed_on_the_learning_rate(
-    method: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
-    clients = [
-        fl.Client(id=id, data=fl.ClientData(_split(30, nan=id == 0, seed=id), _split(10, seed=id), _split(10, seed=id)))
-        for id in range(4)
-    ]
-    with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
-        fl.run(method(), problem, clients, fl.RunConfig(rounds=3, cohort=4, seed=0))  # type: ignore[operator]
-    lines = [record.getMessage() for record in caplog.records if "goes on without client 0" in record.getMessage()]
-    assert len(lines) == 3
-    assert "inputs of client 0 hold NaN or infinity, in 2 of 30 examples of train, in example 3 first" in lines[0]
-    assert "learning rate" not in lines[0]
-    assert [line.split(": ", 1)[1] for line in lines[1:]] == ["for the same reason as before"] * 2
-
-
-class _Read:
-    """A data set of its own kind, read example by example."""
-
-    def __init__(self, data: fl.TensorData) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, place: int) -> object:
-        return self.data[place]
+def _split(examples: int) -> fl.TensorData:
+    x = torch.randn(examples, 20, generator=torch.Generator().manual_seed(examples))
+    return fl.TensorData((x,), (x[:, 0] > 0).long())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -67,16 +30,21 @@ def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
 ) -> None:
     splits = {"train": _split(30), "val": _split(10), "test": _split(10)}
     splits[split].inputs[0][7, 3] = bad
-    first = fl.ClientData(**{name: _Read(data) if lazy else data for name, data in splits.items()})
+    first = fl.ClientData(**{name: Read(data) if lazy else data for name, data in splits.items()})
     clients = [
         fl.Client(id=id, data=first if id == 0 else fl.ClientData(_split(30), _split(10), _split(10))) for id in range(2)
     ]
     problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
+    method = fl.methods.fedlps if (bad, split) == (float("inf"), "train") else fl.methods.fedavg
     with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
-        fl.run(fl.methods.fedavg(), problem, clients, fl.RunConfig(rounds=1, cohort=2, seed=0))
-    assert "inputs of client 0 hold NaN or infinity, in " in caplog.text
-    assert f"of {split}" in caplog.text
-    assert "in example 7 first" in caplog.text
+        fl.run(method(), problem, clients, fl.RunConfig(rounds=3, cohort=2, seed=0))
+    assert "inputs of client 0 hold NaN or infinity, in 1 of " in caplog.text
+    assert f"of {split}, in example 7 first" in caplog.text
+    assert "learning rate" not in caplog.text
+    lines = [record.getMessage() for record in caplog.records if "goes on without client 0" in record.getMessage()]
+    assert len(lines) == (3 if split == "train" else 0)
+    if not lazy:  # else a reason says of how many examples that were just read it is
+        assert all(line.endswith(": for the same reason as before") for line in lines[1:])
 
 
 class _Reader(nn.Module):
@@ -119,7 +87,7 @@ def test_infinity_is_an_input_where_the_model_can_do_with_it_and_is_named_where_
     hurt.inputs[0][7, 1, 2] = torch.nan
     hurt.inputs[0][9, 0, 2] = torch.inf
     clients = [
-        fl.Client(id=id, data=fl.ClientData(*(_Read(part) if lazy else part for part in (train, split(10), split(12)))))
+        fl.Client(id=id, data=fl.ClientData(*(Read(part) if lazy else part for part in (train, split(10), split(12)))))
         for id, train in enumerate((whole, hurt))
     ]
     problem = fl.Problem(model=model, example_inputs=(torch.zeros(1, 5, 4), torch.zeros(1, 5)))
@@ -136,32 +104,3 @@ def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> N
     problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
     with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*fedavg.*: fl\.methods\.fedavg\(\)"):
         fl.run(given, problem, [], fl.RunConfig(rounds=1, cohort=1))  # type: ignore[arg-type]
-
-
-def test_the_page_has_a_headline_version_command_and_the_numbers_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sparsekit_fl.paper.report import write_report
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # figures take long and are not looked at
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    cheap = result("fedlps", accuracies={50: 0.4, 100: 0.895})
-    cheap["cost"]["flops_compact"] = 1e9
-    dear = result("fedavg", accuracies={50: 0.4, 100: 0.9})
-    for made in (cheap, dear):
-        made["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
-        made["config"]["experiment"]["partition_options"] = {"distinct": False, "classes_per_client": 2}
-    save(tmp_path, cheap, dear)
-    write_report(tmp_path, command="sparsekit compare fedlps fedavg")
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "fedavg is most accurate: 90.0% with 0.1T FLOPs. fedlps comes within a point, 89.5%" in text
-    for part in (
-        "sparksekit 0.2.0, 2026-11-22".replace("sparksekit", "sparsekit"),
-        'data-file="compare.csv"',
-        "sparsekit compare fedlps fedavg",
-    ):
-        assert part in text
-    assert "distinct" not in text
-    assert "2 classes a client" in text
-    write_report(tmp_path)
-    assert "sparsekit compare fedlps fedavg" in (tmp_path / "report.html").read_text(encoding="utf-8"), "the command is kept"

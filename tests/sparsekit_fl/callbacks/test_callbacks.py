@@ -10,72 +10,55 @@ from typing import Any
 
 import pytest
 import torch
+from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
-from sparsekit_fl.callbacks import (
-    BestCheckpoint,
-    Callback,
-    CentralTest,
-    EarlyStopping,
-    NotebookDisplay,
-    RunView,
-    TensorBoard,
-)  # fmt: skip
 from sparsekit_fl.callbacks.monitor import Monitoring
-from sparsekit_fl.errors import RunInterrupted
-from sparsekit_fl.methods import fedavg
 from sparsekit_fl.results.scores import RoundScores
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
-def tiny_run(*callbacks: Callback, **options: Any) -> fl.RunResult:
-    config = options.pop("config", tiny_config())
-    method = options.pop("method", fedavg())
-    return run(method, tiny_problem(), tiny_clients(), config, callbacks=callbacks, **options)
-
-
-class Told(Callback):
+class Told(fl.Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def on_run_start(self, run: RunView) -> None:
+    def on_run_start(self, run: fl.RunView) -> None:
         self.seen.append(("start", run.round, run.clients, run.metrics))
 
-    def on_client_end(self, run: RunView, client_id: int, work: Any) -> None:
+    def on_client_end(self, run: fl.RunView, client_id: int, work: Any) -> None:
         self.seen.append(type(work).__name__)
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+    def on_evaluation(self, run: fl.RunView, scores: RoundScores) -> None:
         self.seen.append(("evaluation", run.round, sorted(scores.personal)))
 
-    def on_round_end(self, run: RunView, record: fl.RoundRecord) -> None:
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
         self.seen.append(("round", record.round, run.cost == record.cost))
 
-    def on_run_end(self, run: RunView, result: fl.RunResult | None) -> None:
+    def on_run_end(self, run: fl.RunView, result: fl.RunResult | None) -> None:
         self.seen.append(("end", None if result is None else len(result.rounds)))
 
 
 def test_callbacks_are_told_everything_in_order() -> None:
     told = Told()
-    tiny_run(told, config=tiny_config(rounds=2))
+    tiny_run(callbacks=[told], rounds=2)
     assert told.seen == [
         ("start", 0, 8, ("accuracy", "loss")), *["Update"] * 4, ("round", 1, True),
         *["Update"] * 4, *["Evaluation"] * 8, ("evaluation", 2, ["accuracy", "loss"]), ("round", 2, True), ("end", 2),
     ]  # fmt: skip
 
 
-class StopIn(Callback):
+class StopIn(fl.Callback):
     def __init__(self, round: int, hook: str) -> None:
         self.round, self.hook = round, hook
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+    def on_evaluation(self, run: fl.RunView, scores: RoundScores) -> None:
         self._stop(run, "on_evaluation")
 
-    def on_round_end(self, run: RunView, record: fl.RoundRecord) -> None:
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
         self._stop(run, "on_round_end")
 
-    def _stop(self, run: RunView, hook: str) -> None:
+    def _stop(self, run: fl.RunView, hook: str) -> None:
         if (run.round, hook) == (self.round, self.hook):
             run.stop("enough")
             run.stop("a second reason, which does not count")
@@ -84,9 +67,9 @@ class StopIn(Callback):
 @pytest.mark.parametrize(("round", "hook"), [(2, "on_evaluation"), (2, "on_round_end"), (3, "on_round_end")])
 @pytest.mark.same_bits
 def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, hook: str, tmp_path: Path) -> None:
-    stopped = tiny_run(StopIn(round, hook), out=tmp_path)
+    stopped = tiny_run(callbacks=[StopIn(round, hook)], out=tmp_path)
     assert (stopped.stopped, len(stopped.rounds)) == ("enough", round)
-    assert stopped.final == tiny_run(config=tiny_config(rounds=round)).final
+    assert stopped.final == tiny_run(rounds=round).final
     assert stopped.rounds[-1].evaluation is not None
     assert json.loads((tmp_path / "result.json").read_text())["stopped"] == "enough"
     # It has not run its course, so it may be resumed.
@@ -94,7 +77,7 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
 
 
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -> None:
-    view = RunView(method="m", config=tiny_config(), clients=1)
+    view = fl.RunView(method="m", config=tiny_config(), clients=1)
     scores = RoundScores(personal={}, validation={"loss": 0.5}, shared=None, worst={"personal": {"accuracy": 0.25}})
     loss, share = Monitoring("validation.loss"), Monitoring("personal.accuracy.worst", min_delta=0.1)
     assert (loss.read(view, scores), share.read(view, scores)) == (0.5, 0.25)
@@ -109,55 +92,55 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -
 STILL = replace(tiny_config(rounds=6), training=replace(tiny_config().training, lr=0.0), eval_every=1)
 
 
-class Counts(Callback):
+class Counts(fl.Callback):
     """Counts in every hook, and stops by its count."""
 
-    def on_run_start(self, run: RunView) -> None:
+    def on_run_start(self, run: fl.RunView) -> None:
         self.count = 0
 
-    def _add(self, run: RunView) -> None:
+    def _add(self, run: fl.RunView) -> None:
         self.count += 1
         self._judge(run)
 
-    def _judge(self, run: RunView) -> None:
+    def _judge(self, run: fl.RunView) -> None:
         if self.count >= 6:
             run.stop("counted enough")
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+    def on_evaluation(self, run: fl.RunView, scores: RoundScores) -> None:
         self._add(run)
 
-    def on_round_end(self, run: RunView, record: fl.RoundRecord) -> None:
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
         self._add(run)
 
     def state(self) -> dict[str, Any]:
         return {"count": self.count}
 
-    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
+    def load(self, run: fl.RunView, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
         self._judge(run)
 
 
 STATEFUL = {
     "two": lambda: [
-        EarlyStopping("validation.accuracy", target=0.99, patience=3),
-        EarlyStopping("validation.loss", patience=2),
+        fl.callbacks.EarlyStopping("validation.accuracy", target=0.99, patience=3),
+        fl.callbacks.EarlyStopping("validation.loss", patience=2),
     ],
-    "best": lambda: [BestCheckpoint("validation.loss"), EarlyStopping(patience=2)],
+    "best": lambda: [fl.callbacks.BestCheckpoint("validation.loss"), fl.callbacks.EarlyStopping(patience=2)],
     "own": lambda: [Counts()],
 }
 
 
 @pytest.mark.parametrize("made", STATEFUL.values(), ids=STATEFUL)
 def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not(made: Any, tmp_path: Path) -> None:
-    whole = tiny_run(*made(), config=STILL, out=tmp_path / "whole")
+    whole = tiny_run(callbacks=made(), config=STILL, out=tmp_path / "whole")
     assert whole.stopped
     assert len(whole.rounds) < STILL.rounds
     for round in range(1, len(whole.rounds) + 1):
         out = tmp_path / f"killed-{round}"
-        with pytest.raises(RunInterrupted):
+        with pytest.raises(fl.errors.RunInterrupted):
             # The one that kills comes last, as a kill from outside does.
-            tiny_run(*made(), StopAfter(round), config=STILL, out=out)
-        resumed = tiny_run(*made(), config=STILL, out=out, resume=True)
+            tiny_run(callbacks=[*made(), StopAfter(round)], config=STILL, out=out)
+        resumed = tiny_run(callbacks=made(), config=STILL, out=out, resume=True)
         assert (resumed.stopped, len(resumed.rounds), resumed.final) == (whole.stopped, len(whole.rounds), whole.final)
         for file in ("models/best.json", "models/best.safetensors"):
             if (tmp_path / "whole" / file).exists():
@@ -166,10 +149,10 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
 
 @pytest.mark.same_bits
 def test_the_best_checkpoint_is_the_model_of_its_round(tmp_path: Path) -> None:
-    tiny_run(BestCheckpoint("personal.loss"), out=tmp_path, config=replace(tiny_config(), eval_every=1))
+    tiny_run(callbacks=[fl.callbacks.BestCheckpoint("personal.loss")], out=tmp_path, eval_every=1)
     note = json.loads((tmp_path / "models/best.json").read_text())
     best = fl.load_model(tmp_path, "best", model=TinyNet)
-    then = tiny_run(config=tiny_config(rounds=note["round"]))
+    then = tiny_run(rounds=note["round"])
     assert all(torch.equal(best.state_dict()[name], tensor) for name, tensor in then.state.items())
 
 
@@ -184,9 +167,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[log]'")
     config = replace(tiny_config(), eval_global_every=2)
-    with pytest.raises(RunInterrupted):
-        tiny_run(TensorBoard(), StopAfter(2), out=tmp_path, config=config)
-    result = tiny_run(TensorBoard(), out=tmp_path, config=config, resume=True)
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(callbacks=[fl.callbacks.TensorBoard(), StopAfter(2)], out=tmp_path, config=config)
+    result = tiny_run(callbacks=[fl.callbacks.TensorBoard()], out=tmp_path, config=config, resume=True)
     found = scalars(tmp_path / "tensorboard")
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
     assert [value for _, value in found["train/loss"]] == pytest.approx([record.loss for record in result.rounds])
@@ -199,15 +182,15 @@ def test_mlflow_gets_options_numbers_and_files_and_a_resumed_run_goes_on(tmp_pat
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'sparsekit-torch[log]'")
     uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"
 
-    def logger() -> Callback:
+    def logger() -> fl.Callback:
         return fl.callbacks.MLflow("tiny", tracking_uri=uri, artifacts=False)
 
-    with pytest.raises(RunInterrupted):
-        tiny_run(logger(), StopAfter(2), out=out)
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(callbacks=[logger(), StopAfter(2)], out=out)
     client = mlflow.MlflowClient(tracking_uri=uri)
     (experiment,) = [one for one in client.search_experiments() if one.name == "tiny"]
     assert [one.info.status for one in client.search_runs([experiment.experiment_id])] == ["KILLED"]
-    tiny_run(logger(), out=out, resume=True)
+    tiny_run(callbacks=[logger()], out=out, resume=True)
     (logged,) = client.search_runs([experiment.experiment_id])
     assert logged.info.status == "FINISHED"
     assert logged.data.params["training.lr"] == "0.1"
@@ -223,9 +206,9 @@ def test_a_notebook_shows_the_newest_scores_and_how_the_run_ended(monkeypatch: p
         def update(self, html: Any) -> None:
             shown.append(html.data)
 
-    display = NotebookDisplay(seconds=0.0)
+    display = fl.callbacks.NotebookDisplay(seconds=0.0)
     monkeypatch.setattr(display._display, "display", lambda html, display_id: shown.append(html.data) or Handle())
-    result = tiny_run(display, config=replace(tiny_config(), eval_global_every=2))
+    result = tiny_run(callbacks=[display], eval_global_every=2)
     assert len(shown) == 1 + 4 + 1
     for part in ("<b>fedavg</b> finished", "round 4/4", "<svg", "global model, mean"):
         assert part in shown[-1]
@@ -234,22 +217,22 @@ def test_a_notebook_shows_the_newest_scores_and_how_the_run_ended(monkeypatch: p
 
 @pytest.mark.same_bits
 def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -> None:
-    result = tiny_run(config=replace(tiny_config(rounds=6), eval_every=3, eval_global_every=2))
+    result = tiny_run(rounds=6, eval_every=3, eval_global_every=2)
     curve = {record.round: record.evaluation.shared for record in result.rounds if record.evaluation is not None}
     assert {round: shared is not None for round, shared in curve.items()} == {2: True, 3: False, 4: True, 6: True}
-    two = tiny_run(config=tiny_config(rounds=2))
+    two = tiny_run(rounds=2)
     assert curve[2] == two.final.shared
     # Scoring changes no bit of what is learned.
-    assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=6)).final.state_sha256
+    assert result.final.state_sha256 == tiny_run(rounds=6).final.state_sha256
     assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]
 
 
 @pytest.mark.same_bits
 def test_a_central_test_set_scores_the_global_model_and_changes_nothing_of_the_run(tmp_path: Path) -> None:
     test = tiny_clients()[0].data.test
-    every, rare = CentralTest(tiny_problem(), test, every=1), CentralTest(tiny_problem(), test)
-    result = tiny_run(every, rare, config=tiny_config(rounds=3), out=tmp_path)
-    assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=3)).final.state_sha256
+    every, rare = fl.callbacks.CentralTest(tiny_problem(), test, every=1), fl.callbacks.CentralTest(tiny_problem(), test)
+    result = tiny_run(callbacks=[every, rare], rounds=3, out=tmp_path)
+    assert result.final.state_sha256 == tiny_run(rounds=3).final.state_sha256
     assert [[one["round"] for one in central.curve] for central in (every, rare)] == [[1, 2, 3], [2, 3]]
     (mine,) = [one for one in result.final.per_client if one.client_id == 0]
     assert every.curve[-1]["accuracy"] == mine.shared["accuracy"][0] / mine.shared["accuracy"][1]

@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from personal import SMALL, command
 
 from sparsekit.cli.main import execute
 
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
-
-
-def _json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    found: dict[str, Any] = json.loads(captured.out)
-    return found
+TINY = ["--rounds", "2", *SMALL[2:]]
 
 
 def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +30,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
 
 
 def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(["run", "fedavg", *TINY, "--seed", "3", "--lr", "0.05", "--batch-size", "8"], capsys)
+    result = command(["run", "fedavg", *TINY, "--seed", "3", "--lr", "0.05", "--batch-size", "8"], capsys)
     assert set(result) >= {"method", "config", "seed", "final", "cost", "rounds", "environment"}
     assert result["seed"] == 3
     config, training = result["config"], result["config"]["training"]
@@ -55,19 +48,19 @@ def test_a_run_resumes_and_extends_by_its_folder_alone_and_refuses_all_else(
 ) -> None:
     out = ["--out", str(tmp_path / "run")]
     run = ["run", "fedprox", *TINY, "--set", "local.proximal=0.5", "--lr", "0.05", "--seed", "3", *out]
-    first = _json(run, capsys)
+    first = command(run, capsys)
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"result.json", "rounds.jsonl", "models"}
     assert json.loads((tmp_path / "run/result.json").read_text())["final"] == first["final"]
-    again = _json(["run", "--resume", *out], capsys)
+    again = command(["run", "--resume", *out], capsys)
     assert again["final"] == first["final"]
     assert (again["method"], again["seed"], again["config"]["training"]["lr"]) == ("fedprox", 3, 0.05)
     assert execute(run) == 2
     assert "--resume" in capsys.readouterr().err
-    longer = _json(["run", "--resume", *out, "--rounds", "4"], capsys)
+    longer = command(["run", "--resume", *out, "--rounds", "4"], capsys)
     assert (len(longer["rounds"]), longer["extended"]) == (4, [2])
     assert execute(["run", "--resume", *out, "--lr", "0.1"]) == 2
     assert "config.training.lr: was 0.05, now 0.1" in capsys.readouterr().err
-    assert len(_json(["run", "--resume", *out], capsys)["rounds"]) == 4
+    assert len(command(["run", "--resume", *out], capsys)["rounds"]) == 4
 
 
 FACTORIES = """
@@ -105,10 +98,11 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
 
 
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--set", "partition.lack_classes=6"], capsys)["config"]
+    given = ["--heterogeneity", "median", "--set", "partition.lack_classes=6"]
+    config = command(["run", "fedavg", *TINY, *given], capsys)["config"]
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
     assert config["experiment"]["partition_options"] == {"lack_classes": 6}
-    assert _json(["run", "fedavg", *TINY], capsys)["config"]["capability_levels"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
+    assert command(["run", "fedavg", *TINY], capsys)["config"]["capability_levels"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.
 )
 def test_an_option_reaches_the_result(given: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     settings = [word for path in given.split() for word in ("--set", path)]
-    config = _json(["run", "fedavg", *TINY, "--rounds", "1", "--cohort", "3", *settings], capsys)["config"]
+    config = command(["run", "fedavg", *TINY, "--rounds", "1", "--cohort", "3", *settings], capsys)["config"]
     assert {name: config[name] for name in expected} == expected
 
 
@@ -153,15 +147,8 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(
         ("fedlps --model lstm", "takes token ids"),
         ("fedlps --rounds 0", "--rounds must be an integer >= 1, got 0"),
         ("fedlps --rounds many", "not a valid int"),
-        ("fedlps --clients 0", "--clients must be an integer >= 1"),
-        ("fedlps --cohort 0", "--cohort must be an integer >= 1"),
         ("fedlps --cohort 21", "there are 20 clients"),
-        ("fedlps --seed -1", "--seed must be an integer >= 0"),
-        ("fedlps --eval-every 0", "--eval-every must be an integer >= 1, got 0"),
         ("fedlps --workers 0", "--workers must be an integer >= 1"),
-        ("fedlps --lr -1", "--lr must be a finite number >= 0, got -1.0"),
-        ("fedlps --batch-size 0", "--batch-size must be an integer >= 1, got 0"),
-        ("fedlps --epochs 0", "--epochs must be an integer >= 1, got 0"),
         ("fedlps --device tpu9", "--device must be"),
         ("fedlps --partition even", "unknown partition"),
         ("fedlps --heterogeneity much", "--heterogeneity must be one of low, median, high"),
@@ -194,6 +181,8 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(
             "fedlps --set sampling=poison",
             "did you mean 'poisson'? known: by-size, fixed, poisson, power-of-choice, uniform",
         ),
+        ("fedlps --set ratio.bandit=e-ucbb", "did you mean 'e-ucb'"),
+        ("run local --set ratio.bandit=e-ucb", "no option 'ratio.bandit'"),
         ("run fedavg --set sampling=sgd", "sampling of method 'fedavg' must be a SamplingPolicy"),
         ("fedlps --config nosuch.toml", "--config nosuch.toml cannot be read: it does not exist"),
         ("fedlps --set availability=nosuch.csv", "availability nosuch.csv cannot be read: it does not exist"),
@@ -218,7 +207,7 @@ def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line: str, says: str,
 @pytest.mark.same_bits
 def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["run", "fedavg", "--rounds", "40", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
-    whole = _json(options, capsys)
+    whole = command(options, capsys)
     out = tmp_path / "run"
     # A shell that starts tests in the background lets them ignore SIGINT, and children inherit that.
     program = (
@@ -237,5 +226,5 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     assert stdout == ""
     assert "--resume" in stderr
     assert "Traceback" not in stderr
-    again = _json([*options, "--out", str(out), "--resume"], capsys)
+    again = command([*options, "--out", str(out), "--resume"], capsys)
     assert again["final"] == whole["final"]

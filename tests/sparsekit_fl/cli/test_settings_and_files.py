@@ -9,6 +9,7 @@ from typing import get_origin
 
 import pytest
 import typer
+from personal import SMALL, command
 
 from sparsekit.cli import command_app
 from sparsekit.cli.main import execute
@@ -22,19 +23,12 @@ from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import options, plain_type
 from sparsekit_fl.paper.presets import PRESETS
 
-TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
-
-
-def result(arguments, capsys):
-    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
 
 @pytest.mark.same_bits
 def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, capsys):
     given = ["--set", "local.proximal=0.1", "--lr", "0.05", "--seed", "3"]
-    one = result(["run", "fedprox", *TINY, *given, "--out", str(tmp_path / "a")], capsys)
-    two = result(["run", "--config", str(tmp_path / "a" / "run.toml")], capsys)
+    one = command(["run", "fedprox", *SMALL, *given, "--out", str(tmp_path / "a")], capsys)
+    two = command(["run", "--config", str(tmp_path / "a" / "run.toml")], capsys)
     assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
     assert one["config"] == two["config"]
 

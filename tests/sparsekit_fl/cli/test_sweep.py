@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from personal import SMALL, command
 
 pytest.importorskip("optuna", reason="optuna is not installed; pip install 'sparsekit-torch[optuna]'")
 
@@ -18,42 +19,23 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.run import _run as run_command
 from sparsekit_fl.cli.sweep import _Plan, _run_one
 
-TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
-
-
-def result(arguments, capsys):
-    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
 
 @pytest.mark.same_bits
 def test_a_sweep_tries_values_goes_on_and_writes_the_best(tmp_path, capsys):
     out = tmp_path / "sweep"
-    line = ["sweep", "fedprox", *TINY, "--space", "lr=0.01:1:log", "--space", "local.proximal=0.1,1", "--out", str(out)]
-    first = result([*line, "--trials", "1"], capsys)
-    both = result([*line, "--trials", "3", "--jobs", "2"], capsys)
+    line = ["sweep", "fedprox", *SMALL, "--space", "lr=0.01:1:log", "--space", "local.proximal=0.1,1", "--out", str(out)]
+    first = command([*line, "--trials", "1"], capsys)
+    both = command([*line, "--trials", "3", "--jobs", "2"], capsys)
     assert both["trials"][0] == first["trials"][0]
     assert len(both["trials"]) == 3
-    best = result(["run", "--config", str(out / "best.toml")], capsys)
+    best = command(["run", "--config", str(out / "best.toml")], capsys)
     kept = json.loads((out / f"trial-{both['best']['trial']:04d}" / "result.json").read_text())
     assert best["final"]["state_sha256"] == kept["final"]["state_sha256"]
 
 
 def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
-    line = [
-        "sweep",
-        "fedavg",
-        *TINY,
-        "--space",
-        "seed=0:1:int",
-        "--sampler",
-        "e-ucb",
-        "--metric",
-        "validation.f1",
-        "--trials",
-        "2",
-    ]
-    assert execute([*line, "--json"]) == 2
+    line = ["sweep", "fedavg", *SMALL, "--space", "seed=0:1:int", "--sampler", "e-ucb", "--metric", "validation.f1"]
+    assert execute([*line, "--trials", "2", "--json"]) == 2
     captured = capsys.readouterr()
     assert [row["state"] for row in json.loads(captured.out)["trials"]] == ["fail", "fail"]
     assert "all 2 trials have failed; the last: --metric validation.f1: the run has validation metrics" in captured.err
@@ -75,7 +57,7 @@ def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
     ],
 )
 def test_what_is_wrong_is_said_before_a_trial_runs(arguments, message, capsys):
-    assert execute(["sweep", "fedavg", *TINY, *arguments]) == 2
+    assert execute(["sweep", "fedavg", *SMALL, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -118,8 +100,8 @@ MAIN = "import sys; from sparsekit.cli.main import main; main()"
 
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_goes_on_to_the_same_trials(tmp_path, capsys):
-    line = ["sweep", "fedavg", *TINY[2:], "--rounds", "3", "--space", "lr=0.01:1:log", "--trials", "3", "--sampler", "p-ucbv"]
-    whole = result([*line, "--out", str(tmp_path / "whole")], capsys)
+    line = ["sweep", "fedavg", *SMALL[2:], "--rounds", "3", "--space", "lr=0.01:1:log", "--trials", "3", "--sampler", "p-ucbv"]
+    whole = command([*line, "--out", str(tmp_path / "whole")], capsys)
     folder = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", MAIN, *line, "--out", str(folder)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -129,7 +111,7 @@ def test_a_sweep_that_was_killed_goes_on_to_the_same_trials(tmp_path, capsys):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = result([*line, "--out", str(folder)], capsys)
+    again = command([*line, "--out", str(folder)], capsys)
     assert [row.get("error") for row in again["trials"]] == [None] * 3
     assert [row["values"] for row in again["trials"]] == [row["values"] for row in whole["trials"]]
     assert [row["score"] for row in again["trials"]] == [row["score"] for row in whole["trials"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.cost import CostModel, trace_cost
 from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
-from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
 from sparsekit_fl.results.part import Cost
@@ -62,34 +60,6 @@ def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
     assert Cost.of(result.cost).work() == result.cost
 
 
-def test_fedlps_scores_the_first_model_once_and_each_trained_one_at_its_own_width():
-    record = cost("fedlps").rounds[0]
-    train, chosen = examples_of(record, "train"), scored_to_choose(record, first=True)
-    units = {client: max(1, math.ceil(8 * ratio)) for client, ratio in record.ratios.items()}
-    first = first_scores(record)  # for the accuracy before the first round, from which bandits learn
-    assert record.cost.flops_scoring == sum((first[client] + chosen[client]) * units[client] * UNIT for client in chosen)
-    assert record.cost.flops_compact_training == sum(3 * 2 * train[client] * units[client] * UNIT for client in train)
-
-
-@pytest.mark.parametrize("method", ["hermes", "lotteryfl"])
-def test_asking_whether_to_prune_costs_a_pass_over_validation_data(method):
-    record = cost(method).rounds[0]
-    assert record.cost.flops_scoring == sum(examples_of(record, "val").values()) * DENSE
-
-
-@pytest.mark.parametrize("method", sorted(SCORES - {"hermes", "lotteryfl"}))
-def test_variants_of_fedlps_score_for_a_twentieth_of_their_training_and_in_their_own_width(method):
-    for rounds in (1, 5):
-        paid = cost(method, rounds=rounds).cost
-        assert 0 < paid.flops_scoring <= 0.05 * paid.flops_compact_training
-
-
-@pytest.mark.slow
-def test_methods_that_score_while_they_train_are_those_of_the_documentation():
-    found = {name for name in registry if cost(name).cost.flops_scoring}
-    assert found == SCORES
-
-
 @pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = cost("fedavg", settings=BEST, engine=engine)
@@ -112,21 +82,6 @@ def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     assert result.cost.flops_compact == result.rounds[-1].cost.flops_compact
     assert Cost.of(result.cost).to_dict()["flops_deploying"] == result.cost.flops_deploying
     assert Cost.of(result.cost).work() == result.cost
-
-
-@pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
-def test_batch_norm_statistics_of_what_is_deployed_cost_a_pass_over_training_data(engine):
-    whole = sum(len(client.data.train) for client in tiny_clients()) * DENSE
-    assert cost("heterofl", engine=engine).cost.flops_deploying == whole
-    assert 0 < cost("fjord", engine=engine).cost.flops_deploying < whole, "each client deploys the width that it can run"
-
-
-@pytest.mark.slow
-def test_methods_that_run_something_to_deploy_are_those_of_the_documentation():
-    found = {name for name in registry if cost(name).cost.flops_deploying}
-    assert found == {
-        "per-fedavg", "heterofl", "fedrolex", "efd", "fjord", "fedmp", "hermes", "lotteryfl", "fedspa",
-    }  # fmt: skip
 
 
 def test_a_client_downloads_computes_and_uploads_one_after_the_other():

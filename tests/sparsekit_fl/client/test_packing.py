@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
@@ -106,14 +104,6 @@ def test_what_is_unpacked_lies_as_torch_lays_its_own_tensors():
         kept.append(tensors)
         own = torch.empty(size).data_ptr() % 64
         assert [tensor.data_ptr() % 64 for tensor in tensors.values()] == [own, own]
-
-
-@pytest.mark.parametrize(
-    "payload", [b"", b"\x00" * 8, pickle.dumps({"a": 1}), pack(TENSORS, {})[:-1], b"\xff" * 64], ids=range(5)
-)
-def test_other_bytes_are_refused(payload):
-    with pytest.raises(DataError, match="not a packed message"):
-        unpack(payload)
 
 
 MASKS = {

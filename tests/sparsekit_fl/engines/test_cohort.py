@@ -8,23 +8,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from personal import tiny_run
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines import cohort
-from sparsekit_fl.engines.cohort import Cohort
-from sparsekit_fl.errors import RunInterrupted
-from sparsekit_fl.methods import registry, with_settings
-from sparsekit_fl.methods.fedprox import fedprox
-from sparsekit_fl.methods.heterofl import heterofl
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.local import Sgd
-from sparsekit_fl.policies.mask import MaskPolicy
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.models.networks import NextWordLstm
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import EngineContract, StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -37,7 +31,7 @@ class TestContract(EngineContract):
 
     @pytest.fixture
     def engine(self):
-        return Cohort()
+        return fl.Cohort()
 
 
 @pytest.fixture
@@ -67,51 +61,48 @@ def points():
     dtype = torch.get_default_dtype()
 
     def wide(data):
-        return TensorData(tuple(x.to(dtype) for x in data.inputs), data.targets)
+        return fl.TensorData(tuple(x.to(dtype) for x in data.inputs), data.targets)
 
     clients = [
-        replace(client, data=ClientData(*(wide(split) for split in (client.data.train, client.data.val, client.data.test))))
+        replace(client, data=fl.ClientData(*(wide(split) for split in (client.data.train, client.data.val, client.data.test))))
         for client in tiny_clients()
     ]
     return tiny_problem(), clients
 
 
-class SmallNet(nn.Module):
+def clients_of(draw):
+    """Clients with batches of other sizes at the end, and other numbers of batches."""
+    generator = torch.Generator().manual_seed(5)
+
+    def split(size):
+        inputs, targets = draw(size, generator)
+        return fl.TensorData((inputs,), targets)
+
+    return [fl.Client(id=n, data=fl.ClientData(split(9 + 2 * n), split(4), split(4))) for n in range(4)]
+
+
+def small_net():
     """Convolutions, batch norm, a pool and a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.second = nn.Conv2d(6, 8, 3, stride=2)
-        self.last = nn.Linear(8 * 3 * 3, 3)
-
-    def forward(self, images):
-        hidden = F.max_pool2d(torch.relu(self.norm(self.conv(images))), 2)
-        return self.last(torch.relu(self.second(hidden)).flatten(1))
+    layers = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3, stride=2)
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 3 * 3, 3))
 
 
 def images():
-    generator = torch.Generator().manual_seed(5)
-
-    def split(size):
+    def draw(size, generator):
         found = torch.randn(size, 1, 16, 16, generator=generator, dtype=torch.get_default_dtype())
-        return TensorData((found,), torch.randint(0, 3, (size,), generator=generator))
+        return found, torch.randint(0, 3, (size,), generator=generator)
 
-    # Batches of other sizes at the end, and other numbers of batches.
-    clients = [Client(id=n, data=ClientData(split(9 + 2 * n), split(4), split(4))) for n in range(4)]
-    return Problem(model=SmallNet, example_inputs=(torch.zeros(2, 1, 16, 16),), channels_last=True), clients
+    problem = fl.Problem(model=small_net, example_inputs=(torch.zeros(2, 1, 16, 16),), channels_last=True)
+    return problem, clients_of(draw)
 
 
 def tokens():
-    generator = torch.Generator().manual_seed(5)
-
-    def split(size):
+    def draw(size, generator):
         found = torch.randint(0, 20, (size, 5), generator=generator)
-        return TensorData((found,), found.roll(-1, 1))
+        return found, found.roll(-1, 1)
 
-    clients = [Client(id=n, data=ClientData(split(9 + 2 * n), split(4), split(4))) for n in range(4)]
-    return Problem(model=lambda: NextWordLstm(20, 6, 8), example_inputs=(torch.zeros(2, 5, dtype=torch.long),)), clients
+    inputs = (torch.zeros(2, 5, dtype=torch.long),)
+    return fl.Problem(model=lambda: NextWordLstm(20, 6, 8), example_inputs=inputs), clients_of(draw)
 
 
 class Unused(TinyNet):
@@ -133,7 +124,7 @@ def config(**training):
 
 
 def both(method, problem, clients, options, **cohort):
-    return run(method, problem, clients, options), run(method, problem, clients, options, engine=Cohort(**cohort))
+    return run(method, problem, clients, options), run(method, problem, clients, options, engine=fl.Cohort(**cohort))
 
 
 @pytest.mark.usefixtures("precise")
@@ -144,7 +135,7 @@ def both(method, problem, clients, options, **cohort):
         *((registry[name](), images, ALL_OPTIONS) for name in ("fedprox", "heterofl")),
         (registry["heterofl"](), tokens, {}),
         (registry["fedavg"](), unused, ALL_OPTIONS),
-        (with_settings(heterofl(), {"local.scaler": False, "local.clip": None}), points, {}),
+        (make_method("heterofl local.scaler=false local.clip=none"), points, {}),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", None),
 )
@@ -164,13 +155,8 @@ def test_a_whole_run_in_float64_equals_one_by_one(method, case, options, shared)
     assert max(shared) > 1
 
 
-class DropoutNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
-
-    def forward(self, inputs):
-        return self.layers(inputs)
+def dropout_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
 class Restless(nn.Module):
@@ -203,14 +189,15 @@ class Louder(Sgd):
 
 
 @dataclass(frozen=True)
-class Sparse(MaskPolicy):
+class Sparse(fl.MaskPolicy):
     """A mask of single weights."""
 
     def choose(self, ctx, ratio, state):
         return WeightMask({"first.weight": torch.ones(8, 6, dtype=torch.bool)})
 
 
-FEDAVG = Method(name="m", source="")
+MASKED_LOSS = "local.masked_loss=true aggregate=TouchedRowsMean aggregate.weighting=uniform"
+FEDAVG = fl.Method(name="m", source="")
 REFUSED = "torch cannot run the model for several clients at once"
 
 
@@ -219,17 +206,10 @@ REFUSED = "torch cannot run the model for several clients at once"
     [
         (registry["fedlps"](), {}, {}, "its local policy, LearnableSgd, trains in a way of its own"),
         (replace(FEDAVG, local=Louder()), {}, {}, "its local policy, Louder, trains in a way of its own"),
-        (with_settings(fedprox(), {"local.stragglers": 0.5}), {}, {}, "its stragglers take fewer steps"),
-        (
-            with_settings(
-                heterofl(), {"local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"}
-            ),
-            {},
-            {},
-            "each of its clients has a loss of its own",
-        ),
+        (make_method("fedprox local.stragglers=0.5"), {}, {}, "its stragglers take fewer steps"),
+        (make_method(f"heterofl {MASKED_LOSS}"), {}, {}, "each of its clients has a loss of its own"),
         (FEDAVG, {}, {"optimizer": "adam"}, "optimizer is 'adam'"),
-        (FEDAVG, {"model": DropoutNet}, {}, REFUSED),
+        (FEDAVG, {"model": dropout_net}, {}, REFUSED),
         (FEDAVG, {"model": Restless}, {}, REFUSED),
         (FEDAVG, {"loss": proud}, {}, REFUSED),
         (FEDAVG, {"metrics": {"accuracy": picky}}, {}, REFUSED),
@@ -257,7 +237,7 @@ def test_a_failing_client_costs_itself_alone(shared, caplog):
     broken = clients[2].data.train
     inputs = broken.inputs[0].clone()
     inputs[0] = float("nan")
-    clients[2] = replace(clients[2], data=replace(clients[2].data, train=TensorData((inputs,), broken.targets)))
+    clients[2] = replace(clients[2], data=replace(clients[2].data, train=fl.TensorData((inputs,), broken.targets)))
     everyone = replace(tiny_config(rounds=2), cohort=8)
     theirs, ours = both(FEDAVG, problem, clients, everyone)
     assert [one.dropped for one in ours.rounds] == [one.dropped for one in theirs.rounds]
@@ -269,8 +249,7 @@ def test_a_failing_client_costs_itself_alone(shared, caplog):
 
 @pytest.mark.same_bits
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path):
-    common = (registry["heterofl"](), *points(), tiny_config())
-    with pytest.raises(RunInterrupted):
-        run(*common, engine=Cohort(), out=tmp_path, callbacks=(StopAfter(2),))
-    resumed = run(*common, engine=Cohort(), out=tmp_path, resume=True)
-    assert resumed.final.state_sha256 == run(*common, engine=Cohort()).final.state_sha256
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run("heterofl", engine=fl.Cohort(), out=tmp_path, callbacks=(StopAfter(2),))
+    resumed = tiny_run("heterofl", engine=fl.Cohort(), out=tmp_path, resume=True)
+    assert resumed.final.state_sha256 == tiny_run("heterofl", engine=fl.Cohort()).final.state_sha256

@@ -20,7 +20,7 @@ from sparsekit_fl.policies.exits import place_exits
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing import tiny_clients, tiny_config
+from sparsekit_fl.testing import tiny_config
 
 
 class Residual(nn.Module):
@@ -217,15 +217,3 @@ def test_one_step_by_hand() -> None:
         assert torch.allclose(result.state[name], expected, atol=1e-6), name
         moved = drift - 0.1 * (result.state[name] - spec.initial[name])
         assert torch.allclose(ctx.memory["drift"][name], moved, atol=1e-6), name
-
-
-def test_the_mean_of_all_exits_is_scored() -> None:
-    result, _ = watched(depthfl(), problem=deep_problem())
-    spec = RunSpec.build(depthfl(), deep_problem(), tiny_config())
-    model = spec.problem.model()
-    model.load_state_dict(result.state)
-    client = tiny_clients()[0]
-    with torch.no_grad():
-        mean = torch.stack(model.eval().outputs(client.data.test.inputs[0])).mean(0)
-    right = int((mean.argmax(1) == client.data.test.targets).sum())
-    assert result.final.per_client[0].personal["accuracy"][0] == right

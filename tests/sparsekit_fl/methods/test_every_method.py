@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from personal import tiny_clients, tiny_config, tiny_problem, watched
+from personal import tiny_clients, tiny_config, tiny_problem, tiny_run, watched
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
@@ -22,50 +21,18 @@ from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import (
     cs,
-    depthfl,
-    fedprox,
     fedspa,
-    fjord,
-    hermes,
-    heterofl,
-    per_fedavg,
     prunefl,
-    refl,
     registry,
-    with_settings,
 )
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
-from sparsekit_fl.testing import MethodContract
 
-VARIANTS: dict[str, Callable[[], Method]] = {
+METHODS = {
+    **registry,
     "cs-released": partial(cs, variant="released"),
-    "depthfl-plain": partial(with_settings, depthfl(alpha=0.0), {"local.distillation": False}),
-    "fedprox-stragglers": partial(with_settings, fedprox(), {"local.proximal": 0.1, "local.stragglers": 0.5}),
-    "fedspa-static": partial(with_settings, fedspa(), {"local.anneal": 0.0, "mask.densities": "uniform", "ratio.ratio": 0.3}),
-    "fjord-distilling": partial(with_settings, fjord(), {"local.distillation": True}),
-    "hermes-eager": partial(with_settings, hermes(), {"mask.threshold": 0.0, "mask.target": 0.3}),
-    "heterofl-with-all-its-measures": partial(
-        with_settings,
-        heterofl(),
-        {"local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"},
-    ),
-    "per-fedavg-hessian-free": partial(with_settings, per_fedavg(), {"local.variant": "hessian-free"}),
     "prunefl-often": lambda: prunefl(Search(every=2)),
-    "refl-impatient": partial(with_settings, refl(), {"sampling.target": 0.3, "sampling.cool_down": 1}),
 }
-
-
-class TestEveryVariant(MethodContract):
-    """Any number of workers and any interruption give the bits of one process that was left alone."""
-
-    @pytest.fixture(params=VARIANTS)
-    def make(self, request: pytest.FixtureRequest) -> Callable[[], Method]:
-        return VARIANTS[str(request.param)]
-
-
-METHODS = {**registry, "cs-released": VARIANTS["cs-released"], "prunefl-often": VARIANTS["prunefl-often"]}
 BY_ENTRY = {"cs", "cs-released", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 SPANS = {id: (1 + id % 3, 4 + id % 3) for id in range(8)}
 """Client → the rounds of a period of five in which it can be reached, [start, stop)."""
@@ -123,7 +90,7 @@ def test_a_run_on_the_device_equals_that_on_the_cpu(name, device):
         pytest.skip("compares another device with the CPU")
     config = replace(tiny_config(rounds=2), cohort=3)
     here, there = (
-        fl.run(METHODS[name](), tiny_problem(), tiny_clients(4), replace(config, device=place)) for place in ("cpu", device)
+        tiny_run(METHODS[name](), clients=tiny_clients(4), config=replace(config, device=place)) for place in ("cpu", device)
     )
     assert there.environment["device"] == device
     for key, tensor in here.state.items():

@@ -16,17 +16,10 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps
-from sparsekit_fl.policies import Constant, Everything, Full, LearnableSgd, OwnClasses, TouchedRowsMean
+from sparsekit_fl.policies import Constant, Everything, LearnableSgd, OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
-
-
-def test_only_kept_entries_travel() -> None:
-    full = fl.run(dataclasses.replace(fedlps(), ratio=Full()), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
-    half = fl.run(dataclasses.replace(fedlps(), ratio=Constant(0.5)), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
-    assert half.cost.uplink_bytes < full.cost.uplink_bytes
-    assert half.cost.flops_compact < half.cost.flops_rowmask
 
 
 def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
@@ -51,20 +44,6 @@ def test_proposals_never_exceed_the_capability_of_the_round() -> None:
         assert 1 / 16 <= proposal <= max(level, 1 / 16)
         if round % 3:
             policy.observe(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
-
-
-def test_the_reward_is_utility_gained_per_second() -> None:
-    policy, memory = BanditRatio(), {}
-    ctx = server(1, 1.0, memory)
-    first = policy.propose(ctx, 7)
-    policy.observe(ctx, [answer(first, 0.6, initial_accuracy=0.1)])
-    bandit = policy._bandit(ctx, memory["7"], seed=0)
-    assert [arm.mean for arm in bandit.arms if arm.pulls] == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0] * 2)
-    second = policy.propose(ctx, 7)
-    policy.observe(ctx, [answer(second, 0.5)])
-    dropped = policy._bandit(ctx, memory["7"], seed=0)
-    assert not any(arm.low < second <= arm.high and arm.high == second for arm in dropped.arms)
-    assert memory["7"]["accuracy"] == 0.5
 
 
 def test_a_proposal_that_was_never_answered_is_made_again() -> None:

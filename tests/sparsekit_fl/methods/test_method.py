@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from sparsekit_fl.methods import method as module
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.settings import arguments_of, settings_of
+from sparsekit_fl.options.checked import choices, described
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -87,6 +90,22 @@ def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is
         assert [setting.path for setting in settings if not setting.about or not setting.allowed] == []
 
 
+ALLOWED = Path(__file__).parents[2] / "golden" / "options.json"
+
+
+def test_what_every_option_allows_is_what_is_written_down() -> None:
+    """A range that moves or goes is for the author to explain; this file, run as a program, writes them down anew."""
+    assert json.loads(ALLOWED.read_text(encoding="utf-8")) == allowed()
+
+
+def allowed() -> dict[str, dict[str, str]]:
+    """Run, training or method → option → what it allows, in the words of its refusal."""
+    kinds = (fl.RunConfig, fl.TrainingConfig)
+    runs = {kind.__name__: {one.name: described(one.hint) for one in choices(kind)} for kind in kinds}
+    methods = {name: [*settings_of(make_method(name)), *arguments_of(registry[name])] for name in sorted(registry)}
+    return {**runs, **{name: {one.path: one.allowed for one in found} for name, found in methods.items()}}
+
+
 def test_text_is_read_by_the_annotation():
     assert make_method("fedprox", settings={"local.proximal": "0.5"}).local.proximal == 0.5
     assert make_method("fedlps", settings={"local.term.target": "absolute"}).local.term.target == "absolute"
@@ -124,3 +143,7 @@ def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():
 def test_what_is_wrong_is_said(settings, error, message):
     with pytest.raises(error, match=message):
         make_method("fedprox", settings=settings)
+
+
+if __name__ == "__main__":
+    ALLOWED.write_text(json.dumps(allowed(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -75,20 +75,6 @@ def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
     assert result.rounds[0].cost.flops_compact <= 20 * 27 * 3 * 2 * (48 + 24)
 
 
-def test_gradients_travel_in_due_rounds_only_and_the_mask_changes_after_them() -> None:
-    _, updates = watched(prunefl(Search(every=2, initial=0)), problem=deep_problem(), config=tiny_config(rounds=6))
-    for item in updates:
-        due = item.round % 2 == 0
-        assert set(item.extra) == ({"0.weight", "2.weight"} if due else set())
-        assert not due or item.extra["2.weight"].shape == (8, 8)
-    masks = {round: [item.mask for item in updates if item.round == round] for round in range(1, 7)}
-    assert masks[1] == masks[2] == [None] * 4
-    assert all(mask == masks[3][0] for mask in masks[3] + masks[4])
-    assert all(mask == masks[5][0] for mask in masks[5] + masks[6])
-    assert masks[3][0] is not None
-    assert masks[3][0] != masks[5][0]
-
-
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
     spec, client, ctx = client_context(prunefl(Search(every=2)), deep_problem(), ONE_STEP, round=2)

@@ -8,41 +8,27 @@ import math
 import numpy as np
 import pytest
 import torch
-from personal import server_context
+from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
 
 
 def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
-    config = tiny_config(rounds=8)
-    everybody = with_settings(refl(), {"sampling.target": 1.0, "sampling.cool_down": 0, "sampling.availability": None})
-    some = with_settings(
-        refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.adaptive": False, "sampling.availability": None}
-    )
     # Devices on which computing, not sending, takes the time.
     clients = [dataclasses.replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
-    slow, fast = (fl.run(method, tiny_problem(), clients, config) for method in (everybody, some))
+    slow, fast = (
+        tiny_run(f"refl {asked} sampling.cool_down=0 sampling.availability=none", clients=clients, rounds=8)
+        for asked in ("sampling.target=1.0", "sampling.target=0.5 sampling.adaptive=false")
+    )
     assert fast.cost.seconds < 0.8 * slow.cost.seconds
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
-
-
-def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
-    config = tiny_config(rounds=8)
-    adaptive = fl.run(
-        with_settings(refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.availability": None}),
-        tiny_problem(),
-        tiny_clients(),
-        config,
-    )
-    assert sum(len(record.cohort) for record in adaptive.rounds) < 8 * 4
 
 
 def context(round, memory, *, clients=10, size=4):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
-from personal import STATE, client_context, combine, deep_problem, equals, server_context, update, watched
+from personal import STATE, client_context, combine, deep_problem, server_context, update, watched
 
 from sparsekit.graph import WeightMask
-from sparsekit_fl.methods import cs, fedavg, fedspa, lotteryfl, with_settings
+from sparsekit_fl.methods import cs, fedspa, lotteryfl, with_settings
 from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
 from sparsekit_fl.methods.fedspa import move_mask
-from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.policies.mask import weight_count
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_config
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
@@ -60,22 +56,6 @@ def test_what_comes_down_and_what_goes_up_are_complements() -> None:
     assert result.state["last.weight"].count_nonzero() == 24
 
 
-def test_a_run_counts_one_dense_round_and_then_sparse_ones_while_it_computes_densely() -> None:
-    config = dataclasses.replace(tiny_config(rounds=3), cohort=4)
-    clients = equals()
-    result, plain = run(cs(), tiny_problem(), clients, config), run(fedavg(), tiny_problem(), clients, config)
-    # 2 · 48 of the hidden matrix, half of them in two rounds out of three; the rest is 8 + 48 + 3.
-    assert result.cost.flops_rowmask * 3 * (96 + 59) == plain.cost.flops_rowmask * (3 * 155 - 2 * 48)
-    assert result.cost.flops_compact == plain.cost.flops_compact
-    assert "no time" in result.note
-
-
-def test_an_entry_moves_by_the_sum_of_changes_over_all_clients() -> None:
-    first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1)
-    second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9)
-    assert combine(Mean("uniform", over="all"), first, second)["w"].tolist() == [[4.0, 2.0, 5.0]]
-
-
 def test_a_move_by_hand() -> None:
     mask = WeightMask({"w": torch.tensor([True, True, True, True, False, False])})
     weights = {"w": torch.tensor([0.1, -0.4, 0.3, -0.2, 0.0, 0.0])}
@@ -110,51 +90,6 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
     assert any(mask != first for mask, _ in last.values())
 
 
-def test_static_masks_stay_as_they_were_drawn() -> None:
-    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}))
-    assert all(item.mask == updates[0].mask for item in updates)
-    assert all("next_mask" not in item.extra for item in updates)
-
-
-def test_dropped_entries_are_zero_while_training_and_in_personal_models() -> None:
-    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}), problem=deep_problem())
-    kept = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
-    assert all(item.delta[name].shape == (size,) for item in updates for name, size in kept.items())
-
-
-def test_entries_are_averaged_over_their_holders_alone() -> None:
-    first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1, b=2.0)
-    second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9, b=4.0)
-    found = combine(Mean("uniform", over="holders"), first, second)
-    assert found["w"].tolist() == [[4.0, 2.0, 7.0]]
-    assert found["b"].tolist() == [13.0]
-
-
-def by_client(updates):
-    found = {}
-    for item in updates:
-        found.setdefault(item.client_id, []).append(item)
-    return found
-
-
-def test_tickets_are_monotone_and_stop_at_the_target() -> None:
-    _, updates = watched(with_settings(lotteryfl(), {"mask.threshold": 0.0}), config=tiny_config(rounds=20))
-    assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
-    for history in by_client(updates).values():
-        assert [int(item.mask["first.weight"].sum()) for item in history if item.mask] == [
-            weight_count(item.ratio, 48) for item in history if item.mask
-        ]
-        # A participation prunes a tenth of what is left or nothing, and nothing below one half.
-        steps = zip([1.0, *(item.ratio for item in history)], (item.ratio for item in history), strict=False)
-        assert all(
-            after in (before, pytest.approx(0.9 * before)) and (after == before or before > 0.5) for before, after in steps
-        )
-        history = [item for item in history if item.mask]
-        for before, after in itertools.pairwise(history):
-            assert not bool((after.mask["first.weight"] & ~before.mask["first.weight"]).any())
-        assert all("last.weight" not in item.mask for item in history)
-
-
 def trained(*, received, mask, state):
     spec, _, ctx = client_context(lotteryfl(), deep_problem(), round=3, received=received)
     return spec, spec.method.local.train(ctx, state(spec), mask, 1.0)
@@ -176,19 +111,6 @@ def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_val
     assert not bool(rewound.state["0.weight"][~keep].any())
 
 
-@pytest.mark.same_bits
-def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
-    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    found = []
-    for received in (None, mask):
-        spec, _, ctx = client_context(
-            with_settings(lotteryfl(), {"local.rewind": False}), deep_problem(), round=3, received=received
-        )
-        state = {name: 2 * tensor for name, tensor in spec.initial.items()}
-        found.append(spec.method.local.train(ctx, state, mask, 1.0).state)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in state)
-
-
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
     for shift, pruned in ((0.0, None), (100.0, True)):
         spec, client, ctx = client_context(with_settings(lotteryfl(), {"mask.threshold": 0.4}), kind="mask")
@@ -200,3 +122,19 @@ def test_the_gate_asks_the_received_model_on_validation_data() -> None:
         mask = spec.method.mask.choose(ctx, 1.0, state)
         assert (mask is not None) == (share > 0.4)
         assert pruned is None or share > 0.4
+
+
+@pytest.mark.parametrize(("method", "entry", "count"), [("lotteryfl", "first.weight", 48), ("hermes", "first", 8)])
+def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entry, count) -> None:
+    _, updates = watched(f"{method} mask.threshold=0.0", rounds=20)
+    assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
+    for client_id in range(8):
+        history = [item for item in updates if item.client_id == client_id]
+        # A participation prunes a tenth of what is left or nothing, and nothing below one half.
+        for before, after in itertools.pairwise([1.0, *(item.ratio for item in history)]):
+            assert after in (before, pytest.approx(0.9 * before))
+            assert after == before or before > 0.5
+        masks = [item.mask for item in history if item.mask]
+        assert all(item.mask.counts() == {entry: math.ceil(item.ratio * count - 1e-9)} for item in history if item.mask)
+        for before, after in itertools.pairwise(masks):
+            assert not bool((after[entry] & ~before[entry]).any())

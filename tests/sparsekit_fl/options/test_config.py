@@ -42,22 +42,12 @@ def test_unknown_keys_name_the_nearest():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds must be an integer >= 1, got 0"),
         ({"rounds": True}, "rounds must be an integer"),
-        ({"rounds": 1, "cohort": 0}, "cohort"),
-        ({"rounds": 1, "seed": -1}, "seed must be an integer >= 0"),
-        ({"rounds": 1, "lr_decay": 1.5}, r"lr_decay must be in \(0, 1\], got 1.5"),
-        ({"rounds": 1, "capability": "random"}, "'fixed' or 'dynamic', got 'random'"),
         (
             {"rounds": 1, "capability_levels": ()},
             r"capability_levels must be one or more values, each in \(0, 1\], or None, got \(\); None keeps each client's own",
         ),
-        ({"rounds": 1, "capability_levels": (0.0,)}, r"capability_levels must be .* got \(0.0,\)"),
         ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number >= 0, got nan"),
-        ({"rounds": 1, "training": {"lr": -1}}, "lr must be a finite number >= 0, got -1"),
-        ({"rounds": 1, "training": {"batch_size": 0}}, "batch_size"),
-        ({"rounds": 1, "training": {"momentum": 1.0}}, "momentum"),
-        ({"rounds": 1, "training": {"clip": 0.0}}, "clip must be a finite number > 0, or None, got 0.0"),
         ({"rounds": 1, "training": 1.0}, "training must be a TrainingConfig, got float"),
         ({"rounds": 1, "min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
         ({"rounds": 1, "dp_clip": 1.0}, "dp_clip needs dp_noise"),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.options.devices import device_of, devices, exact_arithmetic
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_config
 
 
 def test_workers_take_the_devices_in_turn() -> None:
@@ -23,8 +23,8 @@ def test_workers_take_the_devices_in_turn() -> None:
 @pytest.mark.same_bits
 def test_workers_on_several_devices_get_the_bits_of_one() -> None:
     config = tiny_config(rounds=2)
-    one = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)
-    several = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), replace(config, device="cpu,cpu"), engine=Embedded(2))
+    one = tiny_run(fl.methods.fedlps(), config=config)
+    several = tiny_run(fl.methods.fedlps(), config=replace(config, device="cpu,cpu"), engine=fl.Embedded(2))
     for name, tensor in one.state.items():
         assert torch.equal(several.state[name], tensor), name
     assert several.environment["workers"] == 2
@@ -39,9 +39,9 @@ def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.allow_tf32
     config = replace(tiny_config(rounds=2), deterministic=True)
-    result = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)
+    result = tiny_run(fl.methods.fedlps(), config=config)
     assert result.environment["deterministic"]
     assert not torch.are_deterministic_algorithms_enabled()
-    plain = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), replace(config, deterministic=False))
+    plain = tiny_run(fl.methods.fedlps(), config=replace(config, deterministic=False))
     assert all(torch.equal(plain.state[name], tensor) for name, tensor in result.state.items())
     assert not plain.environment["deterministic"]

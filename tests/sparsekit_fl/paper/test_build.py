@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import PRESETS, preset_for
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.problem import Problem
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
-    problem, clients = build_problem(preset_for())
+    problem, clients = fl.build_problem(preset_for())
     assert [client.id for client in clients] == list(range(20))
     assert {len(client.data.train) for client in clients} == {44}
     assert {len(client.data.val) for client in clients} == {6}
@@ -40,10 +35,10 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
 
 
 def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own: ModuleType) -> None:
-    def by_turns(source: DataSource, *, clients: int, rng: np.random.Generator, most: int = 20) -> list[ClientData]:
+    def by_turns(source: fl.DataSource, *, clients: int, rng: np.random.Generator, most: int = 20) -> list[fl.ClientData]:
         first = int(rng.integers(3))
         return [
-            ClientData(
+            fl.ClientData(
                 train=source.train.take(list(range(first + k, 1437, clients))[:most]),
                 val=source.train.take([k]),
                 test=source.test.take([k, k + clients]),
@@ -53,44 +48,44 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
 
     own.by_turns, own.nothing = by_turns, lambda source, *, clients, rng: []  # type: ignore[attr-defined]
     name = own.__name__
-    _, clients = build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
-    _, again = build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
+    _, clients = fl.build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
+    _, again = fl.build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
     assert [len(client.data.train) for client in clients] == [7] * 6
     assert [c.data.train.index.tolist() for c in clients] == [c.data.train.index.tolist() for c in again]
-    assert len(build_problem(preset_for(), partition=f"{name}:by_turns")[1][0].data.train) == 20
+    assert len(fl.build_problem(preset_for(), partition=f"{name}:by_turns")[1][0].data.train) == 20
     with pytest.raises(InvalidValueError, match="no option 'mots'; did you mean 'most'"):
-        build_problem(preset_for(), partition=f"{name}:by_turns", options={"mots": 7})
+        fl.build_problem(preset_for(), partition=f"{name}:by_turns", options={"mots": 7})
     with pytest.raises(InvalidValueError, match=r"must return a list of 6 ClientData, one for each client, got \[\]"):
-        build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
+        fl.build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
 
 
 def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
-    split = TensorData((torch.zeros(2, 3),), torch.tensor([0, 1]))
-    problem = Problem(model=lambda: nn.Linear(3, 2), example_inputs=(torch.zeros(1, 3),))
+    split = fl.TensorData((torch.zeros(2, 3),), torch.tensor([0, 1]))
+    problem = fl.Problem(model=lambda: nn.Linear(3, 2), example_inputs=(torch.zeros(1, 3),))
 
-    def load(root: Path | None, seed: int) -> tuple[Problem, list[Client]]:
+    def load(root: Path | None, seed: int) -> tuple[fl.Problem, list[fl.Client]]:
         assert (root, seed) == (Path("there"), 4)
-        return problem, [Client(id=0, data=ClientData(split, split, split))]
+        return problem, [fl.Client(id=0, data=fl.ClientData(split, split, split))]
 
     own.load = load  # type: ignore[attr-defined]
     preset = preset_for(dataset="own_things:load")
-    assert build_problem(preset, data_dir="there", seed=4)[0] is problem
+    assert fl.build_problem(preset, data_dir="there", seed=4)[0] is problem
     with pytest.raises(InvalidValueError, match="model, clients cannot be changed"):
-        build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
+        fl.build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
 
 
 def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:
-    source = datasets["digits"](None)
-    own.load = lambda: DataSource(  # type: ignore[attr-defined]
+    source = fl.datasets["digits"](None)
+    own.load = lambda: fl.DataSource(  # type: ignore[attr-defined]
         name="owned", kind="image", train=source.train, test=None, classes=10, mean=source.mean, std=source.std,
         owners=torch.arange(1437) % 30, owner_names=tuple(map(str, range(30))),
     )  # fmt: skip
-    _, clients = build_problem(preset_for(dataset="own_things:load"), model="cnn")
+    _, clients = fl.build_problem(preset_for(dataset="own_things:load"), model="cnn")
     assert [len(client.data.train) + len(client.data.val) + len(client.data.test) for client in clients] == [48] * 20
 
 
 def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
-    problem, clients = build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
+    problem, clients = fl.build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
     data = problem.materialise(clients[0].data.train)
     assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
     assert data.inputs[0].dtype == torch.int64
@@ -127,8 +122,8 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() 
     ],
 )
 def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int | None) -> None:
-    problem, clients = build_problem(preset_for(preset=name), data_dir=data_dir)
-    again = build_problem(preset_for(preset=name), data_dir=data_dir)[1]
+    problem, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
+    again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
     assert {(len(client.data.train), len(client.data.val)) for client in clients} == {(train, val)}
     options = PRESETS[name].options
     classes = [len(client.data.train.labels().unique()) for client in clients]

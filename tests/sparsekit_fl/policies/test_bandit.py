@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from personal import server_context, watched
+from personal import server_context
 
 import sparsekit_fl as fl
 from sparsekit.bandit import registry, restore_bandit
-from sparsekit.cli.main import execute
-from sparsekit_fl.methods import fedlps, fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
-from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
-
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
-
-
-@pytest.mark.parametrize("name", sorted(registry))
-@pytest.mark.same_bits
-def test_every_bandit_decides_ratios_and_a_run_repeats(name: str) -> None:
-    method = replace(fedlps(), ratio=BanditRatio(bandit=name))
-    first, second = (run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=6)) for _ in range(2))
-    ratios = [dict(record.ratios) for record in first.rounds]
-    assert all(1 / 16 <= ratio <= 1.0 for row in ratios for ratio in row.values())
-    assert ratios == [dict(record.ratios) for record in second.rounds]
-    assert first.final == second.final
 
 
 def told(name: str) -> list[tuple[float, float]]:
@@ -56,16 +36,6 @@ def told(name: str) -> list[tuple[float, float]]:
 def test_every_bandit_learns_the_utility_gained_per_second(name: str) -> None:
     rewards = [reward for _, reward in told(name)]
     assert rewards == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0, (utility(0.5) - utility(0.6)) / 2.0])
-
-
-def test_the_command_line_chooses_a_bandit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["fedlps", *TINY, "--set", "ratio.bandit=e-ucb", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert "bandit=e-ucb" in result["policies"]["ratio"].replace("'", "")
-    assert execute(["fedlps", *TINY, "--set", "ratio.bandit=e-ucbb"]) == 2
-    assert "did you mean 'e-ucb'" in capsys.readouterr().err
-    assert execute(["run", "local", *TINY, "--set", "ratio.bandit=e-ucb"]) == 2
-    assert "no option 'ratio.bandit'" in capsys.readouterr().err
 
 
 def context(round: int, memory: dict, *, capability: float = 1.0) -> fl.ServerContext:
@@ -113,11 +83,3 @@ def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> 
         assert min(seen) >= 0.2
         assert max(seen) <= (0.5 if capped else 1.0)
         assert max(seen) > (0.45 if capped else 0.8)
-
-
-def test_the_residual_comes_back_with_equal_weights() -> None:
-    assert fedmp().aggregate == Mean("uniform", over="all")
-    _, updates = watched(fedmp(), config=tiny_config(rounds=8))
-    ratios = [update.ratio for update in updates]
-    assert min(ratios) >= 0.2
-    assert len(set(ratios)) > 10

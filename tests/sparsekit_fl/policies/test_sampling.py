@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from personal import server_context
+from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.problem.availability import Availability
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):
@@ -51,27 +48,10 @@ def test_a_fixed_cohort_is_drawn_once_or_named():
         Fixed(clients=(1, 99)).sample(context())
 
 
-def ran(sampling=None, **options):
-    config = replace(tiny_config(rounds=4), **options)
-    method = make_method("fedavg", settings={"sampling": sampling} if sampling else {})
-    return fl.run(method, tiny_problem(), tiny_clients(), config)
-
-
-@pytest.mark.parametrize("name", ["by-size", "poisson", "power-of-choice", "fixed", "uniform"])
-@pytest.mark.same_bits
-def test_runs_take_every_sampling_by_name(name):
-    result = ran(name)
-    assert name == "poisson" or all(record.cohort for record in result.rounds)
-    if name == "fixed":
-        assert len({record.cohort for record in result.rounds}) == 1
-    if name == "uniform":
-        assert result.final.state_sha256 == ran().final.state_sha256
-
-
 def test_who_cannot_be_reached_is_not_drawn(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("client,start,stop\n" + "".join(f"{id},2,4\n" for id in range(5)))
-    cohorts = [record.cohort for record in ran(availability=str(path)).rounds]
+    cohorts = [record.cohort for record in tiny_run(availability=str(path)).rounds]
     assert cohorts[0] == cohorts[3] == (5, 6, 7)
     assert [len(cohort) for cohort in cohorts] == [3, 4, 4, 3]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import client_context, equals, watched
+from personal import client_context, equals, tiny_run, watched
 from torch import nn
 
 import sparsekit_fl as fl
@@ -21,11 +21,11 @@ from sparsekit.graph import UnitMask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.methods import fedavg, heterofl, with_settings
+from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult, RecalibratedBatchNorm, Sgd, SubmodelSgd
 from sparsekit_fl.results.state.store import CarriedMemory
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
 PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10)]
@@ -148,29 +148,15 @@ def test_classes_without_examples_are_not_unlearned() -> None:
 
 
 def test_targets_that_are_no_classes_are_left_alone() -> None:
-    clients = [
-        fl.Client(
-            id=k,
-            data=fl.ClientData(**{s: fl.TensorData((torch.randn(8, 6),), torch.randn(8, 3)) for s in ("train", "val", "test")}),
-        )
-        for k in range(2)
-    ]
-    problem = fl.Problem(
-        model=tiny_problem().model,
-        example_inputs=(torch.zeros(2, 6),),
-        loss=F.mse_loss,
-        metrics={"error": lambda outputs, targets: ((outputs - targets).square().sum(), torch.tensor(len(targets)))},
-    )
-    config = dataclasses.replace(tiny_config(rounds=2), cohort=2)
-    result = fl.run(
-        with_settings(
-            heterofl(),
-            {"local.scaler": True, "local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"},
-        ),
-        problem,
-        clients,
-        config,
-    )
+    split = fl.TensorData((torch.randn(8, 6),), torch.randn(8, 3))
+    clients = [fl.Client(id=k, data=fl.ClientData(split, split, split)) for k in range(2)]
+
+    def error(outputs, targets):
+        return (outputs - targets).square().sum(), torch.tensor(len(targets))
+
+    problem = dataclasses.replace(tiny_problem(), loss=F.mse_loss, metrics={"error": error})
+    measures = "local.scaler=true local.masked_loss=true aggregate=TouchedRowsMean aggregate.weighting=uniform"
+    result = tiny_run(f"heterofl {measures}", problem=problem, clients=clients, rounds=2, cohort=2)
     assert np.isfinite(result.final.personal["error"])
 
 
@@ -201,20 +187,15 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
 
 @pytest.mark.same_bits
 def test_statistics_reach_both_scores_and_not_the_state() -> None:
-    plain = fl.run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
-    own = fl.run(
-        fl.Method(name="own", source="", personal=RecalibratedBatchNorm()),
-        tiny_problem(),
-        tiny_clients(),
-        tiny_config(rounds=2),
-    )
+    plain = tiny_run("fedavg", rounds=2)
+    own = tiny_run(fl.Method(name="own", source="", personal=RecalibratedBatchNorm()), rounds=2)
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
     method = fl.Method(name="narrow", source="", personal=RecalibratedBatchNorm(criterion=Ordered()))
-    result = fl.run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    result = tiny_run(method, rounds=2)
     whole = [score for score in result.final.per_client if score.ratio is None]
     narrow = [score for score in result.final.per_client if score.ratio is not None]
     assert narrow

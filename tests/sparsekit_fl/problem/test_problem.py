@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.problem import Problem, check_fit
 
@@ -18,9 +17,9 @@ def linear() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def client(width: int = 3, label: int = 1) -> Client:
-    split = TensorData((torch.zeros(4, width),), torch.tensor([0, label, 0, 1]))
-    return Client(id=5, data=ClientData(split, split, split))
+def client(width: int = 3, label: int = 1) -> fl.Client:
+    split = fl.TensorData((torch.zeros(4, width),), torch.tensor([0, label, 0, 1]))
+    return fl.Client(id=5, data=fl.ClientData(split, split, split))
 
 
 def problem(**changes: Any) -> Problem:
@@ -48,7 +47,7 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
-    changes: dict[str, Any], who: Client, error: type[Exception], message: str
+    changes: dict[str, Any], who: fl.Client, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         check_fit(problem(**changes), who)
@@ -60,6 +59,6 @@ def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
         return (torch.tensor(chosen)[:, None].expand(-1, 3),), torch.zeros(len(chosen), dtype=torch.int64)
 
     own = problem(read_batch=read)
-    data = ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
-    check_fit(own, Client(id=0, data=data))
+    data = fl.ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
+    check_fit(own, fl.Client(id=0, data=data))
     assert own.materialise(data.train).inputs[0].tolist() == [[1.0] * 3, [2.0] * 3]

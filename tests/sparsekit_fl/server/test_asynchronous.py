@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.engines.base import Reply
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import RunInterrupted
-from sparsekit_fl.methods import registry
-from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import aged
 from sparsekit_fl.server.steps import Simulated
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 
 def update(client_id, seconds=1.0, value=1.0):
-    return Update(
+    return fl.Update(
         round=1,
         client_id=client_id,
         examples=1,
         delta={"w": torch.tensor([value]), "steps": torch.tensor([4])},
-        cost=WorkCost(seconds=seconds),
+        cost=fl.WorkCost(seconds=seconds),
     )
 
 
@@ -35,7 +29,7 @@ class Fake:
     """A server and a pool whose clients take the seconds that the test says."""
 
     def __init__(self, *starting, cohort, buffer):
-        config = RunConfig(rounds=9, cohort=cohort, async_buffer=buffer)
+        config = fl.RunConfig(rounds=9, cohort=cohort, async_buffer=buffer)
         self.spec, self.state = SimpleNamespace(config=config), SimpleNamespace(memory={})
         self.with_scoring_time = self.validated = lambda update, *_: update
         self.taken, self._starting = [], list(starting)
@@ -81,48 +75,8 @@ def test_an_old_change_counts_less_and_integers_whole():
     assert aged(update(0, value=3.0), 3, 0.0).delta["w"].item() == 3.0
 
 
-def config(rounds=6, **options):
-    return replace(tiny_config(rounds=rounds), async_buffer=2, **options)
-
-
-def ran(method="fedavg", engine=None, **options):
-    return run(registry[method](), tiny_problem(), tiny_clients(), config(**options), engine=engine)
-
-
 def test_steps_of_the_server_come_sooner_than_rounds_that_wait():
-    waiting = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=6))
-    assert ran().cost.seconds < 0.7 * waiting.cost.seconds
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "heterofl", "fedlps", "ditto", "hermes"])
-@pytest.mark.same_bits
-def test_any_number_of_workers_gives_the_same_bits(method):
-    one, three = ran(method, rounds=3), ran(method, Embedded(workers=3), rounds=3)
-    assert one.final.state_sha256 == three.final.state_sha256
-    assert [record.seconds for record in one.rounds] == [record.seconds for record in three.rounds]
-
-
-@pytest.mark.same_bits
-def test_flower_gives_the_same_bits():
-    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-    from local_grid import InProcess
-
-    assert ran(rounds=3).final.state_sha256 == ran(engine=InProcess(), rounds=3).final.state_sha256
-
-
-@pytest.mark.same_bits
-def test_a_resumed_run_goes_on_with_those_who_are_under_way(tmp_path):
-    whole = ran("fedlps")
-    with pytest.raises(RunInterrupted):
-        run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, callbacks=[StopAfter(3)])
-    again = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, resume=True)
-    assert again.final.state_sha256 == whole.final.state_sha256
-
-
-def test_server_optimizers_and_robust_rules_go_with_it():
-    for options in ({"server_optimizer": "fedadam"}, {"aggregation": "median"}):
-        result = ran(rounds=2, **options)
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
+    assert tiny_run(rounds=6, async_buffer=2).cost.seconds < 0.7 * tiny_run(rounds=6).cost.seconds
 
 
 @pytest.mark.parametrize(
@@ -135,4 +89,4 @@ def test_server_optimizers_and_robust_rules_go_with_it():
 )
 def test_what_cannot_be_asynchronous_says_why(method, options, message):
     with pytest.raises(InvalidValueError, match=message):
-        run(registry[method](), tiny_problem(), tiny_clients(), replace(config(), **options))
+        tiny_run(method, **{"async_buffer": 2, **options})

@@ -13,29 +13,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from personal import tiny_run
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit import criteria
-from sparsekit.errors import NoUnitsError
 from sparsekit.graph.state import digest
-from sparsekit_fl import policies
-from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.messages import Evaluation
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import ResumeError, RunInterrupted, UpdateError
 from sparsekit_fl.methods import fedavg, fedlps, local
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
-
-
-def tiny_run(method=None, **options):
-    config = options.pop("config", tiny_config())
-    return run(method or fedavg(), tiny_problem(), tiny_clients(), config, **options)
 
 
 def test_result_json_has_what_scripts_rely_on(tmp_path):
@@ -52,14 +38,8 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert set(raw["final"]["per_client"][0]) == own
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
-    assert set(raw["cost"]) == {
-        "flops_compact",
-        "flops_rowmask",
-        "uplink_bytes",
-        "downlink_bytes",
-        "simulated_seconds",
-        "wall_seconds",
-    }
+    costs = {"flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
+    assert set(raw["cost"]) == costs
     names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     names |= {"cuda", "cudnn", "deterministic", "flwr", "gpu", "ray", "tf32"}
     assert set(raw["environment"]) == names
@@ -68,12 +48,12 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw == result.to_dict()
 
 
-class Scored(Callback):
+class Scored(fl.Callback):
     def __init__(self):
         self.by_round = {}
 
     def on_client_end(self, run, client_id, work):
-        if isinstance(work, Evaluation):
+        if isinstance(work, fl.Evaluation):
             self.by_round.setdefault(run.round, []).append(client_id)
 
 
@@ -81,7 +61,7 @@ class Scored(Callback):
 def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
     config = replace(tiny_config(rounds=6), eval_clients=3)
     seen, others = Scored(), Scored()
-    result = run(fedlps(), tiny_problem(), tiny_clients(), config, callbacks=[seen], out=tmp_path)
+    result = tiny_run("fedlps", config=config, callbacks=[seen], out=tmp_path)
     whole = run(fedlps(), tiny_problem(), tiny_clients(), replace(config, eval_clients=None))
     assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
     assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
@@ -90,62 +70,39 @@ def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(t
     # Scoring changes nothing, and what it scores is the same for any method.
     assert result.final == whole.final
     assert all("clients" not in (record["evaluation"] or {}) for record in whole.to_dict()["rounds"])
-    run(local(), tiny_problem(), tiny_clients(), config, callbacks=[others], engine=Embedded(2))
+    run(local(), tiny_problem(), tiny_clients(), config, callbacks=[others], engine=fl.Embedded(2))
     assert others.by_round == seen.by_round
 
 
-def test_costs_of_the_paper_come_out_to_the_digit():
-    """1000 client-rounds of 5 epochs over 180 images in batches of 32 by the row-mask convention: 2.788128e12."""
-
-    class Cnn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
-            self.hidden, self.last = nn.Linear(320, 50), nn.Linear(50, 10)
-
-        def forward(self, x):
-            x = torch.relu(torch.max_pool2d(self.first(x), 2))
-            x = torch.relu(torch.max_pool2d(self.second(x), 2))
-            return self.last(torch.relu(self.hidden(x.flatten(1))))
-
-    data = TensorData((torch.zeros(180, 1, 28, 28),), torch.zeros(180, dtype=torch.int64))
-    small = data.take([0, 1])
-    config = RunConfig(rounds=1, cohort=1, training=TrainingConfig(local_epochs=5, batch_size=32, lr=0.0))
-    problem = Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
-    result = run(fedavg(), problem, [Client(id=0, data=ClientData(data, small, small))], config)
-    assert result.cost.flops_rowmask == 2_788_128_000_000 // 1000
-    assert result.cost.flops_compact == 3 * 2 * 480_500 * 5 * 180
-
-
 def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
-    with pytest.raises(RunInterrupted, match=r"after round 1 of 4; the state is in .*--resume"):
+    with pytest.raises(fl.errors.RunInterrupted, match=r"after round 1 of 4; the state is in .*--resume"):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     changed = replace(tiny_config(), training=replace(tiny_config().training, lr=0.2))
-    with pytest.raises(ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):
+    with pytest.raises(fl.errors.ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):
         tiny_run(out=tmp_path, resume=True, config=changed)
-    with pytest.raises(ResumeError, match=r"config.rounds: was 4, now 5.*plan its course"):
-        tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
-    with pytest.raises(ResumeError, match=r"method.aggregate: was .*over='whole'.* now .*over='all'"):
-        tiny_run(replace(fedavg(), aggregate=policies.Mean(over="all")), out=tmp_path, resume=True)
-    with pytest.raises(ResumeError, match=r"clients.count: was 8, now 9"):
-        run(fedavg(), tiny_problem(), tiny_clients(9), tiny_config(), out=tmp_path, resume=True)
-    with pytest.raises(ResumeError, match="already holds a run"):
+    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 4, now 5.*plan its course"):
+        tiny_run(out=tmp_path, resume=True, rounds=5)
+    with pytest.raises(fl.errors.ResumeError, match=r"method.aggregate: was .*over='whole'.* now .*over='all'"):
+        tiny_run(replace(fedavg(), aggregate=fl.policies.Mean(over="all")), out=tmp_path, resume=True)
+    with pytest.raises(fl.errors.ResumeError, match=r"clients.count: was 8, now 9"):
+        tiny_run(clients=tiny_clients(9), out=tmp_path, resume=True)
+    with pytest.raises(fl.errors.ResumeError, match="already holds a run"):
         tiny_run(out=tmp_path)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
 def test_old_memories_are_removed_once_a_newer_checkpoint_is_there(tmp_path):
-    result = tiny_run(replace(fedavg(), personal=policies.LocalModel()), out=tmp_path)
+    result = tiny_run(replace(fedavg(), personal=fl.policies.LocalModel()), out=tmp_path)
     newest = {client_id: record.round for record in result.rounds for client_id in record.cohort}
     assert {path.name for path in (tmp_path / "clients").iterdir()} == {f"{i}-{r}.safetensors" for i, r in newest.items()}
 
 
 @dataclass(frozen=True)
-class Exploding(policies.LocalPolicy):
+class Exploding(fl.policies.LocalPolicy):
     round: int
 
     def train(self, ctx, start, mask, ratio):
-        result = policies.Sgd().train(ctx, start, mask, ratio)
+        result = fl.policies.Sgd().train(ctx, start, mask, ratio)
         if ctx.round == self.round:
             bias = result.state["first.bias"] * float("nan")
             return replace(result, state={**result.state, "first.bias": bias})
@@ -154,31 +111,28 @@ class Exploding(policies.LocalPolicy):
 
 def test_a_run_in_which_every_update_is_refused_stops_with_the_reason_and_can_go_on(tmp_path):
     method = replace(fedavg(), local=Exploding(3))
-    with pytest.raises(UpdateError, match="not finite; a lower learning rate"):
+    with pytest.raises(fl.errors.UpdateError, match="not finite; a lower learning rate"):
         tiny_run(method, out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_model_without_units_can_still_be_averaged():
-    problem = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    problem = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
     result = run(fedavg(), problem, tiny_clients(), tiny_config())
     assert result.final.personal["accuracy"] > 0.3
-    sparse = replace(fedavg(), mask=policies.UnitCriterion(criteria.Ordered()), aggregate=policies.Mean(over="all"))
-    with pytest.raises(NoUnitsError, match="nothing to choose from"):
-        run(sparse, problem, tiny_clients(), tiny_config())
 
 
 def half_run(folder, *, resume, workers):
-    method = Method(
+    method = fl.Method(
         name="m",
         source="",
-        ratio=policies.Constant(0.5),
-        mask=policies.UnitCriterion(criteria.Random()),
-        aggregate=policies.Mean(over="all"),
-        personal=policies.LocalModel("best"),
+        ratio=fl.policies.Constant(0.5),
+        mask=fl.policies.UnitCriterion(criteria.Random()),
+        aggregate=fl.policies.Mean(over="all"),
+        personal=fl.policies.LocalModel("best"),
     )
     config = tiny_config(rounds=20)
-    return run(method, tiny_problem(), tiny_clients(), config, out=folder, resume=resume, engine=Embedded(workers))
+    return run(method, tiny_problem(), tiny_clients(), config, out=folder, resume=resume, engine=fl.Embedded(workers))
 
 
 def half_run_until(call, folder, **options):

@@ -11,18 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
-from sparsekit_fl.client.messages import Update
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
-from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean, Poisson
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.privacy import check_private, epsilon_of, privacy_line
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.streams import Streams
@@ -36,7 +33,7 @@ POLICIES = [Mean(), Mean(over="all"), Mean("uniform", over="holders"), Mean("exa
 
 
 def make_server(policy, config=PRIVATE):
-    spec = RunSpec.build(Method(name="m", source="", aggregate=policy), tiny_problem(), config)
+    spec = RunSpec.build(fl.Method(name="m", source="", aggregate=policy), tiny_problem(), config)
     return Server(spec, by_id(tiny_clients()))
 
 
@@ -47,7 +44,7 @@ def update_of(server, assignment, value, mask=None):
         name: torch.full(kept.shape(name), value).to(tensor.dtype) if tensor.is_floating_point() else torch.tensor(7)
         for name, tensor in assignment.state.items()
     }
-    return Update(round=assignment.round, client_id=assignment.client_id, examples=examples, delta=delta, mask=mask)
+    return fl.Update(round=assignment.round, client_id=assignment.client_id, examples=examples, delta=delta, mask=mask)
 
 
 def moved(server):
@@ -186,7 +183,7 @@ def test_those_who_can_be_reached_are_the_crowd_that_hides_a_client(tmp_path):
     path.write_text("client,start,stop\n" + "".join(f"{id},{r},{r + 1}\n" for id in range(6) for r in (1, 3)))
     config = replace(PRIVATE, cohort=2, availability=str(path), rounds=4)
     for method in (registry["fedavg"](), replace(registry["fedavg"](), sampling=Poisson())):
-        spent = run(method, tiny_problem(), tiny_clients(), config).privacy
+        spent = tiny_run(method, config=config).privacy
         fixed_size = not isinstance(method.sampling, Poisson)
         expected = epsilon_of(noise=1.5, rates=(0.25, 1.0, 0.25, 1.0), delta=1e-5, fixed_size=fixed_size)
         assert spent["epsilon"] == expected
@@ -197,7 +194,7 @@ def test_those_who_can_be_reached_are_the_crowd_that_hides_a_client(tmp_path):
 def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_noise():
     method = replace(registry["fedavg"](), sampling=Poisson())
     config = replace(PRIVATE, cohort=1, rounds=12)
-    result = run(method, tiny_problem(), tiny_clients(), config)
+    result = tiny_run(method, config=config)
     assert result.privacy["epsilon"] == result.privacy["epsilon_as_poisson"]
     assert [record for record in result.rounds if not record.cohort]
     server = Server(RunSpec.build(method, tiny_problem(), config), by_id(tiny_clients()))
@@ -208,17 +205,8 @@ def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_no
     assert not torch.equal(server.state.state["first.bias"], before["first.bias"])
 
 
-@pytest.mark.parametrize("method", ["fedlps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cs", "depthfl"))])
-@pytest.mark.same_bits
-def test_processes_and_a_resumed_run_give_the_same_bits_and_the_result_says_what_was_spent(method, tmp_path):
-    problem, clients = tiny_problem(), tiny_clients()
-    whole = run(registry[method](), problem, clients, PRIVATE)
-    with pytest.raises(RunInterrupted):
-        run(registry[method](), problem, clients, PRIVATE, callbacks=[StopAfter(2)], out=tmp_path, engine=Embedded(workers=2))
-    resumed = run(registry[method](), problem, clients, PRIVATE, out=tmp_path, resume=True)
-    assert whole.final.state_sha256 == resumed.final.state_sha256
-    other = run(registry[method](), problem, clients, replace(PRIVATE, dp_noise=1.6))
-    assert other.final.state_sha256 != whole.final.state_sha256
+def test_the_result_says_what_was_spent(tmp_path):
+    tiny_run(config=PRIVATE, out=tmp_path)
     raw = json.loads((tmp_path / "result.json").read_text())["privacy"]
     assert raw["epsilon"] == epsilon_of(noise=1.5, rates=(0.5,) * 4, delta=1e-5, fixed_size=True)
     assert raw["epsilon_as_poisson"] == epsilon_of(noise=1.5, rates=(0.5,) * 4, delta=1e-5)
@@ -269,7 +257,7 @@ def test_who_knows_the_seed_of_the_run_cannot_take_the_noise_off():
     assert torch.allclose((after_one_round(known)["last.weight"] - initial["last.weight"]).double(), guess, atol=1e-6)
 
 
-class Spy(Embedded):
+class Spy(fl.Embedded):
     """Keeps what an engine is given for clients."""
 
     def run(self, rounds, *, spec, clients, store):
@@ -280,21 +268,20 @@ class Spy(Embedded):
 @pytest.mark.parametrize("config", [PRIVATE, SECRET], ids=["given", "drawn"])
 def test_no_engine_is_told_the_seed_of_the_noise(config):
     spy = Spy()
-    result = run(registry["fedavg"](), tiny_problem(), tiny_clients(), replace(config, rounds=1), engine=spy)
+    result = tiny_run("fedavg", config=replace(config, rounds=1), engine=spy)
     assert spy.given.config == replace(SECRET, rounds=1)
     assert result.to_dict()["config"].get("dp_noise_seed") == config.dp_noise_seed
 
 
 @pytest.mark.same_bits
 def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with_it(tmp_path, monkeypatch):
-    problem, clients, secret = tiny_problem(), tiny_clients(), 2**127 + 12345
+    secret = 2**127 + 12345
     monkeypatch.setattr("secrets.randbits", lambda bits: secret)
-    whole = run(registry["fedavg"](), problem, clients, SECRET)
-    with pytest.raises(RunInterrupted):
-        run(registry["fedavg"](), problem, clients, SECRET, callbacks=[StopAfter(2)], out=tmp_path)
+    whole = tiny_run(config=SECRET)
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(config=SECRET, callbacks=[StopAfter(2)], out=tmp_path)
     monkeypatch.setattr("secrets.randbits", lambda bits: secret + 1)
-    resumed = run(registry["fedavg"](), problem, clients, SECRET, out=tmp_path, resume=True)
-    assert resumed.final.state_sha256 == whole.final.state_sha256
-    assert run(registry["fedavg"](), problem, clients, SECRET).final.state_sha256 != whole.final.state_sha256
+    assert tiny_run(config=SECRET, out=tmp_path, resume=True).final.state_sha256 == whole.final.state_sha256
+    assert tiny_run(config=SECRET).final.state_sha256 != whole.final.state_sha256
     holders = [path.name for path in tmp_path.rglob("*") if path.is_file() and str(secret).encode() in path.read_bytes()]
     assert holders == ["checkpoint.safetensors"]

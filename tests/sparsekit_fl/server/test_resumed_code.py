@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekit_fl.errors import ResumeError, RunInterrupted
+import sparsekit_fl as fl
 from sparsekit_fl.methods import fedavg
-from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.own_code import own_code
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
@@ -75,7 +73,7 @@ def begun(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: A
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     mine = importlib.import_module("mine_to_resume")
     sys.dont_write_bytecode = before
-    problem = Problem(
+    problem = fl.Problem(
         model=mine.Net,
         example_inputs=(torch.zeros(2, 6),),
         loss=mine.loss,
@@ -88,7 +86,7 @@ def begun(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: A
 
 
 def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
     for name, old, new in [
         ("loss", "F.cross_entropy(outputs, targets)", "F.cross_entropy(outputs, targets, label_smoothing=0.1)"),
@@ -100,7 +98,7 @@ def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, mo
         ("ratio policy", "return 0.5", "return 0.25"),
     ]:
         assert CODE.count(old) == 1
-        with pytest.raises(ResumeError, match=rf"other code of your own \({name}\)"):
+        with pytest.raises(fl.errors.ResumeError, match=rf"other code of your own \({name}\)"):
             begun(tmp_path, CODE.replace(old, new), monkeypatch, resume=True)
     # Comments decide nothing.
     result = begun(tmp_path, CODE.replace("# a factor", "# the factor"), monkeypatch, resume=True)
@@ -108,7 +106,7 @@ def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, mo
 
 
 def test_other_code_can_be_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
     other = CODE.replace("torch.relu", "torch.tanh")
     assert len(begun(tmp_path, other, monkeypatch, resume=True, accept_code=True).rounds) == 4
@@ -116,11 +114,11 @@ def test_other_code_can_be_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("change", [{"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}])
 def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
     first, *others = tiny_clients()
-    with pytest.raises(ResumeError, match=r"clients\.capabilities: was .*, now "):
-        begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=Capability(**change)), *others])
+    with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
+        begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=fl.Capability(**change)), *others])
 
 
 def test_classes_of_a_notebook_are_the_users_own_though_they_lie_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

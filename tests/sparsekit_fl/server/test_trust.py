@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -14,38 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit_fl import fingerprint
-from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.engines.base import Engine
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted, StorageError
-from sparsekit_fl.methods import fedavg, registry
+from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state import storage
 from sparsekit_fl.results.state.storage import FolderLock
 from sparsekit_fl.results.state.store import ClientStore
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
-
-ENGINES = ["one worker", "two workers", "a grid"]
-
-
-def engine_of(name: str) -> Engine:
-    if name == "a grid":
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-        from local_grid import InProcess
-
-        return InProcess(memory="nodes")
-    return Embedded(2 if name == "two workers" else 1)
-
-
-def tiny_run(**options: Any) -> RunResult:
-    config = options.pop("config", tiny_config())
-    method = options.pop("method", fedavg())
-    problem = options.pop("problem", tiny_problem())
-    return run(method, problem, options.pop("clients", tiny_clients()), config, **options)
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
 
 def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
@@ -56,14 +35,14 @@ def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
 
 
 def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     clients = tiny_clients()
     data = clients[5].data
     labels = data.train.targets.clone()
     labels[0] = 2 - labels[0] if labels[0] != 1 else 0
     clients[5] = replace(clients[5], data=replace(data, train=replace(data.train, targets=labels)))
-    with pytest.raises(ResumeError, match="was run on other data"):
+    with pytest.raises(fl.errors.ResumeError, match="was run on other data"):
         tiny_run(out=tmp_path, resume=True, clients=clients)
 
 
@@ -72,34 +51,34 @@ def test_a_run_of_other_code_is_resumed_only_where_that_is_accepted_and_the_resu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint.code_version()
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     monkeypatch.setattr("sparsekit_fl.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
-    with pytest.raises(ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
+    with pytest.raises(fl.errors.ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
         tiny_run(out=tmp_path, resume=True)
     result = tiny_run(out=tmp_path, resume=True, accept_code=True)
     assert result.fingerprint["earlier"] == [before]
     assert result.fingerprint["sparsekit"] == "99.0"
 
 
-class Another(Callback):
+class Another(fl.Callback):
     """Starts a second run in the folder of the first."""
 
     def __init__(self, out: Path, resume: bool) -> None:
         self.out, self.resume = out, resume
         self.error = ""
 
-    def on_round_end(self, run: RunView, record: Any) -> None:
+    def on_round_end(self, run: fl.RunView, record: Any) -> None:
         try:
             tiny_run(out=self.out, resume=self.resume)
-        except FolderInUseError as error:
+        except fl.errors.FolderInUseError as error:
             self.error = str(error)
 
 
 @pytest.mark.parametrize(("resume", "workers"), [(False, 1), (True, 2)])
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, workers: int) -> None:
     another = Another(tmp_path, resume)
-    result = tiny_run(out=tmp_path, callbacks=[another], engine=Embedded(workers))
+    result = tiny_run(out=tmp_path, callbacks=[another], engine=fl.Embedded(workers))
     assert "another run is writing to" in another.error
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4] == [record.round for record in result.rounds]
@@ -113,21 +92,21 @@ def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"locked\n"
-    with pytest.raises(FolderInUseError):
+    with pytest.raises(fl.errors.FolderInUseError):
         FolderLock(tmp_path)
     child.kill()
     child.communicate()
     FolderLock(tmp_path).release()
 
 
-class StopWhileScoring(Callback):
-    def on_client_end(self, run: RunView, client_id: int, work: Any) -> None:
+class StopWhileScoring(fl.Callback):
+    def on_client_end(self, run: fl.RunView, client_id: int, work: Any) -> None:
         if run.round == 2 and type(work).__name__ == "Evaluation":
             raise KeyboardInterrupt
 
 
 def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(tmp_path: Path) -> None:
-    with pytest.raises(RunInterrupted, match="after round 1 of 4"):
+    with pytest.raises(fl.errors.RunInterrupted, match="after round 1 of 4"):
         tiny_run(out=tmp_path, callbacks=[StopWhileScoring()])
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
@@ -142,15 +121,45 @@ def full(self: ClientStore, client_id: int, round: int, payload: bytes) -> None:
 SAVE = ClientStore.save
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["one worker", "two workers", "a grid"])
 @pytest.mark.same_bits
 def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine == "a grid":
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+        from local_grid import InProcess
+    made = InProcess(memory="nodes") if engine == "a grid" else fl.Embedded(2 if engine == "two workers" else 1)
     monkeypatch.setattr(ClientStore, "save", full)
     method = replace(fedavg(), personal=LocalModel())
-    with pytest.raises(StorageError, match=r"No space left.*make room first.*Round 1 of 4 was the last to be saved.*--resume"):
-        tiny_run(method=method, out=tmp_path, engine=engine_of(engine))
+    with pytest.raises(
+        fl.errors.StorageError, match=r"No space left.*make room.*Round 1 of 4 was the last to be saved.*--resume"
+    ):
+        tiny_run(method, out=tmp_path, engine=made)
     monkeypatch.undo()
-    assert tiny_run(method=method, out=tmp_path, resume=True).final == tiny_run(method=method).final
+    assert tiny_run(method, out=tmp_path, resume=True).final == tiny_run(method).final
+
+
+class LimitFiles(fl.Callback):
+    """No file may be as large as the checkpoint any more after the second round."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_round_end(self, run: fl.RunView, record: Any) -> None:
+        if record.round == 2:
+            size = (self.folder / "checkpoint.safetensors").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+
+
+@pytest.mark.same_bits
+def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(fl.errors.StorageError, match=r"File too large.*make room.*Round 2 of 4 was the last.*--resume"):
+            tiny_run(out=tmp_path, callbacks=[LimitFiles(tmp_path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def mode_of(path: Path) -> int:
@@ -184,24 +193,24 @@ def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path,
 @pytest.mark.same_bits
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
     tiny_run(out=tmp_path)
-    longer = tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=6))
+    longer = tiny_run(out=tmp_path, resume=True, rounds=6)
     assert longer.extended == (4,)
-    assert longer.final == tiny_run(config=tiny_config(rounds=6)).final
+    assert longer.final == tiny_run(rounds=6).final
     assert [record.round for record in longer.rounds] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ResumeError, match=r"config.rounds: was 6, now 5"):
-        tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
-    assert tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=7)).extended == (4, 6)
+    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 6, now 5"):
+        tiny_run(out=tmp_path, resume=True, rounds=5)
+    assert tiny_run(out=tmp_path, resume=True, rounds=7).extended == (4, 6)
 
 
 @pytest.mark.parametrize("name", ["fedlps", "fedspa", "prunefl", "depthfl"])
 def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, tmp_path: Path) -> None:
-    tiny_run(method=registry[name](), out=tmp_path)
-    assert len(tiny_run(method=registry[name](), out=tmp_path, resume=True, config=tiny_config(rounds=6)).rounds) == 6
+    tiny_run(name, out=tmp_path)
+    assert len(tiny_run(name, out=tmp_path, resume=True, rounds=6).rounds) == 6
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "rounds.jsonl"])
 def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
     path = tmp_path / name
     whole = path.read_bytes()
@@ -211,7 +220,7 @@ def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(nam
         flipped = bytearray(whole)
         flipped[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(flipped)
-        with pytest.raises(ResumeError, match=re.escape(name)):
+        with pytest.raises(fl.errors.ResumeError, match=re.escape(name)):
             tiny_run(out=tmp_path, resume=True)
     path.write_bytes(whole)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from flwr.app import Error, Message
-from local_grid import InProcess
+from flwr.app import Message
+from local_grid import InProcess, gone, task_of
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
-from sparsekit_fl.methods import registry
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter
 
 SLOW = 200  # looks for replies; others come at the next one
 
 
 def asked(message: Message) -> tuple[str, int, int]:
     """Task, client and round of a message with one task."""
-    header, _ = read(message)
-    return header["tasks"][0]["task"], header["tasks"][0]["client"], header["tasks"][0]["round"]
+    task = task_of(message)
+    return task["task"], task["client"], task["round"]
 
 
 def slow(*clients: int, looks: int = SLOW):
@@ -43,22 +41,18 @@ def fails(*clients: int, rounds: range = range(1, 99), times: int = 99):
         task, client, round = asked(message)
         if task == "train" and left.get(client, 0) and round in rounds:
             left[client] -= 1
-            return Message(Error(code=5, reason="node unavailable"), reply_to=message)
+            return gone(message)
         return reply
 
     return fault
 
 
-def ran(method: str = "fedavg", engine: object = None, *, out: Path | None = None, callbacks=(), resume=False, **options):
+def ran(method: str = "fedavg", engine: fl.Engine | None = None, **options: Any) -> fl.RunResult:
     given = {"cohort": 8, "async_buffer": 2, "async_clock": "wall", "rounds": 4, **options}
-    config = replace(tiny_config(rounds=given["rounds"]), **given)
-    engine = InProcess() if engine is None else engine
-    return run(
-        registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, out=out, callbacks=callbacks, resume=resume
-    )
+    return tiny_run(method, engine=engine or InProcess(), **given)
 
 
-def arrivals(result: RunResult) -> list[list[tuple[int, int]]]:
+def arrivals(result: fl.RunResult) -> list[list[tuple[int, int]]]:
     """(client, age) of who came in, by step."""
     notes = [next(note for note in record.notes if "came in" in note) for record in result.rounds]
     return [[(int(a), int(b)) for a, b in re.findall(r"(\d+) \((\d+)\)", note.partition(";")[0])] for note in notes]
@@ -73,7 +67,7 @@ def test_whoever_comes_in_first_counts_and_a_slow_node_holds_up_nobody() -> None
     assert all(record.seconds > 0 for record in result.rounds)
 
 
-def _under_way(result: RunResult) -> list[int]:
+def _under_way(result: fl.RunResult) -> list[int]:
     """Clients that started and did not come in."""
     under_way: set[int] = set()
     for record, step in zip(result.rounds, arrivals(result), strict=True):
@@ -110,7 +104,7 @@ def test_the_order_within_a_buffer_decides_nothing() -> None:
 
 @pytest.mark.same_bits
 def test_a_buffer_of_all_clients_gives_the_bits_of_rounds_that_wait() -> None:
-    waits = run(registry["fedlps"](), tiny_problem(), tiny_clients(), replace(tiny_config(), cohort=8))
+    waits = tiny_run("fedlps", cohort=8)
     assert ran("fedlps", async_buffer=8).final.state_sha256 == waits.final.state_sha256
 
 
@@ -138,7 +132,9 @@ def test_a_forged_update_is_refused_with_its_reason() -> None:
 
 @pytest.mark.same_bits
 def test_with_all_nodes_gone_the_run_stops_says_why_and_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(TooFewRepliesError, match=r"step \d+: \d updates came in.*node unavailable.*Nothing of that step"):
+    with pytest.raises(
+        fl.errors.TooFewRepliesError, match=r"step \d+: \d updates came in.*node unavailable.*Nothing of that step"
+    ):
         ran(engine=InProcess(fault=fails(*range(8), rounds=range(3, 99))), rounds=12, async_buffer=4, out=tmp_path)
     again = ran(out=tmp_path, rounds=12, async_buffer=4, resume=True)
     assert len(again.rounds) == 12
@@ -149,7 +145,7 @@ def test_a_stopped_run_goes_on_without_those_who_were_under_way(tmp_path: Path, 
     def engine() -> InProcess:
         return InProcess(delay=slow(0, 1), memory=memory)
 
-    with pytest.raises(RunInterrupted):
+    with pytest.raises(fl.errors.RunInterrupted):
         ran("fedlps", engine(), out=tmp_path, rounds=6, callbacks=[StopAfter(3)])
     result = ran("fedlps", engine(), out=tmp_path, rounds=6, resume=True)
     assert [record.round for record in result.rounds] == [1, 2, 3, 4, 5, 6]

@@ -127,8 +127,9 @@ class Deployment:
     def _start(self, name: str, *command: str) -> None:
         log = self._logs[name] = self.folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
         with log.open("wb") as output:
+            env = {**self._env, _MARK: f"{self._mark}-{name}"}
             self._processes[name] = subprocess.Popen(
-                [program(command[0]), *command[1:]], cwd=self.app, env=self._env, stdout=output, stderr=output
+                [program(command[0]), *command[1:]], cwd=self.app, env=env, stdout=output, stderr=output
             )
 
     def log(self, name: str) -> str:
@@ -228,20 +229,18 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """End a process as a crash would, with all that it started."""
-        found = self._processes.pop(name)
-        below = _descendants(found.pid)
-        for pid in [found.pid, *below]:
-            # As a crash of the machine would: nothing is left that could say goodbye.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        found.wait()
+        self._end(f"{self._mark}-{name}")
+        self._processes.pop(name).wait()
 
     def close(self) -> None:
         """End everything that is left."""
+        self._end(self._mark)
         for found in self._processes.values():
-            found.kill()
             found.wait()
-        while left := [pid for pid in _pids() if self._mark.encode() in _environment(pid)]:
+
+    def _end(self, mark: str) -> None:
+        """Kill what has the mark, as a crash of the machine would: nothing is left that could say goodbye."""
+        while left := [pid for pid in _pids() if mark.encode() in _environment(pid)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -269,17 +268,6 @@ def _environment(pid: int) -> bytes:
         # A zombie has none, so it is not waited for.
         return Path(f"/proc/{pid}/environ").read_bytes()
     return b""
-
-
-def _descendants(pid: int) -> list[int]:
-    parents: dict[int, int] = {}
-    for other in _pids():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parents[other] = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
 
 
 def embedded(plan: Plan, events: Path, monkeypatch: Any, *, clients: int, faults: tuple[str, ...] = ()) -> RunResult:

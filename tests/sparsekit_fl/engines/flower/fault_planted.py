@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from sparsekit_fl import policies
@@ -58,23 +57,6 @@ def method() -> Method:
     return Method(name="planted", source="", local=Obedient(), personal=policies.LocalModel("best"))
 
 
-class Twice:
-    """A grid that delivers every reply twice, and offers the last ones once more with the next."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._last: list[Message] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """What came, doubled."""
-        found = list(self._grid.pull_messages(message_ids))
-        again, self._last = self._last, found or self._last
-        return [*again, *found, *found] if found else []
-
-
 server = ServerApp()
 
 
@@ -84,7 +66,7 @@ def main(grid: Grid, context: Context) -> None:
     from sparsekit_fl.deployment.apps import serve
 
     try:
-        serve(Twice(grid), context)  # type: ignore[arg-type]
+        serve(grid, context)
     except BaseException as error:
         say("ended", repr(error))
         raise

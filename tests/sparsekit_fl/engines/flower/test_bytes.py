@@ -14,15 +14,10 @@ from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from local_grid import InProcess
 
+import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.ratio import Constant
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.models.networks import Vgg
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 
 pytestmark = pytest.mark.slow
@@ -50,22 +45,24 @@ def _serialised(message: Message) -> int:
     return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
 
 
-def _clients(count: int, shape: tuple[int, ...], *, examples: int = 8) -> list[Client]:
+def _clients(count: int, shape: tuple[int, ...], *, examples: int = 8) -> list[fl.Client]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(4 * examples, *shape, generator=generator)
     labels = torch.arange(4 * examples) % 10
 
-    def split(client: int, size: int) -> TensorData:
-        return TensorData((inputs,), labels, (torch.arange(size) + client) % len(labels))
+    def split(client: int, size: int) -> fl.TensorData:
+        return fl.TensorData((inputs,), labels, (torch.arange(size) + client) % len(labels))
 
-    return [Client(id=k, data=ClientData(split(k, examples), split(k, 4), split(k, 4))) for k in range(count)]
+    return [fl.Client(id=k, data=fl.ClientData(split(k, examples), split(k, 4), split(k, 4))) for k in range(count)]
 
 
-def _run(method: Method, problem: Problem, clients: list[Client], *, batch: int, rounds: int = 1) -> tuple[RunResult, _Wire]:
-    config = RunConfig(
+def _run(
+    method: fl.Method, problem: fl.Problem, clients: list[fl.Client], *, batch: int, rounds: int = 1
+) -> tuple[fl.RunResult, _Wire]:
+    config = fl.RunConfig(
         rounds=rounds,
         cohort=min(2, len(clients)),
-        training=TrainingConfig(local_epochs=1, batch_size=batch, lr=0.01),
+        training=fl.TrainingConfig(local_epochs=1, batch_size=batch, lr=0.01),
         eval_every=rounds,
         capability="dynamic",
         capability_levels=(1.0, 0.5),
@@ -83,7 +80,7 @@ def _mlp() -> nn.Module:
 # Whole models, units, single entries, layers, and what goes beside them; the others send one of these.
 @pytest.mark.parametrize("name", ["fedavg", "fedlps", "cs", "fedp3", "depthfl", "scaffold", "prunefl", "refl"])
 def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
-    problem = Problem(model=_mlp, example_inputs=(torch.zeros(2, 1, 28, 28),))
+    problem = fl.Problem(model=_mlp, example_inputs=(torch.zeros(2, 1, 28, 28),))
     result, wire = _run(registry[name](), problem, _clients(3, (1, 28, 28)), batch=8, rounds=2)
     assert len(wire.up) == len(wire.down) == sum(len(record.cohort) for record in result.rounds)
     for counted, reported in ((sum(wire.up), result.cost.uplink_bytes), (sum(wire.down), result.cost.downlink_bytes)):
@@ -91,7 +88,7 @@ def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
 
 
 def test_vgg11_at_a_quarter_uploads_less_than_two_and_a_half_megabytes() -> None:
-    problem = Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
+    problem = fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
     method = dataclasses.replace(registry["fedlps"](), ratio=Constant(0.25))
     result, wire = _run(method, problem, _clients(1, (3, 32, 32), examples=4), batch=4)
     assert result.rounds[0].ratios == {0: 0.25}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,22 +15,18 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Error, Message
-from local_grid import InProcess
+from local_grid import InProcess, gone, task_of
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.engines.base import Engine
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state.store import ClientStore, DeviceStore
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_config
 
-ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
+ENGINES: dict[str, Callable[[], fl.Engine]] = {"embedded": fl.Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
 _left: Counter[tuple[int, int]] = Counter()
 _FOR_EVER = 99
 
@@ -53,14 +50,14 @@ def _no_faults() -> Iterator[None]:
 
 
 @pytest.fixture(params=sorted(ENGINES))
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest) -> fl.Engine:
     return ENGINES[request.param]()
 
 
-def _run(engine: Engine | None = None, *, min_replies: int | None = None, **options: Any) -> RunResult:
-    method = Method(name="flaky", source="", local=Flaky(), personal=LocalModel("best"))
+def _run(engine: fl.Engine | None = None, *, min_replies: int | None = None, **options: Any) -> fl.RunResult:
+    method = fl.Method(name="flaky", source="", local=Flaky(), personal=LocalModel("best"))
     config = replace(tiny_config(), min_replies=min_replies)
-    return run(method, tiny_problem(), tiny_clients(), config, engine=engine, **options)
+    return tiny_run(method, config=config, engine=engine, **options)
 
 
 def _cohort(round: int) -> tuple[int, ...]:
@@ -81,7 +78,7 @@ def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise() -> None
             replace(config, min_replies=wrong)
 
 
-def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Engine) -> None:
+def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: fl.Engine) -> None:
     cohort = _cohort(2)
     _fail(2, cohort[:2], _FOR_EVER)
     record = _run(engine).rounds[1]
@@ -90,7 +87,7 @@ def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Eng
 
 
 @pytest.mark.same_bits
-def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine) -> None:
+def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: fl.Engine) -> None:
     whole, cohort = _run(), _cohort(2)
     _fail(2, cohort[:3], times=2)
     result = _run(engine)
@@ -107,13 +104,13 @@ def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engin
 
 
 @pytest.mark.same_bits
-def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
+def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: fl.Engine, tmp_path: Path) -> None:
     whole, cohort = _run(), _cohort(3)
     _fail(3, cohort[1:], _FOR_EVER)
-    with pytest.raises(TooFewRepliesError, match=r"round 3 was sent out 3 times.*not today.*--resume") as raised:
+    with pytest.raises(fl.errors.TooFewRepliesError, match=r"round 3 was sent out 3 times.*not today.*--resume") as raised:
         _run(engine, out=tmp_path)
-    assert isinstance(raised.value, ClientError)
-    assert isinstance(raised.value, UpdateError)
+    assert isinstance(raised.value, fl.errors.ClientError)
+    assert isinstance(raised.value, fl.errors.UpdateError)
     assert _left[cohort[1], 3] == _FOR_EVER - 3
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
     _left.clear()
@@ -125,7 +122,7 @@ def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Messa
     left = [times]
 
     def fault(message: Message, reply: Message) -> Message | None:
-        task = read(message)[0]["tasks"][0]
+        task = task_of(message)
         if (task["task"], task["client"]) != (kind, client_id) or not left[0]:
             return reply
         left[0] -= 1
@@ -134,20 +131,16 @@ def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Messa
     return fault
 
 
-def _gone(message: Message) -> Message:
-    return Message(Error(code=5, reason="node unavailable"), reply_to=message)
-
-
 @pytest.mark.same_bits
 def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
+    result = _run(InProcess(fault=_when("evaluate", 5, 1, gone)))
     assert result.final == _run().final
     assert all(record.notes == () for record in result.rounds)
 
 
 @pytest.mark.same_bits
 def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
+    result = _run(InProcess(fault=_when("evaluate", 5, 2, gone)))
     whole = _run()
     assert result.final == whole.final
     assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
@@ -158,8 +151,8 @@ def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_nam
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fault(message: Message, reply: Message) -> Message:
-        task = read(message)[0]["tasks"][0]
-        return _gone(message) if task["task"] == "evaluate" and task["client"] != 3 else reply
+        task = task_of(message)
+        return gone(message) if task["task"] == "evaluate" and task["client"] != 3 else reply
 
     result = _run(InProcess(fault=fault))
     told = [record.getMessage() for record in caplog.records if "not scored" in record.getMessage()]
@@ -174,9 +167,9 @@ def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_nam
 
 def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
     def fault(message: Message, reply: Message) -> Message:
-        return _gone(message) if read(message)[0]["tasks"][0]["task"] == "evaluate" else reply
+        return gone(message) if task_of(message)["task"] == "evaluate" else reply
 
-    with pytest.raises(ClientError, match="no client could be scored after round 2: client 0 was not scored"):
+    with pytest.raises(fl.errors.ClientError, match="no client could be scored after round 2: client 0 was not scored"):
         _run(InProcess(fault=fault))
 
 
@@ -211,6 +204,29 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
     assert client_id == victim
     assert "cannot keep its memory" in reason
     assert "No space left" in reason
+
+
+class Lose(fl.Callback):
+    """A device loses its folder after the second round."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_round_end(self, run: Any, record: Any) -> None:
+        if record.round == 2:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+
+
+def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(tmp_path: Path) -> None:
+    result = _run(InProcess(memory="nodes", folder=tmp_path), callbacks=[Lose(tmp_path)])
+    knew = {client_id for record in result.rounds[:2] for client_id in record.ratios}
+    for record in result.rounds[2:]:
+        lost = {client_id: f"the memory of client {client_id} of round" for client_id in knew & set(record.cohort)}
+        knew -= set(lost)
+        assert all(any(text in note and "it started afresh" in note for note in record.notes) for text in lost.values())
+        assert not record.dropped
+    assert knew != {client_id for record in result.rounds[:2] for client_id in record.ratios}
 
 
 def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replies(tmp_path: Path) -> None:

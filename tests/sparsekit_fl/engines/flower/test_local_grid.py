@@ -12,46 +12,40 @@ import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from flwr.app import Error, Message
-from local_grid import Fault, InProcess, LocalGrid
+from flwr.app import Message
+from local_grid import Fault, InProcess, LocalGrid, gone, task_of
+from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit_fl.client.messages import Update, decode_update, encode_update
-from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.flower import pool
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.methods import with_settings
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import EngineContract, FailingSgd, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, FailingSgd, tiny_clients, tiny_config
 
 
 class TestInProcess(EngineContract):
     @pytest.fixture
-    def engine(self) -> Engine:
+    def engine(self) -> fl.Engine:
         return InProcess(memory="nodes")
 
 
 class TestGrouped(EngineContract):
     @pytest.fixture
-    def engine(self) -> Engine:
-        return InProcess(nodes=3, grouped=True, memory="server")
+    def engine(self) -> fl.Engine:
+        return InProcess(nodes=3, grouped=True, memory="server", twice=True)
 
 
-def _run(engine: Engine | None = None, method: Method | None = None, rounds: int = 2) -> RunResult:
-    return run(
-        method or Method(name="plain", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), engine=engine
-    )
+def _run(engine: fl.Engine | None = None, method: fl.Method | None = None, rounds: int = 2) -> fl.RunResult:
+    return tiny_run(method or fl.Method(name="plain", source=""), rounds=rounds, engine=engine)
 
 
 def _on_victim(client_id: int, change: Any) -> Fault:
     """Plant a fault in the training replies of one client."""
 
     def fault(message: Message, reply: Message) -> Message | None:
-        task = read(message)[0]["tasks"][0]
+        task = task_of(message)
         faulty = task["task"] == "train" and task["client"] == client_id
         found: Message | None = change(message, reply) if faulty else reply
         return found
@@ -82,10 +76,7 @@ def _with_bias(bias: torch.Tensor | None) -> Any:
 
 FAULTS = {
     "no reply": (lambda message, reply: None, "no reply within"),
-    "an error of Flower": (
-        lambda message, reply: Message(Error(code=5, reason="node unavailable"), reply_to=message),
-        "node unavailable",
-    ),
+    "an error of Flower": (lambda message, reply: gone(message), "node unavailable"),
     "bytes that are no update": (
         lambda message, reply: Message(content(read(reply)[0], **{"0/body": b"\x00" * 50}), reply_to=message),
         "no valid update",
@@ -112,10 +103,10 @@ class StillClock:
 
 
 @functools.cache
-def _without_its_victim() -> tuple[int, RunResult]:
+def _without_its_victim() -> tuple[int, fl.RunResult]:
     """A client of the first round, and the run in which it fails by itself."""
     victim = _run().rounds[0].cohort[0]
-    return victim, _run(method=Method(name="plain", source="", local=FailingSgd((victim,))))
+    return victim, _run(method=fl.Method(name="plain", source="", local=FailingSgd((victim,))))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -142,7 +133,7 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
     seen: list[int] = []
 
     def count(message: Message, reply: Message) -> Message:
-        if read(message)[0]["tasks"][0]["task"] == "train":
+        if task_of(message)["task"] == "train":
             seen.extend(len(read(one)[1].get("0/memory", b"")) for one in (message, reply))
         return reply
 
@@ -151,7 +142,7 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
     assert min(seen[1::2]) > 0
     assert dataclasses.replace(there.cost, memory_bytes=0, wall_seconds=here.cost.wall_seconds) == here.cost
     assert there.to_dict()["cost"]["memory_bytes"] == sum(seen)
-    assert there.rounds[-1] == RoundRecord.from_dict(there.rounds[-1].to_dict())
+    assert there.rounds[-1] == fl.RoundRecord.from_dict(there.rounds[-1].to_dict())
 
 
 def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
@@ -173,7 +164,7 @@ def test_a_memory_that_did_not_come_back_with_its_update_drops_the_update() -> N
         payloads = {name: data for name, data in payloads.items() if "memory" not in name}
         return Message(content(header, **payloads), reply_to=message)
 
-    with pytest.raises(ClientError, match="without its memory"):
+    with pytest.raises(fl.errors.ClientError, match="without its memory"):
         _run(InProcess(fault=forgetful), method=KEEPS)
 
 
@@ -181,11 +172,11 @@ def test_a_defect_of_a_node_stops_the_run() -> None:
     def broken(message: Message, reply: Message) -> Message:
         return Message(content({"replies": [{"broken": "Traceback: …"}]}), reply_to=message)
 
-    with pytest.raises(WorkerDiedError, match="Traceback"):
+    with pytest.raises(fl.errors.WorkerDiedError, match="Traceback"):
         _run(InProcess(fault=broken))
 
 
-PLAIN = Method(name="plain", source="")
+PLAIN = fl.Method(name="plain", source="")
 
 
 @pytest.fixture
@@ -207,8 +198,8 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_however_many_clients_are_scored_only_a_few_messages_are_open_at_once(asked_for: list[int]) -> None:
     clients, config = tiny_clients(180), tiny_config(rounds=1)
     here, there = (
-        run(PLAIN, tiny_problem(), clients, config),
-        run(PLAIN, tiny_problem(), clients, config, engine=InProcess()),
+        tiny_run(PLAIN, clients=clients, config=config),
+        tiny_run(PLAIN, clients=clients, config=config, engine=InProcess()),
     )
     assert max(asked_for) == 50
     assert len(there.final.per_client) == 180
@@ -219,8 +210,8 @@ def test_however_many_clients_are_scored_only_a_few_messages_are_open_at_once(as
 def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch, asked_for: list[int]) -> None:
     monkeypatch.setattr(pool, "_MOST_TASKS", 50)
     clients, config = tiny_clients(120), tiny_config(rounds=1)
-    here = run(PLAIN, tiny_problem(), clients, config)
-    there = run(PLAIN, tiny_problem(), clients, config, engine=InProcess(nodes=1, grouped=True))
+    here = tiny_run(PLAIN, clients=clients, config=config)
+    there = tiny_run(PLAIN, clients=clients, config=config, engine=InProcess(nodes=1, grouped=True))
     assert max(asked_for) == 3
     assert there.final.per_client == here.final.per_client
     assert there.final.state_sha256 == here.final.state_sha256

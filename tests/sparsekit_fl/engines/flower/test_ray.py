@@ -18,15 +18,12 @@ if find_spec("ray") is None:  # importing it takes seconds, also where these tes
     pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
 
 from fault_deployment import free_port, program, until
+from personal import tiny_run
 
-from sparsekit_fl.callbacks.base import Callback, RunView
+import sparsekit_fl as fl
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -55,11 +52,9 @@ def cluster() -> Iterator[str]:
         head.communicate(timeout=60)
 
 
-def both(method: Method, config: RunConfig | None = None, **engine: Any) -> tuple[RunResult, RunResult]:
+def both(method: fl.Method, config: fl.RunConfig | None = None, **engine: Any) -> tuple[fl.RunResult, fl.RunResult]:
     """The same run in this process, and in Flower's simulation."""
-    here, there = (
-        run(method, tiny_problem(), tiny_clients(), config or tiny_config(), engine=one) for one in (None, Flower(**engine))
-    )
+    here, there = (tiny_run(method, config=config or tiny_config(), engine=one) for one in (None, Flower(**engine)))
     assert here.final == there.final
     assert [record.evaluation for record in here.rounds] == [record.evaluation for record in there.rounds]
     assert (here.cost.uplink_bytes, here.privacy) == (there.cost.uplink_bytes, there.privacy)
@@ -90,17 +85,17 @@ def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str, options: di
         pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
     here, _ = both(registry[name](), replace(tiny_config(), eval_clients=3, **options), workers=2, supernodes=3)
     if options:
-        plain = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
+        plain = tiny_run(name)
         assert plain.final.state_sha256 != here.final.state_sha256
         assert plain.cost.uplink_bytes > here.cost.uplink_bytes
 
 
-class _Kill(Callback):
+class _Kill(fl.Callback):
     """Kills an actor after the second round."""
 
     killed = 0
 
-    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
         if record.round == 2 and not self.killed:
             found = subprocess.run(["pgrep", "-f", "ray::ClientAppActor"], capture_output=True, text=True, check=False)
             self.killed = int(found.stdout.split()[0])

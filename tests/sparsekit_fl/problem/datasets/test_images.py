@@ -12,9 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.testing import DatasetContract
 
 
@@ -45,8 +44,8 @@ class TestMnistContract(DatasetContract):
         self.root = tmp_path
         write_mnist(tmp_path)
 
-    def make_source(self) -> DataSource:
-        return datasets["mnist"](str(self.root))
+    def make_source(self) -> fl.DataSource:
+        return fl.datasets["mnist"](str(self.root))
 
     def test_pictures_and_labels_come_in_the_order_of_the_file(self) -> None:
         source = self.make_source()
@@ -61,7 +60,7 @@ class TestMnistContract(DatasetContract):
 def test_tiny_imagenet_turns_grey_into_colour_and_takes_both_spellings(tmp_path: Path, folder: str) -> None:
     write(tmp_path / folder / "train.parquet", [encoded("L", 64, 7), encoded("RGB", 64, 8)], [0, 199])
     write(tmp_path / folder / "valid.parquet", [encoded("RGB", 64, 9)], [5])
-    source: DataSource = datasets["tiny-imagenet"](tmp_path)
+    source: fl.DataSource = fl.datasets["tiny-imagenet"](tmp_path)
     assert source.shape == (3, 64, 64)
     assert source.train.inputs[0][:, :, 0, 0].tolist() == [[7, 7, 7], [8, 8, 8]]
     assert source.test is not None
@@ -73,7 +72,7 @@ def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path
         path = tmp_path / "cifar100" / f"train-0000{part}-of-00002.parquet"
         write(path, [encoded("RGB", 32, part)], [label], image="img", label="fine_label")
     write(tmp_path / "cifar100" / "test.parquet", [encoded("RGB", 32, 1)], [99], image="img", label="fine_label")
-    source: DataSource = datasets["cifar100"](tmp_path)
+    source: fl.DataSource = fl.datasets["cifar100"](tmp_path)
     assert source.train.labels().tolist() == [55, 66]
     assert source.train.inputs[0][:, 0, 0, 0].tolist() == [0, 1]
 
@@ -91,7 +90,7 @@ def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, 
     write_mnist(tmp_path)
     write(tmp_path / "mnist" / "train.parquet", images, [1], **columns)
     with pytest.raises(DataError, match=message):
-        datasets["mnist"](tmp_path)
+        fl.datasets["mnist"](tmp_path)
 
 
 def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +104,7 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monk
     hub = ModuleType("huggingface_hub")
     hub.snapshot_download = download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    source: DataSource = datasets["mnist"](None)
+    source: fl.DataSource = fl.datasets["mnist"](None)
     assert source.train.labels().tolist() == [1, 0, 9]
     wanted = ["train*.parquet", "*/train*.parquet", "test*.parquet", "*/test*.parquet"]
     assert asked == [("ylecun/mnist", "dataset", wanted)]
@@ -120,7 +119,7 @@ def test_the_real_files_are_complete(
     data_dir: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, name: str, train: int, test: int, classes: int
 ) -> None:
     monkeypatch.setenv("SPARSEKIT_CACHE", str(pytestconfig.cache.mkdir("sparsekit")))
-    source: DataSource = datasets[name](data_dir)
+    source: fl.DataSource = fl.datasets[name](data_dir)
     assert source.test is not None
     assert (len(source.train), len(source.test)) == (train, test)
     assert np.bincount(source.test.labels(), minlength=classes).min() >= 80

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit_fl.paper.build import build_problem
-from sparsekit_fl.paper.presets import preset_for
+import sparsekit_fl as fl
 from sparsekit_fl.problem.partition.pathological import lacking
 
 
@@ -26,7 +25,7 @@ def test_a_client_keeps_its_number_of_examples(classes: int, per_client: int, im
 
 @pytest.mark.parametrize("lack", [0, 4, 8])
 def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
-    _, clients = build_problem(preset_for(), lack_classes=lack)
+    _, clients = fl.build_problem(fl.preset_for(), lack_classes=lack)
     for client in clients:
         assert len(set(client.data.train.labels().tolist())) == 10 - lack
         assert set(client.data.test.labels().tolist()) == set(client.data.train.labels().tolist())
@@ -36,7 +35,7 @@ def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lack", [2, 8])
 def test_the_clients_of_mnist_have_two_hundred_examples_at_every_level(lack: int, data_dir: Path) -> None:
-    _, clients = build_problem(preset_for(dataset="mnist"), data_dir=data_dir, lack_classes=lack)
+    _, clients = fl.build_problem(fl.preset_for(dataset="mnist"), data_dir=data_dir, lack_classes=lack)
     assert len(clients) == 100
     assert {len(client.data.train) + len(client.data.val) for client in clients} == {200}
     assert {len(set(client.data.train.labels().tolist())) for client in clients} == {10 - lack}

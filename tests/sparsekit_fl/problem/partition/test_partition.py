@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.clients import ClientData
-from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.partition.base import hold_out
 from sparsekit_fl.problem.partition.dirichlet import dirichlet
 from sparsekit_fl.problem.partition.natural import natural
@@ -18,24 +16,24 @@ from sparsekit_fl.problem.partition.pathological import pathological
 from sparsekit_fl.testing import PartitionContract
 
 
-def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> DataSource:
+def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> fl.DataSource:
     """Shuffled labels, so that "consecutive" must mean "of one class, in order"."""
     rng = np.random.default_rng(3)
 
-    def pool(count: int) -> TensorData:
+    def pool(count: int) -> fl.TensorData:
         labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(classes), count)))
-        return TensorData((torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8),), labels)
+        return fl.TensorData((torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8),), labels)
 
-    return DataSource(
+    return fl.DataSource(
         name="own", kind="image", train=pool(per_class), test=pool(tests), classes=classes, mean=(0.0,), std=(1.0,)
     )
 
 
-def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> DataSource:
+def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> fl.DataSource:
     owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     tokens = torch.arange(len(owners), dtype=torch.int32)[:, None]
-    return DataSource(
-        name="talk", kind="tokens", train=TensorData((tokens,), tokens.long()), test=None, classes=len(owners),
+    return fl.DataSource(
+        name="talk", kind="tokens", train=fl.TensorData((tokens,), tokens.long()), test=None, classes=len(owners),
         owners=owners, owner_names=tuple("abcde"[: len(sizes)]),
     )  # fmt: skip
 
@@ -43,10 +41,10 @@ def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> DataSource:
 class Dealt(PartitionContract):
     make_source = staticmethod(pictures)
 
-    def deal(self, source: DataSource, **options: Any) -> list[ClientData]:
+    def deal(self, source: fl.DataSource, **options: Any) -> list[fl.ClientData]:
         return dirichlet(source, **options)
 
-    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+    def partition(self, source: fl.DataSource, clients: int, rng: np.random.Generator) -> list[fl.ClientData]:
         return self.deal(source, clients=clients, rng=rng)
 
 

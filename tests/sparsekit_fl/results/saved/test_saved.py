@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from personal import tiny_run
 from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
-from sparsekit_fl.methods import fedavg, fedlps, registry
 from sparsekit_fl.results.saved import predict, read_inputs
 from sparsekit_fl.results.state.models import read_recipe
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
-
-
-def tiny_run(out: Path, method: fl.Method | None = None, **options: Any) -> fl.RunResult:
-    problem = options.pop("problem", tiny_problem())
-    return run(method or fedavg(), problem, tiny_clients(), tiny_config(), out=out, **options)
+from sparsekit_fl.testing import TinyNet, tiny_clients
 
 
 def score_on_test(model: nn.Module, client: fl.Client) -> float:
@@ -33,7 +26,7 @@ def score_on_test(model: nn.Module, client: fl.Client) -> float:
 
 
 def test_the_global_model_is_a_plain_module_with_the_bits_of_the_result(tmp_path: Path) -> None:
-    result = tiny_run(tmp_path)
+    result = tiny_run(out=tmp_path)
     model = fl.load_model(tmp_path)
     assert type(model) is TinyNet
     assert not model.training
@@ -41,7 +34,7 @@ def test_the_global_model_is_a_plain_module_with_the_bits_of_the_result(tmp_path
 
 
 def test_a_clients_model_is_narrow_and_scores_what_the_result_says(tmp_path: Path) -> None:
-    result = tiny_run(tmp_path, fedlps())
+    result = tiny_run("fedlps", out=tmp_path)
     scored = {one.client_id: one for one in result.final.per_client}
     widths = set()
     for client in tiny_clients():
@@ -57,7 +50,7 @@ def test_a_clients_model_is_narrow_and_scores_what_the_result_says(tmp_path: Pat
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no finished run"):
         fl.load_model(tmp_path)
-    tiny_run(tmp_path)
+    tiny_run(out=tmp_path)
     with pytest.raises(DataError, match="has no client 8; it has 8, from 0 to 7"):
         fl.load_model(tmp_path, 8)
     with pytest.raises(DataError, match="holds no best model"):
@@ -69,7 +62,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Path) -> None:
-    tiny_run(tmp_path, registry["depthfl"]())
+    tiny_run("depthfl", out=tmp_path)
     model = fl.load_model(tmp_path, "global", model=TinyNet)
     assert predict(model, (torch.zeros(5, 6),)).shape == (5, 3)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
+from personal import tiny_run
 from safetensors.torch import save_file
 
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import ResumeError
-from sparsekit_fl.methods import registry
-from sparsekit_fl.problem.problem import Problem
+import sparsekit_fl as fl
 from sparsekit_fl.results.state.models import read_initial
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet
 
 FRESH = {"a": torch.zeros(2), "b": torch.zeros(3)}
 
@@ -40,9 +36,9 @@ def test_what_does_not_fit_starts_anew_and_is_named(caplog):
 
 @pytest.mark.same_bits
 def test_a_run_starts_where_an_earlier_one_ended(tmp_path):
-    first = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), out=tmp_path)
-    second = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), init=tmp_path)
-    same = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), init=first.state)
+    first = tiny_run("fedavg", rounds=1, out=tmp_path)
+    second = tiny_run("fedavg", rounds=1, init=tmp_path)
+    same = tiny_run("fedavg", rounds=1, init=first.state)
     assert second.final.state_sha256 == same.final.state_sha256 != first.final.state_sha256
 
 
@@ -55,14 +51,12 @@ def frozen_net():
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl", "fedper", "ditto", "local"])
 @pytest.mark.same_bits
 def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
-    problem = Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
-    whole = run(registry[method](), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
-    result = run(registry[method](), problem, tiny_clients(), tiny_config(rounds=2), out=tmp_path)
-    again = run(registry[method](), problem, tiny_clients(), tiny_config(rounds=2), engine=Embedded(workers=2))
-    assert result.final.state_sha256 == again.final.state_sha256
+    problem = fl.Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
+    whole = tiny_run(method, rounds=2)
+    result = tiny_run(method, problem=problem, rounds=2, out=tmp_path)
     if method != "local":
         assert result.cost.uplink_bytes < whole.cost.uplink_bytes
-    start = run(registry["fedavg"](), problem, tiny_clients(), tiny_config(rounds=1)).state
+    start = tiny_run("fedavg", problem=problem, rounds=1).state
     assert torch.equal(result.state["first.weight"], start["first.weight"])
     for path in (tmp_path / "clients").glob("*"):
         assert b"first.weight" not in path.read_bytes()
@@ -70,10 +64,8 @@ def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
 
 def test_a_run_that_began_with_other_weights_is_not_gone_on_with(tmp_path):
     init = {"first.weight": torch.full((8, 6), 0.5)}
-    go = partial(run, registry["fedavg"](), tiny_problem(), tiny_clients())
-    go(tiny_config(rounds=1), init=init, out=tmp_path)
+    tiny_run(rounds=1, init=init, out=tmp_path)
     for other in (None, {"first.weight": torch.full((8, 6), 0.25)}):
-        with pytest.raises(ResumeError, match=r"model\.initial: was"):
-            go(tiny_config(rounds=2), init=other, out=tmp_path, resume=True)
-    resumed = go(tiny_config(rounds=2), init=init, out=tmp_path, resume=True)
-    assert len(resumed.rounds) == 2
+        with pytest.raises(fl.errors.ResumeError, match=r"model\.initial: was"):
+            tiny_run(rounds=2, init=other, out=tmp_path, resume=True)
+    assert len(tiny_run(rounds=2, init=init, out=tmp_path, resume=True).rounds) == 2
