@@ -93,7 +93,7 @@ def train_alike(
         own = {name: value() if isinstance(value, type) else value for name, value in options.items()}
         pair.append(learnable_mask(model, draw(generator)[0], execution=which, **own))
     optimizers = [make(masked.parameters()) for masked in pair]
-    seen, before = 0, pair[0].unit_mask()
+    seen, before, losses = 0, pair[0].unit_mask(), {}
     for at in range(steps):
         x, y = draw(generator)
         for masked, optimizer in zip(pair, optimizers, strict=True):
@@ -101,7 +101,7 @@ def train_alike(
                 masked.ratio = ratios[at]
             if shaken and at % shaken == shaken // 2:
                 shake(masked, at)
-            train_step(masked, optimizer, x, y)
+            losses[masked] = train_step(masked, optimizer, x, y)  # its graph lives on during the next pass
         assert pair[0].unit_mask() == pair[1].unit_mask(), at
         seen, before = seen + (pair[0].unit_mask() != before), pair[0].unit_mask()
         left, right = (masked.state_dict() for masked in pair)
@@ -119,7 +119,7 @@ _PLACED = tuple(f"sparsekit.rule.memory.{name}" for name in ("way", "weights", "
 
 class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(learnable, "Execution", _MaskedExecution):
+        with mock.patch.object(learnable, "Execution", MaskedExecution):
             super().__init__(*args, **kwargs)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -135,7 +135,7 @@ class _MaskedMask(LearnableMask):
         return {name: value for name, value in state.items() if name != "sparsekit.magnitudes"}
 
 
-class _MaskedExecution:
+class MaskedExecution:
     """Run the dense module with gated entries. It saves no time; it is the reference for compact execution."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 import sparsekit as sk
@@ -16,35 +16,21 @@ from sparsekit.surgery import safe_convolution
 __all__ = ["check_native"]
 
 
-def _conv(m: Any) -> nn.Module:
-    more = {"output_padding": m.output_padding} if isinstance(m, _ConvTransposeNd) else {}
-    return type(m)(m.in_channels, m.out_channels, m.kernel_size, groups=m.groups, bias=m.bias is not None, **more)  # type: ignore[no-any-return]
+NATIVE = (
+    nn.Linear, _ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag,
+    nn.PReLU, nn.RNNBase, nn.RNNCellBase,
+)  # fmt: skip
 
 
-def _norm(m: Any) -> nn.Module:
-    return type(m)(m.num_features, affine=m.affine, track_running_stats=m.track_running_stats)  # type: ignore[no-any-return]
-
-
-def _recurrent(m: Any) -> nn.Module:
-    options = {"num_layers": m.num_layers, "bidirectional": m.bidirectional, "bias": m.bias}
-    return type(m)(m.input_size, m.hidden_size, **options)  # type: ignore[no-any-return]
-
-
-NATIVE: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
-    nn.Linear: lambda m: nn.Linear(m.in_features, m.out_features, bias=m.bias is not None),
-    _ConvNd: _conv,
-    nn.modules.batchnorm._NormBase: _norm,
-    nn.GroupNorm: lambda m: nn.GroupNorm(m.num_groups, m.num_channels, affine=m.affine),
-    nn.LayerNorm: lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine, bias=m.bias is not None),
-    nn.RMSNorm: lambda m: nn.RMSNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine),
-    nn.Embedding: lambda m: nn.Embedding(m.num_embeddings, m.embedding_dim),
-    nn.EmbeddingBag: lambda m: nn.EmbeddingBag(m.num_embeddings, m.embedding_dim),
-    nn.PReLU: lambda m: nn.PReLU(m.num_parameters),
-    nn.LSTM: _recurrent,
-    nn.GRU: _recurrent,
-    nn.RNN: _recurrent,
-    nn.RNNCellBase: lambda m: type(m)(m.input_size, m.hidden_size, bias=m.bias),
-}
+def _fresh(module: Any) -> nn.Module:
+    """A layer of its class from what it says of its sizes."""
+    kind = type_before_parametrizations(module)
+    names = set(inspect.signature(nn.RNNBase if issubclass(kind, nn.RNNBase) else kind).parameters) - {"mode", "proj_size"}
+    given = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if "bias" in given:
+        given["bias"] = module.bias is not None and module.bias is not False
+    fresh: nn.Module = kind(**given)
+    return fresh
 
 
 def check_native(small: nn.Module, model: nn.Module) -> None:
@@ -55,11 +41,10 @@ def check_native(small: nn.Module, model: nn.Module) -> None:
         model: The dense module as it was before it was traced.
     """
     for path, module in small.named_modules():
-        kind = next((kind for kind in NATIVE if isinstance(module, kind)), None)
         own = [*module.parameters(), *module.buffers()]
-        if kind is None or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):
+        if not isinstance(module, NATIVE) or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):
             continue  # a norm without tensors does not depend on its number
-        native = NATIVE[kind](module)
+        native = _fresh(module)
         for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
             assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
     for before, after in zip(model.modules(), small.modules(), strict=True):

@@ -56,8 +56,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "processes", "streams"),
     ),
 }
-# Upward on purpose: nothing.
-UPWARD: set[tuple[str, str]] = set()
 
 # Third-party packages and the only places that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -164,7 +162,7 @@ def test_imports_point_down_through_the_floors() -> None:
         for module in set(MODULES) - set(PACKAGES)
         for imported, line in _imports(module)
         if imported.split(".")[0] == module.split(".")[0] and _folder(imported) != _folder(module)
-        if _floor(imported) <= _floor(module) and (module, imported) not in UPWARD
+        if _floor(imported) <= _floor(module)
     ]
     assert wrong == []
 
@@ -213,27 +211,30 @@ def test_the_bandit_needs_numpy_alone() -> None:
             assert all(name in alone or name.startswith("sparsekit.bandit") for name in ours), module
 
 
-def test_importing_the_packages_loads_no_optional_package() -> None:
-    optional = ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "opacus", "PIL", "typer", "pytest", "ray")
-    program = (
-        "import sys, sparsekit, sparsekit_fl\n"
-        "for package in (sparsekit, sparsekit_fl):\n"
-        "    [getattr(package, name) for name in package.__all__]\n"
-        f"sys.exit(', '.join(name for name in {optional!r} if name in sys.modules) or 0)"
+@pytest.mark.parametrize(
+    ("program", "needless"),
+    [
+        (
+            "for package in (sparsekit, sparsekit_fl): [getattr(package, name) for name in package.__all__]",
+            ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "opacus", "PIL", "typer", "pytest", "ray"),
+        ),
+        # What a supernode starts for a message.
+        (
+            "import sparsekit_fl.deployment.apps as apps; assert apps.client and apps.server",
+            ("ray", "flwr.simulation", "sparsekit_fl.server.loop"),
+        ),
+    ],
+    ids=["packages", "apps"],
+)
+def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
+    if "deployment" in program:
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+    lines = (
+        "import sys, sparsekit, sparsekit_fl",
+        program,
+        f"sys.exit(', '.join(name for name in {needless!r} if name in sys.modules) or 0)",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_process_that_a_supernode_starts_for_a_message_loads_no_simulation() -> None:
-    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-    needless = ("ray", "flwr.simulation", "sparsekit_fl.server.loop")
-    program = (
-        "import sys, sparsekit_fl.deployment.apps as apps\n"
-        "assert apps.client and apps.server\n"
-        f"sys.exit(', '.join(name for name in {needless!r} if name in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,7 +12,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import check_masked_equals_compact, random_mask, slices, trace
+from laws import check_masked_equals_compact, random_mask, trace
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
@@ -25,33 +25,6 @@ from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 from sparsekit.training.learnable import LearnableMask
 
 traced = functools.cache(zoo.traced)
-
-
-def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_output() -> None:
-    _, _, _, graph = traced("mha")
-    assert slices(graph, "attn") == {
-        ("attn.in_proj_weight", 0): ("out", False, 6),
-        ("attn.in_proj_bias", 0): ("out", False, 6),
-        ("attn.out_proj.weight", 1): ("in", True, 2),
-    }
-    assert graph.groups["attn"].kind == "head"
-    assert graph.groups["attn"].slices[0].index[1].tolist() == [2, 3, 10, 11, 18, 19]
-    assert ("attn.in_proj_weight", 1) in slices(graph, "inner")  # the width of the input is a space of its own
-
-
-def test_heads_of_hand_written_attention_are_heads_and_set_its_attributes() -> None:
-    model, _, _, graph = traced("vit-fused-qkv")
-    group = graph.groups["blocks.0.attn.qkv"]
-    assert (group.kind, group.size) == ("head", 3)
-    assert slices(graph, group.name) == {
-        ("blocks.0.attn.qkv.weight", 0): ("out", False, 12),
-        ("blocks.0.attn.qkv.bias", 0): ("out", False, 12),
-        ("blocks.0.attn.proj.weight", 1): ("in", True, 4),
-    }
-    mask = UnitMask({name: torch.arange(g.size) < 2 for name, g in graph.groups.items()})
-    attention = compact(model, graph, mask).blocks[0].attn
-    assert (attention.num_heads, attention.attn_dim, attention.head_dim) == (2, 8, 4)
-    assert (model.blocks[0].attn.num_heads, model.blocks[0].attn.attn_dim) == (3, 12)
 
 
 def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> None:

@@ -1,9 +1,12 @@
-"""A layer rule of a user keeps the contract, and a wrong one is caught."""
+"""A layer without its rule, or with a wrong one, keeps its units whole; a rule is found by the name of its layer."""
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,75 +14,22 @@ from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers import LayerRule, find_rule
+from sparsekit.layers import find_rule
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.surgery.compaction import compact
-from sparsekit.testing.rules import RuleContract
 from sparsekit.tracing.trace import trace_units
 
-
-class Centred(nn.Module):
-    """A layer that the operators do not explain: it takes off a median over time, unit by unit."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(width))
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[-1] == self.width
-        scaled = x * self.scale
-        return scaled - scaled.nanmedian(dim=1, keepdim=True).values
-
-
-class CentredRule(LayerRule):
-    types: ClassVar[tuple[type[nn.Module], ...]] = (Centred,)
-    opaque: ClassVar[bool] = True
-
-    def resize(self, module: nn.Module) -> None:
-        assert isinstance(module, Centred)
-        module.width = module.scale.shape[0]
-
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        assert isinstance(module, Centred)
-        out = run(*args, **kwargs)
-        entering, scale = tracer.labels(args[0]), tracer.labels(module.scale)
-        units, own = entering.axes[-1], scale.axes[0]
-        if units is None or own is None:
-            tracer.fix(entering, "no units reach the layer")
-            tracer.fix(scale, "no units reach the layer")
-            return out
-        tracer.unite(units.nodes, own.nodes)
-        tracer.make(scale, 0)
-        tracer.set(out, TensorLabels((None, None, own)))
-        return out
-
-
-class TestOwnRule(RuleContract):
-    @pytest.fixture
-    def rule(self) -> LayerRule:
-        return CentredRule()
-
-    @pytest.fixture
-    def network(self) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 6), Centred(6), nn.Linear(6, 2))
-
-    @pytest.fixture
-    def inputs(self) -> tuple[Any, ...]:
-        return (torch.randn(2, 5, 3),)
+LAYER_RULE: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "examples/layer_rule.py")))
+"""The rules of the example keep the contract where the examples are tested."""
 
 
 def test_without_its_rule_a_strange_layer_keeps_units_whole() -> None:
-    model = nn.Sequential(nn.Linear(3, 6), Centred(6), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(3, 6), LAYER_RULE.Centred(6), nn.Linear(6, 2))
     with pytest.warns(UserWarning, match="nanmedian"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(2, 5, 3))
 
 
-class Careless(CentredRule):
+class Careless(LAYER_RULE.CentredRule):  # type: ignore[name-defined, misc]
     """A rule that forgets that the scale goes with the units."""
 
     def trace(
@@ -91,9 +41,9 @@ class Careless(CentredRule):
 
 
 def test_a_wrong_rule_is_caught_by_the_verification() -> None:
-    model = nn.Sequential(nn.Linear(3, 6), Centred(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    model = nn.Sequential(nn.Linear(3, 6), LAYER_RULE.Centred(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     with pytest.warns(UserWarning, match=r"'0' \(6 units\) kept whole: the compacted model fails"):
-        graph = trace_units(model, torch.randn(2, 5, 3), rules={Centred: Careless()})
+        graph = trace_units(model, torch.randn(2, 5, 3), rules={LAYER_RULE.Centred: Careless()})
     assert list(graph.groups) == ["2"]
 
 

@@ -19,7 +19,6 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
-from sparsekit.tracing.trace import trace_units
 
 CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.groups]
 RATIOS = st.floats(0.1, 0.95)
@@ -52,21 +51,6 @@ def test_expand_undoes_compact_bit_for_bit(name: str, ratio: float, other: float
     through = expand(compact_state(elsewhere, graph, second), graph, second, into=elsewhere)
     again = compact_state(through, graph, first)
     assert all(torch.equal(again[key], narrow[key]) for key in narrow)
-
-
-def test_compact_of_three_units_has_exactly_the_kept_numbers() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-        model[0].bias.copy_(torch.tensor([7.0, 8.0, 9.0]))
-        model[2].weight.copy_(torch.tensor([[10.0, 11.0, 12.0]]))
-    graph = trace_units(model, torch.zeros(1, 2))
-    mask = UnitMask({"0": torch.tensor([True, False, True])})
-    small = compact(model, graph, mask)
-    assert small[0].weight.tolist() == [[1.0, 2.0], [5.0, 6.0]]
-    assert small[0].bias.tolist() == [7.0, 9.0]
-    assert small[2].weight.tolist() == [[10.0, 12.0]]
-    assert (small[0].out_features, small[2].in_features) == (2, 2)
 
 
 def test_compact_leaves_the_model_alone_and_shares_no_memory() -> None:

@@ -9,15 +9,14 @@ import pytest
 import torch
 import zoo
 from laws import random_mask
+from masked import MaskedExecution
 from optimizers import Lookahead
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 import sparsekit as sk
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.surgery.optimizer_state import copies_of_weights
-from sparsekit.surgery.rebuild import named_entries
+from sparsekit.surgery.optimizer_state import copies_of_weights, first_value
 from sparsekit.tracing.inputs import find_tensors
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -48,41 +47,6 @@ def loss_of(outputs: Any) -> Tensor:
     return total
 
 
-class MaskedDense:
-    """The reference: a dense model under gates, in which what belongs to dropped units stands still."""
-
-    def __init__(self, model: nn.Module, graph: sk.UnitGraph, make: Make) -> None:
-        self.model, self.graph = model, graph
-        self.optimizer = make(model.parameters())
-
-    def step(self, mask: sk.UnitMask, args: tuple[Any, ...]) -> None:
-        entries = named_entries(self.model)
-        gates = {name: keep.double() for name, keep in mask.items()}
-        gated = self.graph.gate(entries, gates)
-        self.optimizer.zero_grad()
-        loss_of(functional_call(self.model, gated, args, tie_weights=False)).backward()
-        before = {key: value.detach().clone() for key, value in entries.items()}
-        states = {
-            key: {k: v.clone() for k, v in self.optimizer.state.get(value, {}).items() if isinstance(v, Tensor) and v.dim()}
-            for key, value in entries.items()
-        }
-        self.optimizer.step()
-        indices = self.graph.kept_indices(mask)
-        fresh = {"sum": 0.1, "step_size": 0.01}
-        for key, value in entries.items():
-            kept = torch.ones_like(value, dtype=torch.bool)
-            for dim, index in indices.get(key, {}).items():
-                stays = torch.zeros(value.shape[dim], dtype=torch.bool)
-                stays[index] = True
-                kept &= stays.view([-1 if d == dim else 1 for d in range(value.dim())])
-            with torch.no_grad():
-                value.copy_(torch.where(kept, value, before[key]))
-                for kind, tensor in self.optimizer.state.get(value, {}).items():
-                    if isinstance(tensor, Tensor) and tensor.dim():
-                        start = torch.full_like(tensor, fresh.get(kind, 0.0))
-                        tensor.copy_(torch.where(kept, tensor, states[key].get(kind, start)))
-
-
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_steps_after_a_remap_equal_those_of_masked_dense_training(name: str) -> None:
     check(name, "mlp")
@@ -96,8 +60,9 @@ def test_tied_recurrent_and_grouped_layers_follow_too(architecture: str) -> None
 def check(name: str, architecture: str) -> None:
     model, args, graph = problem(architecture)
     model.eval()
-    dense = zoo.build(architecture)[0].double().eval()
-    reference = MaskedDense(dense, graph, OPTIMIZERS[name])
+    reference = MaskedExecution(model, graph)
+    dense = OPTIMIZERS[name](reference.module.parameters())
+    scores = torch.zeros(graph.units, dtype=torch.float64)
     masks = [random_mask(graph, ratio, seed) for seed, ratio in enumerate((0.6, 0.4, 0.9, 0.6))]
     small = sk.compact(model, graph, masks[0])
     optimizer = OPTIMIZERS[name](small.parameters())
@@ -110,13 +75,22 @@ def check(name: str, architecture: str) -> None:
             kept = sk.remap_optimizer(optimizer, graph, small, other, old_mask=last, new_mask=mask, entering=kept)
             small = other
         for _ in range(3):
-            reference.step(mask, args)
+            reference.remask(mask, [dense])
+            loss_of(reference.call(scores, args, {}, explore=0.0)).backward()
+            reference.before_step([dense])
+            dense.step()
+            reference.after_step([dense])
             optimizer.zero_grad()
             loss_of(small(*args)).backward()
             optimizer.step()
     full = sk.expand(small.state_dict(), graph, masks[-1], into=model.state_dict())
-    for key, value in dense.state_dict().items():
+    for key, value in reference.dense_state().items():
         torch.testing.assert_close(full[key], value, rtol=1e-10, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_state_of_units_that_enter_begins_as_the_optimiser_begins_it() -> None:
+    for name, kind, start in (("adagrad", "sum", 0.1), ("rprop", "step_size", 0.01), ("adam", "exp_avg", 0.0)):
+        assert first_value(OPTIMIZERS[name]([nn.Parameter(torch.zeros(1))]), kind) == start
 
 
 def test_parameter_groups_options_and_schedulers_stay_valid() -> None:

@@ -18,51 +18,6 @@ from sparsekit.tracing.ops import find_handler
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
-def test_a_channel_takes_filter_bias_norm_and_the_columns_behind_a_flatten() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-    graph, _ = trace(model, torch.zeros(1, 1, 5, 5))
-    assert slices(graph, "0") == {
-        ("0.weight", 0): ("out", False, 1),
-        ("0.bias", 0): ("out", False, 1),
-        ("1.weight", 0): ("out", False, 1),
-        ("1.bias", 0): ("out", False, 1),
-        ("1.running_mean", 0): ("out", False, 1),
-        ("1.running_var", 0): ("out", False, 1),
-        ("4.weight", 1): ("in", True, 9),
-    }
-    assert graph.groups["0"].kind == "channel"
-    assert graph.groups["0"].slices[-1].index[2].tolist() == list(range(18, 27))
-
-
-def test_an_lstm_cell_takes_four_gate_rows_and_a_column_of_the_recurrence() -> None:
-    model, args, _ = zoo.build("lstm")
-    graph, _ = trace(model, *args)
-    assert slices(graph, "rnn") == {
-        ("rnn.weight_ih_l0", 0): ("out", False, 4),
-        ("rnn.weight_hh_l0", 0): ("out", False, 4),
-        ("rnn.bias_ih_l0", 0): ("out", False, 4),
-        ("rnn.bias_hh_l0", 0): ("out", False, 4),
-        ("rnn.weight_hh_l0", 1): ("in", True, 1),
-        ("head.weight", 1): ("in", True, 1),
-    }
-    assert graph.groups["rnn"].kind == "cell"
-    assert graph.groups["rnn"].slices[0].index[1].tolist() == [1, 7, 13, 19]
-
-
-def test_units_that_are_summed_are_gated_where_they_are_made_and_only_there() -> None:
-    model, args, _ = zoo.build("pooled-dot")
-    graph, _ = trace(model, *args)
-    gated = {key for key, (side, is_gated, _) in slices(graph, "a").items() if is_gated}
-    assert gated == {("a.weight", 0), ("a.bias", 0)}
-
-
-def test_the_output_layer_is_fixed_without_a_warning() -> None:
-    model, args, _ = zoo.build("mlp")
-    graph, messages = trace(model, *args)
-    assert messages == []
-    assert [(f.module, f.size, f.reason) for f in graph.fixed] == [("4", 3, "model output")]
-
-
 def test_one_warning_for_one_cause() -> None:
     model = zoo.Lambda(
         lambda m, x: m.head(torch.softmax(m.a(x) + m.b(x), -1)),

@@ -165,18 +165,20 @@ def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str, learning:
 
 
 def _masks(
-    loss_of: Callable[[Tensor, Tensor], Tensor], times: float, steps: int = 500, seed: int = 0, targets: float = 1.0
+    loss_of: Callable[[Tensor, Tensor], Tensor], times: float, targets: float = 1.0, scale: float | None = None
 ) -> list[Tensor]:
     """The masks of a training whose loss is `times` a mean, its learning rate so that the weights take the same steps."""
-    torch.manual_seed(seed)
-    model, x, y, _ = _planted(seed)
+    torch.manual_seed(0)
+    model, x, y, _ = _planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
     optimizer = torch.optim.SGD(masked.weights(), lr=0.2 / times)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=100, enabled=scale is not None)
     masks = []
-    for batch, classes in _batches(x, y, steps):
+    for batch, classes in _batches(x, y, 500):
         optimizer.zero_grad()
-        loss_of(masked(batch) * targets, classes).backward()
-        optimizer.step()
+        scaler.scale(loss_of(masked(batch) * targets, classes)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         masks.append(masked.unit_mask()["0"].clone())
     return masks
 
@@ -187,51 +189,29 @@ def _plain() -> list[Tensor]:
 
 
 @pytest.mark.same_bits
-@pytest.mark.parametrize("times", [1 / 1024, 65536.0])
-def test_a_loss_times_a_power_of_two_gives_the_same_mask_at_every_step(times: float) -> None:
+@pytest.mark.parametrize(("times", "scale"), [(1 / 1024, None), (65536.0, None), (1.0, 1024.0)])
+def test_a_loss_times_a_power_of_two_gives_the_same_mask_at_every_step(times: float, scale: float | None) -> None:
+    """Times what a loss is itself, or a GradScaler that grows."""
     one = _plain()
     assert any(not mask.equal(one[0]) for mask in one)
-    other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
+    other = _masks(lambda out, y: times * F.cross_entropy(out, y), times, scale=scale)
     assert all(mask.equal(twin) for mask, twin in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("deviation", [0.1, 10.0])
-def test_a_squared_error_finds_the_planted_units_whatever_the_scale_of_its_targets(deviation: float) -> None:
+def _squared(out: Tensor, y: Tensor, deviation: float) -> Tensor:
+    return F.mse_loss(out[:, 0], deviation * (2.0 * y - 1.0))
+
+
+def _rounded(out: Tensor, y: Tensor, _: float) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(out.bfloat16(), y)
+
+
+@pytest.mark.parametrize(("loss_of", "deviation"), [(_squared, 0.1), (_squared, 10.0), (_rounded, 1.0)])
+def test_planted_units_are_found_whatever_the_scale_of_targets_and_in_bfloat16(loss_of: Any, deviation: float) -> None:
     """Targets and outputs in another unit: the loss is `deviation` squared times another one."""
-    good = _planted()[3]
-
-    def squared(out: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(out[:, 0], deviation * (2.0 * y - 1.0))
-
-    masks = _masks(squared, deviation**2, targets=deviation)
-    assert set(masks[-1].nonzero().flatten().tolist()) == good
-
-
-def test_a_loss_in_bfloat16_finds_the_planted_units() -> None:
-    good = _planted()[3]
-
-    def rounded(out: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return F.cross_entropy(out.bfloat16(), y)
-
-    assert set(_masks(rounded, 1.0)[-1].nonzero().flatten().tolist()) == good
-
-
-def test_the_scale_of_a_grad_scaler_changes_no_decision() -> None:
-    model, x, y, _ = _planted()
-    masks = []
-    for scale in (1.0, 1024.0):
-        masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
-        optimizer = torch.optim.SGD(masked.weights(), lr=0.2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
-        for batch, classes in _batches(x, y, 500):
-            optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(masked(batch), classes)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            masks.append(masked.unit_mask()["0"].clone())
-    assert any(not mask.equal(masks[0]) for mask in masks)
-    assert all(mask.equal(twin) for mask, twin in zip(masks[:500], masks[500:], strict=True))
+    masks = _masks(lambda out, y: loss_of(out, y, deviation), deviation**2, targets=deviation)
+    assert set(masks[-1].nonzero().flatten().tolist()) == _planted()[3]
 
 
 def test_a_loop_without_an_optimiser_learns_too() -> None:

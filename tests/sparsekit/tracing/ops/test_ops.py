@@ -85,29 +85,6 @@ def test_labels_move_with_the_values(
 
 
 @pytest.mark.parametrize(
-    "run",
-    [
-        lambda x: x[:, 1:],
-        lambda x: x[:, 0],
-        lambda x: x.split([1, 3], 1)[0],
-        lambda x: x.roll(1, 1),
-        lambda x: x[:, torch.tensor([1, 0, 3, 2])],
-        lambda x: x.softmax(1),
-        lambda x: x.mean(1),
-        lambda x: x.cumsum(1),
-        lambda x: x.sort(1)[0],
-        lambda x: x + torch.rand(2, 4),
-        lambda x: x @ torch.rand(4, 3),
-        lambda x: F.layer_norm(x, (4,)),
-        lambda x: torch.cat([x, torch.rand(2, 4)], 0),
-        lambda x: torch.linalg.qr(x)[0],
-    ],
-)
-def test_what_mixes_units_fixes_them(run: Callable[[Tensor], Tensor]) -> None:
-    assert Traced((2, 4), run).fixed
-
-
-@pytest.mark.parametrize(
     ("run", "is_zero"),
     [
         (F.relu, True),
