@@ -283,7 +283,7 @@ def remap_optimizer(
 
     Returns:
         The dense state: entries of `old` as they are, the others from `entering` or as they start. A new dict; entries
-        that the optimiser has no state for are absent.
+        that the optimiser has no state for are absent. NaN in a copy of the weights stands for what neither model has had.
 
     Raises:
         InvalidValueError: the optimiser keeps state that does not lie entry by entry (LBFGS, the factored moments of
@@ -307,6 +307,7 @@ def remap_optimizer(
             f"the optimiser steps no parameter of the old {type(old).__name__}; pass the model that it was made for"
         )
     saved = SavedState(graph.shapes, ours)
+    copies = copies_of_weights(optimizer, ours)
     found: dict[nn.Parameter, dict[str, Any]] = {}
     remembered: OptimizerState = {}
     for parameter in ours:  # all is computed before anything is changed
@@ -327,7 +328,12 @@ def remap_optimizer(
                     f"entering state {kind!r} of {name!r} has shape {tuple(start.shape)}, the dense model has"
                     f" {tuple(graph.shapes[name])}; pass what an earlier remap_optimizer returned"
                 )
-            start = saved.dense(optimizer, name, kind, value, weights) if start is None else start.detach().to(value, copy=True)
+            if start is None:
+                start = saved.dense(optimizer, name, kind, value, weights)
+            else:
+                start = start.detach().to(value, copy=True)
+                if kind in copies:
+                    start = torch.where(start.isnan(), weights().to(start), start)
             dense = scatter_(value.detach(), start, before[name])
             narrow = gather(dense, after[name])
             state[kind] = (narrow.clone() if narrow is dense else narrow).to(successor.device)
@@ -350,5 +356,5 @@ def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str)
 
 
 def _expanded(narrow: Tensor, shape: torch.Size, axes: Axes) -> Tensor:
-    """The dense tensor with zeros where `narrow` has no entries."""
-    return scatter_(narrow, narrow.new_zeros(shape), axes)
+    """The dense tensor with NaN where `narrow` has no entries."""
+    return scatter_(narrow, torch.full(shape, torch.nan, dtype=narrow.dtype, device=narrow.device), axes)
