@@ -1,4 +1,4 @@
-"""E-UCB: traces computed by hand, and the contract of every bandit."""
+"""E-UCB: traces computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit import EUCB, Arm, Interval
-from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
 
@@ -24,12 +23,6 @@ def build(space: Interval = UNIT, *, seed: int = 0, **options: Any) -> EUCB:
 
 def execute(bandit: EUCB, value: float, reward: float) -> None:
     bandit.tell(replace(bandit.ask(), value=value), reward)
-
-
-class TestEUCBContract(BanditContract):
-    @pytest.fixture
-    def make(self) -> MakeBandit:
-        return lambda space, rng: EUCB(space, rng=rng)
 
 
 def test_a_part_keeps_the_rewards_that_were_pulled_within_it() -> None:

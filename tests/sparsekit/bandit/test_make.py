@@ -1,4 +1,4 @@
-"""Bandits by name, and that they need numpy alone."""
+"""Bandits by name: the contract of each, and that they need numpy alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit
+from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit, registry
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
 
 
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+class TestEveryBandit(BanditContract):
+    @pytest.fixture(params=sorted(registry))
+    def make(self, request: pytest.FixtureRequest) -> MakeBandit:
+        return lambda space, rng: make_bandit(request.param, space, rng=rng, horizon=100)
 
 
 def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None:

@@ -1,4 +1,4 @@
-"""P-UCBV: traces computed by hand, invariants under random use, and the contract of every bandit."""
+"""P-UCBV: traces computed by hand, invariants under random use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit import PUCBV, Arm, Interval, Pull
-from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 Drop = Literal["below", "above"] | None
 UNIT = Interval(0.0, 1.0)
@@ -29,12 +28,6 @@ def execute(bandit: PUCBV, value: float, reward: float, drop: Drop = None) -> No
 
 def near(value: float, rel: float | None = None) -> Any:
     return pytest.approx(value, rel=rel)
-
-
-class TestPUCBVContract(BanditContract):
-    @pytest.fixture
-    def make(self) -> MakeBandit:
-        return lambda space, rng: PUCBV(space, horizon=100, rng=rng)
 
 
 # --- traces ---

@@ -1,4 +1,4 @@
-"""SplitUCBV as its users meet it: the contract, scale, boxes, costs, drift, and what it finds."""
+"""SplitUCBV as its users meet it: scale, boxes, costs, drift, and what it finds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ from hypothesis import strategies as st
 
 from sparsekit.bandit.base import Box, BoxPull, Interval, Pull
 from sparsekit.bandit.split_ucbv import SplitUCBV
-from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
 PLANE = Box({"lr": Interval(1e-4, 1.0, scale="log"), "width": Interval(16.0, 64.0)})
-
-
-class TestSplitUCBVContract(BanditContract):
-    @pytest.fixture
-    def make(self) -> MakeBandit:
-        return lambda space, rng: SplitUCBV(space, rng=rng)
 
 
 def play(bandit: Any, reward: Callable[[Any], float], pulls: int, *, seed: int = 0, noise: float = 0.1) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +40,41 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-RUNS: list[tuple[Any, Any, str]] = [
-    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: CosineAnnealingLR(o, 6), "epoch"),
-    (lambda p: AdamW(p, 0.01), lambda o: MultiStepLR(o, [2, 4]), "epoch"),
-    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: OneCycleLR(o, 0.1, total_steps=24), "batch"),
-    (lambda p: Adam(p, 0.01, amsgrad=True), lambda o: ReduceLROnPlateau(o, patience=0), "epoch"),
+def _growing() -> GrowingRegularizer:
+    graph = sk.trace_units(_model(), torch.randn(4, 6))
+    mask = sk.UnitMask({name: torch.arange(group.size) < 4 for name, group in graph.groups.items()})
+    return GrowingRegularizer(graph, mask, increment=0.05)
+
+
+RUNS: list[tuple[Any, Any, str, Callable[[], dict[str, Any]]]] = [
+    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: CosineAnnealingLR(o, 6), "epoch", dict),
+    (lambda p: AdamW(p, 0.01), lambda o: MultiStepLR(o, [2, 4]), "epoch", dict),
+    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: OneCycleLR(o, 0.1, total_steps=24), "batch", dict),
+    (lambda p: Adam(p, 0.01, amsgrad=True), lambda o: ReduceLROnPlateau(o, patience=0), "epoch", dict),
+    (lambda p: SGD(p, 0.05), None, "epoch", lambda: {"amp": torch.bfloat16}),
+    (lambda p: SGD(p, 0.05), None, "epoch", lambda: {"amp": torch.float16}),
+    (None, None, "epoch", lambda: {"regularizer": _growing(), "clip_norm": 1.0}),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler", "step"), RUNS)
+@pytest.mark.parametrize(("optimizer", "scheduler", "step", "more"), RUNS)
 @pytest.mark.same_bits
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
-    optimizer: Any, scheduler: Any, step: str, tmp_path: Path
+    optimizer: Any, scheduler: Any, step: str, more: Callable[[], dict[str, Any]], tmp_path: Path
 ) -> None:
     def train(model: nn.Module, epochs: int, checkpoint: Path | None, seed: int = 5) -> sk.finetuning.FineTuned:
         return sk.finetune(
             model, _loader(generator=step == "batch"), F.cross_entropy, epochs=epochs, optimizer=optimizer,
             scheduler=scheduler, scheduler_step=step, validation=[_data(20).tensors], checkpoint=checkpoint, seed=seed,
+            **more(),
         )  # fmt: skip
 
     whole = train(_model(), 6, None)
     train(_model(), 3, tmp_path / "run")
     resumed = train(_model(seed=9), 6, tmp_path / "run")  # other weights, which the checkpoint replaces
     assert _same(resumed.model, whole.model)
+    assert whole.model[0].weight.dtype == torch.float32
+    assert whole.history[-1].loss < whole.history[0].loss
     assert resumed.best_epoch == whole.best_epoch
     assert [(r.loss, r.score, r.learning_rate) for r in resumed.history] == [
         (r.loss, r.score, r.learning_rate) for r in whole.history
@@ -110,33 +123,6 @@ def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
     assert float(mixed) == pytest.approx(1.5)
     values = Distillation(nn.Identity(), share=1.0, kind="values").combine(torch.tensor(2.0), logits, logits + 1)
     assert float(values) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
-@pytest.mark.same_bits
-def test_half_precision_trains_and_resumes(amp: torch.dtype, tmp_path: Path) -> None:
-    args: Any = {"loss": F.cross_entropy, "amp": amp, "optimizer": lambda p: SGD(p, 0.05)}
-    whole = sk.finetune(_model(), _loader(), epochs=4, **args)
-    sk.finetune(_model(), _loader(), epochs=2, checkpoint=tmp_path / "run", **args)
-    resumed = sk.finetune(_model(), _loader(), epochs=4, checkpoint=tmp_path / "run", **args)
-    assert _same(whole.model, resumed.model)
-    assert whole.model[0].weight.dtype == torch.float32
-    assert whole.history[-1].loss < whole.history[0].loss
-
-
-@pytest.mark.same_bits
-def test_regularisers_that_change_are_resumed(tmp_path: Path) -> None:
-    graph = sk.trace_units(_model(), torch.randn(4, 6))
-    mask = sk.UnitMask({name: torch.arange(group.size) < 4 for name, group in graph.groups.items()})
-
-    def train(epochs: int, checkpoint: Path | None) -> nn.Module:
-        growing = GrowingRegularizer(graph, mask, increment=0.05)
-        args: Any = {"epochs": epochs, "regularizer": growing, "checkpoint": checkpoint, "clip_norm": 1.0}
-        return sk.finetune(_model(), _loader(), F.cross_entropy, **args).model
-
-    whole = train(4, None)
-    train(2, tmp_path / "run")
-    assert _same(train(4, tmp_path / "run"), whole)
 
 
 def test_a_pruned_model_is_trained_on_with_mappings() -> None:

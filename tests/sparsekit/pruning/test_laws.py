@@ -56,7 +56,7 @@ def test_no_budget_is_exceeded_and_every_cut_is_exact(
         assert count >= limits.get(group.name, (0.0, 1.0))[0] * group.size
     mask = sk.choose(graph, scores, counts)
     check_masked_equals_compact(model, args, kwargs, graph, mask, gradients=False)
-    if kind is ByCost:
+    if kind is ByCost or (kind is not UniformWithin and multiple == 1 and not limits and not graph.ties):
         for groups, allowed in free.items():
             wider = [n for n in allowed if n > counts[groups[0]]]
             if wider:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.allocation import Schedule
 
 
 def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -58,23 +55,3 @@ def test_it_is_what_the_parts_do_one_after_the_other() -> None:
     sk.recalibrate(parts.model, batches)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, parts.model.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("repair", [True, False, "compensate", "recalibrate"])
-def test_a_metric_is_asked_at_every_stage(repair: Any) -> None:
-    model, batches = trained()
-
-    def accuracy(model: nn.Module) -> float:
-        return -loss_of(model, batches)
-
-    report = sk.prune(
-        model, batches[0][0][:1], budget="flops=25%", batches=batches, loss=F.cross_entropy, metric=accuracy, repair=repair,
-        schedule=Schedule("linear", 2), finetune=lambda small, step: None,
-    ).report  # fmt: skip
-    stages = ["of the dense model"]
-    for step in (1, 2):
-        stages.append(f"after the cut of step {step}")
-        stages += [f"after compensation of step {step}"] * (repair in (True, "compensate"))
-        stages += [f"after recalibration of step {step}"] * (repair in (True, "recalibrate"))
-        stages.append(f"after fine-tuning of step {step}")
-    assert [name.removeprefix("accuracy ") for name in report.measured if name.startswith("accuracy")] == stages

@@ -121,27 +121,19 @@ def _images(count: int, seed: int) -> Tensor:
     return mean + ramp * torch.randn(count, 3, 8, 8, generator=generator)
 
 
-CASES = [
-    (0, Net, 3),
-    (
-        1,
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Tanh(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)),
-        3,
-    ),
-]
+def _flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Tanh(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
-@pytest.mark.parametrize(("seed", "make", "batch_size"), CASES)
-def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(
-    seed: int, make: Callable[[], nn.Module], batch_size: int
-) -> None:
+@pytest.mark.parametrize(("seed", "make"), [(0, Net), (1, _flat)])
+def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(seed: int, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(seed)
     model = make().eval()
     images, unseen = _images(256, 1), _images(200, 2)
     graph = sk.trace_units(model, images[:2])
     mask = _half(graph)
     small, fitted = sk.compact(model, graph, mask).eval(), sk.compact(model, graph, mask).eval()
-    left = compensate(model, fitted, graph, mask, images.split(batch_size), limit=max(1, 256 // batch_size))
+    left = compensate(model, fitted, graph, mask, images.split(3), limit=85)
     with torch.no_grad():
         errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
     assert errors[1] <= errors[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from masked import classifier, train_alike
-from optimizers import DataSgd, Lookahead
+from optimizers import Lookahead
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_base import Lambda, hash_of
@@ -82,7 +82,6 @@ OPTIMIZERS: dict[str, Any] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
     "lookahead": lambda p: Lookahead(p, lr=0.05),
-    "data": lambda p: DataSgd(p, lr=0.5),
 }
 
 
@@ -93,7 +92,7 @@ OPTIMIZERS: dict[str, Any] = {
         (recurrent, sequences, "adam"),
         (residual, images, "rmsprop"),
         (tied, sequences, "adam"),
-        *((lambda: classifier()[0], vectors, name) for name in ("rprop", "adagrad", "lookahead", "data")),
+        *((lambda: classifier()[0], vectors, name) for name in ("rprop", "adagrad", "lookahead")),
     ],
 )
 def test_importance_that_is_learned_by_gradients(model: Any, draw: Any, optimizer: str) -> None:

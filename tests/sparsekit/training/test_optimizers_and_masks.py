@@ -18,6 +18,18 @@ from sparsekit.criteria import Magnitude, Ordered
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 
+
+def test_the_mask_follows_an_optimizer_whose_writes_torch_does_not_count() -> None:
+    model, x, y = classifier()
+    masks = []
+    for make in (DataSgd, torch.optim.SGD):
+        masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
+        optimizer = make(masked.parameters(), lr=0.5)
+        masks.append([train_step(masked, optimizer, x, y) and masked.unit_mask() for _ in range(15)])
+    assert masks[0] == masks[1]
+    assert any(mask != masks[0][0] for mask in masks[0])
+
+
 MOMENTS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -50,28 +50,19 @@ class Traced:
 @pytest.mark.parametrize(
     ("shape", "run", "dim", "units"),
     [
-        ((2, 3), lambda x: x.t(), 0, [0, 1, 2]),
-        ((2, 3, 4), lambda x: x.permute(2, 0, 1), 0, [0, 1, 2, 3]),
         ((2, 3), lambda x: x[:, :, None].expand(2, 3, 2).reshape(2, 6), 1, [0, 0, 1, 1, 2, 2]),
         ((2, 3), lambda x: x[:, None, :].expand(2, 2, 3).reshape(2, 6), 1, [0, 1, 2, 0, 1, 2]),
         ((2, 5, 3), lambda x: x.flatten(0, 1), 1, [0, 1, 2]),
         ((2, 3), lambda x: x.repeat(1, 2), 1, [0, 1, 2, 0, 1, 2]),
         ((2, 3), lambda x: x.flip(1), 1, [2, 1, 0]),
-        ((2, 3), lambda x: torch.cat([x, x], 1), 1, [0, 1, 2, 0, 1, 2]),
         ((2, 3), lambda x: torch.cat([torch.arange(4.0).view(2, 2), x], 1), 1, [-1, -1, 0, 1, 2]),
         ((2, 3), lambda x: torch.stack([x, x]), 2, [0, 1, 2]),
-        ((2, 4), lambda x: x.chunk(2, 1)[1], 1, [0, 1]),
-        ((2, 4), lambda x: F.glu(x), 1, [0, 1]),
         ((2, 3), lambda x: F.pad(x, (1, 0)), 1, [-1, 0, 1, 2]),
         ((2, 3), lambda x: F.relu(x) + 1, 1, [0, 1, 2]),
         ((2, 3), lambda x: x * torch.rand(2, 1), 1, [0, 1, 2]),
         ((2, 3), lambda x: x + torch.zeros(2, 3), 1, [0, 1, 2]),
-        ((2, 3), lambda x: F.normalize(x, dim=1), 1, [0, 1, 2]),
-        ((2, 5, 3), lambda x: x.mean(1), 1, [0, 1, 2]),
         ((2, 5, 3), lambda x: x.max(1)[0], 1, [0, 1, 2]),
-        ((2, 5, 3), lambda x: x[:, 1], 1, [0, 1, 2]),
         ((4, 3), lambda x: x[torch.tensor([2, 0])], 1, [0, 1, 2]),
-        ((4, 3), lambda x: x.unsqueeze(0).squeeze(0), 1, [0, 1, 2]),
         ((2, 3), lambda x: x.masked_fill(x > 1.5, 0.0), 1, [0, 1, 2]),
         ((2, 3), lambda x: torch.where(x > 1.5, x, 0.0), 1, [0, 1, 2]),
     ],
@@ -122,16 +113,12 @@ def heads(x: Tensor) -> Tensor:
     ("shape", "run", "dim", "units"),
     [
         # what is summed over, sliced, normalised or taken apart stays whole: the other axis is that of the units
-        ((2, 4, 6), lambda x: heads(x) @ heads(x).transpose(-2, -1), 1, [0, 3]),
         ((2, 4, 6), lambda x: heads(x)[..., 1:], 1, [0, 3]),
         ((2, 4, 6), lambda x: heads(x)[..., 0], 1, [0, 3]),
         ((2, 4, 6), lambda x: heads(x).sum(-1), 1, [0, 3]),
-        ((2, 4, 6), lambda x: heads(x).softmax(-1), 1, [0, 3]),
-        ((2, 4, 6), lambda x: F.layer_norm(heads(x), (3,)), 1, [0, 3]),
         ((2, 4, 6), lambda x: heads(x) * torch.rand(4, 3), 1, [0, 3]),
         ((2, 4, 6), lambda x: torch.cat([heads(x), heads(x)], -1), 1, [0, 3]),
         ((2, 4, 6), lambda x: torch.view_as_complex(x.view(2, 4, 3, 2)), 2, [0, 2, 4]),
-        ((2, 4, 6), lambda x: torch.view_as_real(torch.view_as_complex(x.view(2, 4, 3, 2))).flatten(2), 2, [0, 0, 2, 2, 4, 4]),
         ((2, 4, 6), lambda x: heads(x).sum(1), 2, [0, 1, 2]),
         ((2, 4, 6), lambda x: x.view(2, 4, 3, 2).amax(-1), 2, [0, 2, 4]),
         ((2, 4, 12), lambda x: x.view(2, 4, 3, 2, 2).permute(2, 0, 3, 1, 4)[0].sum(-1), 1, [0, 2]),
@@ -148,7 +135,6 @@ def heads(x: Tensor) -> Tensor:
         # a second cut of an open axis
         ((2, 4, 12), lambda x: x.view(2, 4, 2, 6).view(2, 4, 2, 3, 2).sum((3, 4)), 2, [0, 6]),
         # fused attention: the mask and all three inputs have the heads in common
-        ((2, 4, 6), lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x)), 1, [0, 3]),
         (
             (2, 4, 6),
             lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True).transpose(1, 2).flatten(2),
