@@ -1,9 +1,9 @@
 """Pruning side by side: sparsekit, Torch-Pruning and narrow networks from scratch, on equal FLOPs and equal data.
 
-    python benchmarks/prune.py --out prune.json                                  everything, the short schedule, on the CPU
-    python benchmarks/prune.py --out prune.json --schedule published --device cuda
-    python benchmarks/prune.py --out prune.json --table                          what is in the file, as tables
-    python benchmarks/prune.py --out tiny.json --task tiny-digits --schedule tiny --seeds 1
+    python benchmarks/prune.py --out prune.jsonl                                  everything, the short schedule, on the CPU
+    python benchmarks/prune.py --out prune.jsonl --schedule published --device cuda
+    python benchmarks/prune.py --out prune.jsonl --table                          what is in the file, as tables
+    python benchmarks/prune.py --out tiny.jsonl --task tiny-digits --schedule tiny --seeds 1
 
 Every result is written when it is there, and a second call goes on where the first one ended, also within a training. One
 dense model per task and seed is pretrained for all arms at all budgets. Test accuracy as cut, after compensation where the
@@ -23,74 +23,60 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import show, spread
+from common import add, read, show, spread
 from prune_arms import ARMS
-from prune_cells import Cell, accuracy, flops_of, train
-from prune_tasks import SCHEDULES, TASKS, load
+from prune_cells import SCHEDULES, TASKS, Cell, accuracy, flops_of, load, train
 
 import sparsekit as sk
 from sparsekit.measure.latency import measure_latency
 
-
-class Results:
-    """The file of results, written whole after each change."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.found.setdefault("environment", {"torch": torch.__version__, "machine": platform.machine()})
-        self.found.setdefault("accuracy", {})
-
-    def has(self, key: str) -> bool:
-        return key in self.found["accuracy"]
-
-    def add(self, key: str, value: dict[str, Any]) -> None:
-        self.found["accuracy"][key] = value
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.found, indent=1))
-        temporary.replace(self.path)
-        print(f"accuracy: {key}", flush=True)
+KEY = ("task", "schedule", "arm", "budget", "seed")
 
 
-def _accuracy(options: argparse.Namespace, results: Results) -> None:
+def _measure(options: argparse.Namespace) -> None:
+    done = [tuple(row[name] for name in KEY) for row in read(options.out)]
     schedule, device = SCHEDULES[options.schedule], torch.device(options.device)
-    for task_name in options.task:
+    for task_name, seed in product(options.task, range(options.seeds)):
         task = TASKS[task_name]
         data = load(task, schedule, options.data_dir, device)
-        for seed in range(options.seeds):
-            folder = options.out.with_suffix("") / f"{task_name}-{options.schedule}-{seed}"
-            folder.mkdir(parents=True, exist_ok=True)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = task.make().to(device)
-            if schedule.channels_last:
-                model = model.to(memory_format=torch.channels_last)
-            cell = Cell(task, schedule, data, model, 1.0, seed, folder)
-            pretraining = train(model, cell, "dense", schedule.pretrain, schedule.rates[0])
-            model.eval()
-            dense = accuracy(model, data.loader("test", 500))
-            key = f"{task_name} | {options.schedule} | dense | 1 | {seed}"
-            if not results.has(key):
-                flops = flops_of(model, cell.example)
-                results.add(key, {"finetuned": dense, "share": 1.0, "training_flops": pretraining, "flops": flops})
-            shared: dict[str, Any] = {}
-            for share in options.budgets:
-                for arm in options.arms:
-                    key = f"{task_name} | {options.schedule} | {arm} | {share:g} | {seed}"
-                    if not results.has(key):
-                        place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
-                        place.mkdir(exist_ok=True)
-                        one = Cell(task, schedule, data, model, share, seed, place, tuple(options.budgets), shared)
-                        results.add(key, _one(one, arm, pretraining))
+        folder = options.out.with_suffix("") / f"{task_name}-{options.schedule}-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = task.make().to(device)
+        if schedule.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        cell = Cell(task, schedule, data, model, 1.0, seed, folder, tuple(options.budgets))
+        pretraining = train(model, cell, "dense", schedule.pretrain, schedule.rates[0])
+        model.eval()
+        for share, arm in [(1.0, "dense"), *product(options.budgets, options.arms)]:
+            key = (task_name, options.schedule, arm, share, seed)
+            if key in done:
+                continue
+            if arm == "dense":
+                found = {"share": 1.0, "training_flops": pretraining, "flops": flops_of(model, cell.example)}
+                found["finetuned"] = accuracy(model, data.loader("test", 500))
+            else:
+                place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
+                place.mkdir(exist_ok=True)
+                found = _one(replace(cell, share=share, folder=place), arm, pretraining)
+            row = {**dict(zip(KEY, key)), **found, "torch": torch.__version__, "machine": platform.machine()}
+            add(options.out, row)
+            print(json.dumps(row), flush=True)
 
 
 def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     begun = time.perf_counter()
-    cut = ARMS[arm](cell)
+    try:
+        cut = ARMS[arm](cell)
+    except sk.BudgetError as error:  # milliseconds that a small model cannot have, or not on a busy machine
+        return {"error": str(error)[:200]}
     seconds = time.perf_counter() - begun
     test = cell.data.loader("test", 500)
     small, schedule = cut.model, cell.schedule
@@ -123,26 +109,24 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     return found | {"training_flops": pretraining + cut.sparse_flops + spent, "finetuned": accuracy(start, test)}
 
 
-def _rows(found: dict[str, Any]) -> Iterator[dict[str, str]]:
+def _rows(lines: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """Of the table: budgets from the largest, arms by name."""
-    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for key, value in found["accuracy"].items():
-        cells.setdefault(tuple(key.split(" | ")[:4]), []).append(value)
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in (line for line in lines if "error" not in line):
+        cells.setdefault((line["task"], -line["budget"], line["arm"], line["schedule"]), []).append(line)
     columns = {"as_cut": "as cut", "recalibrated": "recalibrated", "compensated": "compensated", "finetuned": "fine-tuned"}
-    for (task, schedule, arm, share), values in sorted(
-        cells.items(), key=lambda row: (row[0][0], -float(row[0][3]), row[0][2])
-    ):
+    for (task, share, arm, schedule), values in sorted(cells.items()):
         accuracies = {said: spread([value[name] for value in values if name in value], 3) for name, said in columns.items()}
         got = statistics.mean(value["share"] for value in values)
         flops = statistics.mean(value["training_flops"] for value in values)
-        row = {"task": task, "schedule": schedule, "budget": share, "arm": arm, "share": f"{got:.3f}"}
+        row = {"task": task, "schedule": schedule, "budget": f"{-share:g}", "arm": arm, "share": f"{got:.3f}"}
         yield row | accuracies | {"training FLOPs": f"{flops:.2e}"}
 
 
 def main() -> None:
     """Measure what is missing, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("prune.json"))
+    parser.add_argument("--out", type=Path, default=Path("prune.jsonl"))
     parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg19-cifar100"], choices=sorted(TASKS))
     parser.add_argument("--schedule", default="short", choices=sorted(SCHEDULES))
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.12])
@@ -153,11 +137,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    options.data_dir = None if options.data_dir is None else Path(options.data_dir)
-    results = Results(options.out)
     if not options.table:
-        _accuracy(options, results)
-    show(_rows(results.found), as_json=False)
+        _measure(options)
+    show(_rows(read(options.out)), as_json=False)
 
 
 if __name__ == "__main__":

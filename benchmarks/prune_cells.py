@@ -1,21 +1,170 @@
-"""A cell of `benchmarks/prune.py`: one arm at one budget with one seed, what the arm makes of it, and how all are trained."""
+"""What `benchmarks/prune.py` trains and how: networks and their data, schedules, and a cell: one arm, budget and seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from prune_tasks import Images, Schedule, Splits, Task
+from nets import convolutions, resnet
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.finetuning import Distillation
+from sparsekit_fl.problem.datasets import datasets
 
-__all__ = ["Cell", "Cut", "accuracy", "flops_of", "train"]
+
+def small_resnet(blocks: int, classes: int, width: int = 16, channels: int = 3) -> nn.Module:
+    """The ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
+    stem = (nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    return resnet(stem, width, (blocks,) * 3, width, 1, classes)
+
+
+def vgg(classes: int, *widths: int) -> nn.Module:
+    """A VGG with batch norm and one linear layer; 0 among the widths is a pooling layer."""
+    layers = convolutions(widths, bias=False)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+
+
+VGG19 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
+# Half the channels of VGG-11: what one core trains in minutes.
+VGG11 = (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data.
+
+    Args:
+        dataset: Name in the registry of data sets.
+        make: Builds the dense model.
+        decay: Weight decay of every training.
+        augment: Whether training images are cropped and flipped.
+    """
+
+    dataset: str
+    make: Callable[[], nn.Module]
+    decay: float = 5e-4
+    augment: bool = True
+
+
+TASKS = {
+    "resnet20-cifar10": Task("cifar10", lambda: small_resnet(3, 10)),
+    "vgg19-cifar100": Task("cifar100", lambda: vgg(100, *VGG19)),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg(100, *VGG11)),
+    # For checks of the benchmark itself.
+    "tiny-digits": Task("digits", lambda: small_resnet(2, 10, 8, channels=1), augment=False),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long everything is trained.
+
+    Args:
+        pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regulariser before it.
+        rates: Largest learning rates of the three.
+        train: Training images used; None uses all.
+        score_batches: Batches for criteria, recalibration and compensation.
+        longest: A network from scratch gets as many training FLOPs as pretraining and fine-tuning together took, but at
+            most so many times their epochs.
+        batch: Examples per batch.
+        test: Test images used, the first ones; None uses all.
+        channels_last: Whether weights of convolutions lie so, which one core trains faster.
+        pooled: Images are averaged over squares of this side first: 2 makes 16 pixels of 32, at a quarter of the FLOPs.
+    """
+
+    pretrain: int
+    finetune: int
+    sparse: int
+    rates: tuple[float, float, float]
+    train: int | None
+    score_batches: int
+    longest: float
+    batch: int = 128
+    test: int | None = None
+    channels_last: bool = False
+    pooled: int = 1
+
+
+SCHEDULES = {
+    "tiny": Schedule(2, 1, 1, (0.1, 0.02, 0.02), 400, 2, 2.0, 64),
+    # For one core that is shared, about a quarter of an hour of it for a task: images of half the size, and networks from
+    # scratch get equal epochs, not equal FLOPs.
+    "cpu-short": Schedule(6, 1, 1, (0.1, 0.03, 0.03), 5_000, 16, 1.0, 64, 2_000, True, 2),
+    "cpu-medium": Schedule(15, 5, 3, (0.1, 0.03, 0.03), 10_000, 16, 1.0, 64, 4_000, True, 2),
+    "short": Schedule(12, 4, 4, (0.1, 0.03, 0.03), 10_000, 40, 2.0),
+    "published": Schedule(200, 100, 100, (0.1, 0.01, 0.01), None, 80, 4.0),
+}
+
+
+class Images:
+    """Batches on a device, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
+
+    def __init__(self, images: Tensor, labels: Tensor, batch: int, *, seed: int | None, augment: bool = False) -> None:
+        self.images, self.labels, self.batch, self.augment = images, labels, batch, augment
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-self.labels.numel() // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = self.labels.numel()
+        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        for rows in order.split(self.batch):
+            if self.generator is not None and rows.numel() < 2:
+                continue  # a batch norm refuses a single example
+            rows = rows.to(self.labels.device)
+            images = self.images[rows]
+            yield (self._augmented(images) if self.augment else images), self.labels[rows]
+
+    def _augmented(self, images: Tensor) -> Tensor:
+        """Cropped out of a border of an eighth of the width (four pixels of 32), and flipped."""
+        count, _, height, width = images.shape
+        border = width // 8
+        shift = torch.randint(0, 2 * border + 1, (2, count), generator=self.generator).to(images.device)
+        flip = (torch.rand(count, generator=self.generator) < 0.5).to(images.device)
+        padded = F.pad(images, (border, border, border, border))
+        rows = shift[0][:, None] + torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device).expand(count, width)
+        columns = torch.where(flip[:, None], width - 1 - columns, columns) + shift[1][:, None]
+        first = torch.arange(count, device=images.device)[:, None, None]
+        return padded[first, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data of a task: a tenth of the training images is for choices."""
+
+    images: dict[str, Tensor]
+    labels: dict[str, Tensor]
+
+    def loader(self, split: str, batch: int, *, seed: int | None = None, augment: bool = False) -> Images:
+        """Batches of "train", "validation" or "test"."""
+        return Images(self.images[split], self.labels[split], batch, seed=seed, augment=augment)
+
+
+def load(task: Task, schedule: Schedule, root: Path | None, device: torch.device) -> Splits:
+    """Read the data of a task, normalised, on the device."""
+    source = datasets[task.dataset](root)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
+    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
+    if schedule.train is not None:
+        order = order[: schedule.train * 10 // 9]
+    held = max(1, order.numel() // 10)
+    parts = {
+        "train": (source.train, order[held:]),
+        "validation": (source.train, order[:held]),
+        "test": (source.test, torch.arange(len(source.test) if schedule.test is None else schedule.test)),
+    }
+    images = {
+        name: F.avg_pool2d(((data.inputs[0][rows].float() / 255) - mean) / std, schedule.pooled).to(device)
+        for name, (data, rows) in parts.items()
+    }
+    return Splits(images, {name: data.labels()[rows].to(device) for name, (data, rows) in parts.items()})
 
 
 @dataclass

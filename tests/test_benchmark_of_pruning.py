@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prune_tasks import Images
+from prune_cells import Images
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -29,14 +29,16 @@ def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path)
     pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")
     from prune_arms import ARMS
 
-    out = tmp_path / "tiny.json"
+    out = tmp_path / "tiny.jsonl"
     command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits", "--schedule", "tiny"]
     command += ["--seeds", "1", "--budgets", "0.5"]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
-    cells = json.loads(out.read_text())["accuracy"]
+    cells = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(cells) == 1 + len(ARMS)  # the dense model too
-    assert all(0.3 < cell["share"] <= 0.5 for key, cell in cells.items() if "dense" not in key)
-    assert all(0 <= cell["finetuned"] <= 1 for cell in cells.values())
+    timed = ("ours, milliseconds", "ours, FLOPs of that time")  # what they cut, if they can, depends on how busy the machine is
+    cells = [cell for cell in cells if cell["arm"] not in timed]
+    assert all(0.3 < cell["share"] <= 0.5 for cell in cells if cell["arm"] != "dense")
+    assert all(0 <= cell["finetuned"] <= 1 for cell in cells)
     second = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "accuracy: tiny-digits" in first.stdout
-    assert "accuracy: tiny-digits" not in second.stdout
+    assert first.stdout.startswith("{")
+    assert "{" not in second.stdout
