@@ -23,16 +23,17 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from choice_cells import PLANTED, TASKS, Cell, images, planted, task
-from common import add, read, spread
+from common import add, read, show, spread
 
 import sparsekit as sk
 
@@ -70,7 +71,7 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cell.lr, total_steps=max(2, steps))
     generator = torch.Generator().manual_seed(1000 + seed)
     taken = turned = 0
-    for x, y in cell.batches(steps, cell.batch, generator):
+    for x, y in cell.batches(steps, generator):
         loss = F.cross_entropy(masked(x), y) + masked.penalty()
         optimizer.zero_grad()
         loss.backward()
@@ -111,24 +112,27 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
     scored = arm in ("taylor", "fisher")
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
-    options: dict[str, Any] = {"ratio": ratio}
+    options: dict[str, Any] = {"ratio": ratio, "generator": torch.Generator().manual_seed(3000 + seed)}
     if arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
     elif arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options["explore"] = 0.0
     if arm in FIXED:
         options["start"] = FIXED[arm](data)
-    torch.manual_seed(2000 + seed)
-    options["generator"] = torch.Generator().manual_seed(3000 + seed)
-    if arm == "learned" and cell.good:
+    elif arm == "learned" and cell.good:
         options["start"] = sk.criteria.Random()
+    torch.manual_seed(2000 + seed)
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
     if arm == "oracle":
-        _keep(masked, cell.good)
+        worth = masked.importance()
+        for name, units in _good(cell, worth).items():
+            worth[name] = torch.zeros_like(worth[name]).index_fill_(0, torch.tensor(units), 1.0)
+        masked.load_importance(worth)
+        masked.resample()
     accuracy, taken = _train(masked, cell, max(2, own), seed)
     mask = masked.unit_mask()
-    found = [len(units & set(mask[name].nonzero().flatten().tolist())) / len(units) for name, units in _good(cell, mask)]
+    found = [float(mask[name][units].float().mean()) for name, units in _good(cell, mask).items()]
     return {
         "accuracy": accuracy, "steps": taken, "explored": masked.explored, "widths": list(mask.counts().values()),
         "flops": costs.costs(mask.counts())["flops"] / dense,
@@ -137,19 +141,9 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     }  # fmt: skip
 
 
-def _good(cell: Cell, mask: sk.UnitMask) -> Iterator[tuple[str, set[int]]]:
-    for start, units in cell.good.items():
-        yield next(name for name in mask if name.startswith(start)), units
-
-
-def _keep(masked: sk.LearnableMask, good: dict[str, set[int]]) -> None:
-    """Keep the planted units."""
-    worth = masked.importance()
-    for start, units in good.items():
-        name = next(name for name in worth if name.startswith(start))
-        worth[name] = torch.zeros_like(worth[name]).index_fill_(0, torch.tensor(sorted(units)), 1.0)
-    masked.load_importance(worth)
-    masked.resample()
+def _good(cell: Cell, names: Iterable[str]) -> dict[str, list[int]]:
+    """Group → its planted units."""
+    return {next(name for name in names if name.startswith(start)): sorted(units) for start, units in cell.good.items()}
 
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[float, int, str], dict[str, Any]]]]:
@@ -194,30 +188,21 @@ def _task_run(options: argparse.Namespace, name: str, ratio: float, seed: int, a
     return _run(arm, cell, ratio, options.epochs * len(cell.train[0]) // BATCH, seed)
 
 
-def _table(lines: list[dict[str, Any]]) -> Iterator[str]:
+def _tables(lines: list[dict[str, Any]]) -> None:
     """A table for each cell: arms, the best on average first, by ratios."""
-    cells: dict[str, dict[str, dict[float, list[dict[str, Any]]]]] = {}
-    for line in lines:
-        cells.setdefault(line["cell"], {}).setdefault(line["arm"], {}).setdefault(line["ratio"], []).append(line)
-    for cell, arms in cells.items():
-        ratios = sorted({ratio for runs in arms.values() for ratio in runs}, reverse=True)
-        yield f"\n**{cell}**, accuracy in %, seeds in brackets where they are not 3\n"
-        yield f"| arm | {' | '.join(f'ratio {ratio:g}' for ratio in ratios)} | planted units found |"
-        yield f"|---|{'---|' * (len(ratios) + 1)}"
-        for arm, runs in sorted(arms.items(), key=lambda item: -statistics.mean(map(_mean, item[1].values()))):
-            every = [run for own in runs.values() for run in own]
-            found = [run["found"] for run in every if run.get("found") is not None]
-            share = f"{100 * statistics.mean(found):.0f} %" if found else ""
-            yield f"| {arm} | {' | '.join(_score(runs.get(ratio, [])) for ratio in ratios)} | {share} |"
-
-
-def _mean(runs: list[dict[str, Any]]) -> float:
-    return statistics.mean(100 * run["accuracy"] for run in runs)
-
-
-def _score(runs: list[dict[str, Any]]) -> str:
-    """Mean ± deviation."""
-    return spread([100 * run["accuracy"] for run in runs]) + (f" ({len(runs)})" if len(runs) not in (0, 3) else "")
+    for cell, runs in pd.DataFrame(lines).groupby("cell", sort=False):
+        means = runs.groupby(["arm", "ratio"])["accuracy"].mean().unstack()
+        print(f"\n**{cell}**, accuracy in %, seeds in brackets where they are not 3\n")
+        rows = []
+        for arm in means.mean(axis=1).sort_values(ascending=False, kind="stable").index:
+            own = runs[runs["arm"] == arm]
+            row = {"arm": arm}
+            for ratio in reversed(means.columns):
+                values = (100 * own[own["ratio"] == ratio]["accuracy"]).tolist()
+                row[f"ratio {ratio:g}"] = spread(values) + (f" ({len(values)})" if len(values) not in (0, 3) else "")
+            found = own["found"].astype(float).dropna()
+            rows.append(row | {"planted units found": f"{100 * found.mean():.0f} %" if len(found) else ""})
+        show(rows, as_json=False)
 
 
 def main() -> None:
@@ -249,7 +234,8 @@ def main() -> None:
                 line = {"cell": cell, "ratio": ratio, "arm": arm, "seed": seed, **run(ratio, seed, arm)}
                 add(options.out, line)
                 print(json.dumps(line), flush=True)
-    print("\n".join(_table(read(options.out))))
+    if lines := read(options.out):
+        _tables(lines)
 
 
 if __name__ == "__main__":

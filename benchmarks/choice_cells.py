@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from nets import convolutions
 from torch import Tensor, nn
 
 from sparsekit_fl.problem.datasets import datasets
@@ -26,14 +28,14 @@ class Cell:
     good: dict[str, set[int]]
     batch: int = 64
 
-    def batches(self, steps: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, steps: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches, epoch after epoch."""
         x, y = self.train
         order = torch.empty(0, dtype=torch.int64)
         for _ in range(steps):
-            if order.numel() < size:
+            if order.numel() < self.batch:
                 order = torch.randperm(len(x), generator=generator)
-            at, order = order[:size], order[size:]
+            at, order = order[: self.batch], order[self.batch :]
             yield x[at.to(x.device)], y[at.to(x.device)]
 
 
@@ -125,14 +127,10 @@ def _read(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
     return (x - mean) / deviation, data.labels()[:count]
 
 
-def _block(entering: int, leaving: int) -> list[nn.Module]:
-    return [nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU()]
-
-
 def _small(classes: int) -> nn.Module:
     """Three convolutions of 64, 128 and 128 channels."""
-    parts = [*_block(3, 64), nn.MaxPool2d(2), *_block(64, 128), nn.MaxPool2d(2), *_block(128, 128)]
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, classes))
+    layers = convolutions((64, 0, 128, 0, 128), bias=False)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, classes))
 
 
 def images(name: str, seed: int, device: str, *, train: int, test: int, pooled: int = 1) -> Cell:
@@ -140,7 +138,7 @@ def images(name: str, seed: int, device: str, *, train: int, test: int, pooled: 
     torch.manual_seed(seed)
     model = _small(100 if name == "cifar100" else 10).to(device)
     (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
-    x, xt = (nn.functional.avg_pool2d(pictures, pooled) for pictures in (x, xt))
+    x, xt = (F.avg_pool2d(pictures, pooled) for pictures in (x, xt))
     return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})
 
 
@@ -178,7 +176,7 @@ def task(name: str, seed: int, device: str, *, train: int, test: int) -> tuple[C
         whole = ((x, y), (xt, yt))
         own = whole
     else:
-        x, xt = (nn.functional.avg_pool2d(pictures, 2) for pictures in (x, xt))
+        x, xt = (F.avg_pool2d(pictures, 2) for pictures in (x, xt))
         whole = ((x, y), (xt, yt))
         model = _small(10)
         few, few_t = y < 3, yt < 3

@@ -29,10 +29,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import round_seconds, show
@@ -89,32 +88,18 @@ def vgg_client(id: int, folder: str | None = None) -> fl.Client:
     return fl.Client(id=id, data=_shared_splits((3, 32, 32), 1, (2, 2, 2))[0])
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is run: a plan that a deployment understands too, and its clients."""
-
-    plan: Any
-    clients: int
-    data: str = ""
-
-    def problem(self) -> tuple[fl.Problem, list[fl.Client]]:
-        """For engines of this process."""
-        problem, clients = self.plan.make_problem()
-        return problem, clients or [vgg_client(id) for id in range(self.clients)]
-
-
-def loads(preset: str, data_dir: str, rounds: int) -> dict[str, Load]:
-    """Name → load."""
+def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int, str]]:
+    """Name → a plan, which a deployment understands too, the number of clients, and where nodes find their data."""
     from sparsekit_fl.deployment.plan import Plan
     from sparsekit_fl.paper.presets import PRESETS
 
     plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, cohort=10)
     clients = PRESETS[preset].clients
-    own = plan.replaced(method="engines:idle", problem="engines:vgg_problem", cohort=4)
+    still = plan.replaced(method="engines:idle")
     return {
-        "messages": Load(plan.replaced(method="engines:idle"), clients),
-        "bytes": Load(own, 4, data="engines:vgg_client"),
-        preset: Load(plan, clients),
+        "messages": (still, clients, ""),
+        "bytes": (still.replaced(problem="engines:vgg_problem", cohort=4), 4, "engines:vgg_client"),
+        preset: (plan, clients, ""),
     }
 
 
@@ -126,42 +111,40 @@ def _engine(name: str) -> Engine:
     return Flower(workers=WORKERS)
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Of one run: the seconds of its rounds but the first and the last, the rest, and the bytes of a round."""
 
     rounds: list[float]
     start: float
     bytes: float
 
-    @staticmethod
-    def of(records: Sequence[RoundRecord], total: float) -> Timing:
-        """From a run's records and its length."""
-        marks = [record.cost.wall_seconds for record in records]
-        rounds = round_seconds(marks)
-        cost = records[-1].cost
-        return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
+
+def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
+    rounds = round_seconds([record.cost.wall_seconds for record in records])
+    cost = records[-1].cost
+    return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
 
 
-def _here(name: str, load: Load) -> Timing:
-    problem, clients = load.problem()
+def _here(name: str, plan: Any, count: int) -> Timing:
+    problem, clients = plan.make_problem()
+    clients = clients or [vgg_client(id) for id in range(count)]
     began = time.perf_counter()
-    result = fl.run(load.plan.make_method(), problem, clients, load.plan.make_config(len(clients)), engine=_engine(name))
-    return Timing.of(result.rounds, time.perf_counter() - began)
+    result = fl.run(plan.make_method(), problem, clients, plan.make_config(len(clients)), engine=_engine(name))
+    return _timing(result.rounds, time.perf_counter() - began)
 
 
-def _deployed(load: Load) -> Timing:
+def _deployed(plan: Any, count: int, data: str) -> Timing:
     """A run submitted to a SuperLink and two SuperNodes."""
     from parity import deployed
 
     began = time.perf_counter()
-    data = {"data": load.data, "data_dir": load.plan.data_dir}
-    with deployed(load.clients, data=data, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
+    where = {"data": data, "data_dir": plan.data_dir}
+    with deployed(count, data=where, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
         out = deployment.folder / "out"
-        deployment.submit(load.plan.replaced(out=str(out)))
+        deployment.submit(plan.replaced(out=str(out)))
         deployment.await_result(out)
         total = time.perf_counter() - began
-        return Timing.of([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
+        return _timing([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
 
 
 def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -172,7 +155,8 @@ def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in names for engine in options.engines}
     for _ in range(options.repeats):
         for load, engine in found:
-            timing = _deployed(known[load]) if engine == "deployment" else _here(engine, known[load])
+            plan, count, data = known[load]
+            timing = _deployed(plan, count, data) if engine == "deployment" else _here(engine, plan, count)
             found[load, engine].append(timing)
             print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
     for (load, engine), timings in found.items():

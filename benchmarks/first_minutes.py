@@ -70,12 +70,6 @@ def build(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def direct(extra: str) -> list[str]:
-    """Return the requirements of the project and of one extra."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
-
-
 def try_one(wheel: Path, python: str, versions: str, extras: str, *, home: Path) -> dict[str, object]:
     """Install the wheel into an empty environment and take the first steps there."""
     work = home / "work"
@@ -83,8 +77,10 @@ def try_one(wheel: Path, python: str, versions: str, extras: str, *, home: Path)
     run(["uv", "venv", "--quiet", "--python", python, home / "venv"], folder=home)
     programs = home / "venv" / ("Scripts" if os.name == "nt" else "bin")
     wanted = f"{wheel}[{extras}]" if extras else str(wheel)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    direct = [*project["dependencies"], *(project["optional-dependencies"][extras] if extras else ())]
     # What is named on the command line counts as direct, so the requirements of the wheel stand there too.
-    how = ["--resolution", "lowest-direct", *direct(extras)] if versions == "lowest" else []
+    how = ["--resolution", "lowest-direct", *direct] if versions == "lowest" else []
     start = time.perf_counter()
     run(["uv", "pip", "install", "--quiet", "--python", programs / "python", *how, wanted], folder=home)
     took = time.perf_counter() - start

@@ -19,12 +19,10 @@ __all__ = ["vgg11", "vgg13"]
 def _quarter(depth: int, classes: int) -> nn.Module:
     wide = Vgg(depth, classes)
     graph = sk.trace_units(wide, torch.zeros(2, 3, 32, 32))
-    first = {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}
-    narrow: nn.Module = sk.compact(wide, graph, sk.choose(graph, first, sk.allocation.Uniform(0.25).counts(graph, {})))
+    narrow = sk.compact(wide, graph, sk.select(sk.criteria.Ordered(), graph, 0.25, sk.criteria.View()))
     for module in narrow.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
     return narrow
 
 

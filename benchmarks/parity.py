@@ -25,8 +25,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,26 +188,14 @@ def digests(result: Result) -> dict[str, str]:
     return {"model": result["final"]["state_sha256"], "scores": _sha256(final), "rounds": _sha256([records, costs])}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What came of a method on an engine: a line of the record."""
-
-    method: str
-    engine: str
-    case: Mapping[str, Any]
-    reference: Mapping[str, str]
-    found: Mapping[str, str] | None = None
-    error: str = ""
-    seconds: float = 0.0
-
-    def text(self) -> str:
-        """The cell of the table."""
-        if not self.reference:
-            return "failed: the reference"
-        if self.found is None:
-            return f"failed: {self.error}".replace("|", "/").replace("\n", " ")[:120]
-        unlike = [f"{name} {digest[:12]}" for name, digest in self.found.items() if digest != self.reference[name]]
-        return ", ".join(unlike) or "same"
+def text_of(pair: Mapping[str, Any]) -> str:
+    """The cell of the table."""
+    if not pair["reference"]:
+        return "failed: the reference"
+    if pair["found"] is None:
+        return f"failed: {pair['error']}".replace("|", "/").replace("\n", " ")[:120]
+    unlike = [f"{name} {digest[:12]}" for name, digest in pair["found"].items() if digest != pair["reference"][name]]
+    return ", ".join(unlike) or "same"
 
 
 def case_of(plan: Plan) -> dict[str, Any]:
@@ -221,15 +209,16 @@ def case_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) -> Pair:
-    """Run a pair."""
+def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) -> dict[str, Any]:
+    """Run a pair: a line of the record."""
     began = time.perf_counter()
     found, error = None, ""
     try:
-        found = digests(COLUMNS[engine].run(plan))
+        found = digests(COLUMNS[engine].run(plan)) if reference else None
     except Exception as problem:  # noqa: BLE001 - one pair that fails must not lose the others
-        error = f"{type(problem).__name__}: {problem}"
-    return Pair(method, engine, case_of(plan), reference, found, error[:2000], round(time.perf_counter() - began, 1))
+        error = f"{type(problem).__name__}: {problem}"[:2000]
+    pair = {"method": method, "engine": engine, "case": case_of(plan), "reference": reference, "found": found}
+    return pair | {"error": error, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def _reference(plan: Plan, errors: bool) -> dict[str, str]:
@@ -240,11 +229,11 @@ def _reference(plan: Plan, errors: bool) -> dict[str, str]:
         return {}
 
 
-def rows(pairs: Mapping[tuple[str, str], Pair], engines: Sequence[str]) -> list[dict[str, str]]:
+def rows(pairs: Mapping[tuple[str, str], Mapping[str, Any]], engines: Sequence[str]) -> list[dict[str, str]]:
     """Of the table: methods that gave the same on all engines share one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for method in dict.fromkeys(method for method, _ in pairs):
-        alike.setdefault(tuple(pairs[method, engine].text() for engine in engines), []).append(f"`{method}`")
+        alike.setdefault(tuple(text_of(pairs[method, engine]) for engine in engines), []).append(f"`{method}`")
     titles = [COLUMNS[engine].title for engine in engines]
     return [{"methods": ", ".join(methods), **dict(zip(titles, cells, strict=True))} for cells, methods in alike.items()]
 
@@ -262,32 +251,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     plans = {name: plan_of(name, options.rounds) for name in options.methods}
-    record = [Pair(**line) for line in read(options.out)]
-    known = {(pair.method, pair.engine, json.dumps(pair.case, sort_keys=True)): pair for pair in record}
+    known = {(row["method"], row["engine"], json.dumps(row["case"], sort_keys=True)): row for row in read(options.out)}
     engines = [engine for engine in COLUMNS if engine in options.engines]
-    pairs: dict[tuple[str, str], Pair] = {}
+    pairs: dict[tuple[str, str], dict[str, Any]] = {}
     try:
         kinds = sorted({COLUMNS[engine].errors for engine in engines})
         references = {(name, errors): _reference(plans[name], errors) for name in plans for errors in kinds}
-        for engine in engines:
-            for name, plan in plans.items():
-                reference = references[name, COLUMNS[engine].errors]
-                pair = known.get((name, engine, json.dumps(case_of(plan), sort_keys=True)))
-                if not reference:
-                    pair = Pair(name, engine, case_of(plan), reference)
-                elif pair is None or pair.found is None or pair.reference != reference:
-                    pair = attempt(name, engine, plan, reference)
-                    add(options.out, vars(pair))
-                    print(f"{name} on {engine}: {pair.text()}, {pair.seconds} s", file=sys.stderr)
-                pairs[name, engine] = pair
-                if options.json:
-                    print(json.dumps(vars(pair)), flush=True)
+        for engine, (name, plan) in product(engines, plans.items()):
+            reference = references[name, COLUMNS[engine].errors]
+            pair = known.get((name, engine, json.dumps(case_of(plan), sort_keys=True)))
+            if pair is None or pair["found"] is None or pair["reference"] != reference:
+                pair = attempt(name, engine, plan, reference)
+                if reference:
+                    add(options.out, pair)
+                print(f"{name} on {engine}: {text_of(pair)}, {pair['seconds']} s", file=sys.stderr)
+            pairs[name, engine] = pair
+            if options.json:
+                print(json.dumps(pair), flush=True)
     finally:
         _kept.stack.close()
     if not options.json:
         show(rows(pairs, engines), as_json=False)
         print(", ".join(f"{name} {text}" for name, text in case_of(plan_of("fedlps", options.rounds))["versions"].items()))
-    same = sum(pair.text() == "same" for pair in pairs.values())
+    same = sum(text_of(pair) == "same" for pair in pairs.values())
     print(f"{options.out}: {same} of {len(pairs)} the same", file=sys.stderr)
     return int(same != len(pairs))
 

@@ -1,4 +1,4 @@
-"""The arms of `benchmarks/prune.py`: ours, Torch-Pruning as its own reproduction script drives it, narrow networks from scratch."""
+"""The arms of `benchmarks/prune.py`: ours, Torch-Pruning as its own script drives it, narrow networks from scratch."""
 
 from __future__ import annotations
 

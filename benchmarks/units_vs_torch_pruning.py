@@ -121,42 +121,32 @@ def worst(cut: Callable[[int], str]) -> str:
     return min(found, key=("silent", "error", "ok").index)
 
 
-def build_graph(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Their dependency graph."""
+def groups_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Iterator[Any]]:
+    """Their dependency graph, and its groups, rooted at every kind of layer that they root at anywhere."""
     import torch_pruning
-
-    graph = torch_pruning.DependencyGraph()
-    return graph.build_dependency(model, (args, kwargs), forward_fn=lambda m, inputs: m(*inputs[0], **inputs[1]), verbose=False)
-
-
-def groups_of(graph: Any) -> Iterator[Any]:
-    """Their groups, rooted at every kind of layer that they root at anywhere."""
     from torch.nn.modules.conv import _ConvNd
 
-    yield from graph.get_all_groups(root_module_types=[_ConvNd, nn.Linear, nn.LSTM])
+    graph = torch_pruning.DependencyGraph()
+    graph.build_dependency(model, (args, kwargs), forward_fn=lambda m, inputs: m(*inputs[0], **inputs[1]), verbose=False)
+    return graph, graph.get_all_groups(root_module_types=[_ConvNd, nn.Linear, nn.LSTM])
 
 
 @cache
 def list_roots(name: str) -> list[str]:
     """Names of the root modules of at most `MOST_GROUPS` groups that do not make the output."""
     model, args, kwargs = prepared(name)
-    outputs = output_modules(model, args, kwargs)
-    names = {module: key for key, module in model.named_modules()}
-    roots = []
-    for group in groups_of(build_graph(model, args, kwargs)):
-        members = {names.get(dep.target.module, "") for dep, _ in group if dep.handler.__name__ == "prune_out_channels"}
-        if not members & outputs:
-            roots.append(names[group[0].dep.target.module])
-    return roots[:MOST_GROUPS]
-
-
-def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
-    """Modules whose units are the model's output."""
     try:
         fixed = trace_units(copy.deepcopy(model), *args, **kwargs).fixed
     except NoUnitsError as error:
         fixed = error.fixed
-    return {item.module for item in fixed if item.reason == "model output"}
+    outputs = {item.module for item in fixed if item.reason == "model output"}
+    names = {module: key for key, module in model.named_modules()}
+    roots = []
+    for group in groups_of(model, args, kwargs)[1]:
+        members = {names.get(dep.target.module, "") for dep, _ in group if dep.handler.__name__ == "prune_out_channels"}
+        if not members & outputs:
+            roots.append(names[group[0].dep.target.module])
+    return roots[:MOST_GROUPS]
 
 
 def cut_theirs(name: str, number: int, draw: int) -> str:
@@ -168,9 +158,9 @@ def cut_theirs(name: str, number: int, draw: int) -> str:
         for entry in [*indexed.parameters(), *indexed.buffers()]:
             if entry.is_floating_point():
                 entry.copy_(torch.arange(entry.numel(), dtype=torch.float64).view(entry.shape))
-    graph = build_graph(indexed, args, kwargs)
+    graph, groups = groups_of(indexed, args, kwargs)
     names = {module: key for key, module in indexed.named_modules()}
-    chosen = next(group for group in groups_of(graph) if names[group[0].dep.target.module] == root)
+    chosen = next(group for group in groups if names[group[0].dep.target.module] == root)
     units = sorted(set(chosen[0].idxs))
     order = torch.randperm(len(units), generator=torch.Generator().manual_seed(draw)).tolist()
     dropped = sorted(units[i] for i in order[: len(units) // 2])
@@ -191,8 +181,7 @@ def cut_theirs(name: str, number: int, draw: int) -> str:
             if id(entry) in stays:
                 entry.mul_(stays[id(entry)].view(entry.shape))
     # What the masked dense model computes is right by definition, so only the pruned one may fail.
-    expected = run(masked, args, kwargs)
-    return verdict(expected, run(indexed, args, kwargs))
+    return verdict(run(masked, args, kwargs), run(indexed, args, kwargs))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
