@@ -19,6 +19,7 @@ import logging
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,30 +97,29 @@ def attacks(options: argparse.Namespace) -> Iterator[Row]:
     settings = [_settings(options, seed) for seed in range(options.seeds)]
     every = max(1, round(1 / options.hostile)) if options.hostile else 10**9
     hostile = frozenset(client.id for client in settings[0][1] if client.id % every == every - 1)
-    for method in options.methods.split(","):
-        for rule, changes in RULES.items():
-            for attack, factor in ATTACKS.items():
-                row: Row = {"method": method, "aggregation": rule, "attack": attack, "global": [], "personal": [], "stopped": 0}
-                for given in settings:
-                    try:
-                        result = _run(method, factor, hostile, given, **changes)
-                    except (fl.errors.ClientError, fl.errors.UpdateError):
-                        # A model that was driven to infinity trains nobody any more.
-                        row["stopped"] += 1
-                        continue
-                    honest = [one for one in result.final.per_client if one.client_id not in hostile]
-                    row["global"].append(statistics.mean([_accuracy(one.shared) for one in honest]))
-                    row["personal"].append(statistics.mean([_accuracy(one.personal) for one in honest]))
-                yield row
+    for method, (rule, changes), (attack, factor) in product(options.methods.split(","), RULES.items(), ATTACKS.items()):
+        row: Row = {"method": method, "aggregation": rule, "attack": attack, "global": [], "personal": [], "stopped": 0}
+        for given in settings:
+            try:
+                result = _run(method, factor, hostile, given, **changes)
+            except (fl.errors.ClientError, fl.errors.UpdateError):
+                # A model that was driven to infinity trains nobody any more.
+                row["stopped"] += 1
+                continue
+            honest = [one for one in result.final.per_client if one.client_id not in hostile]
+            row["global"].append(statistics.mean([_accuracy(one.shared) for one in honest]))
+            row["personal"].append(statistics.mean([_accuracy(one.personal) for one in honest]))
+        yield row
 
 
 def privacy(options: argparse.Namespace) -> Iterator[Row]:
     """One row per noise multiplier, the first without privacy."""
     settings = [_settings(options, seed) for seed in range(options.seeds)]
     for noise in (None, *(float(text) for text in options.noise.split(","))):
-        row: Row = {"noise": noise, "clip": None if noise is None else options.clip, "global": []}
+        clip = None if noise is None else options.clip
+        row: Row = {"noise": noise, "clip": clip, "global": []}
         for seed, given in enumerate(settings):
-            changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise, "dp_noise_seed": seed}
+            changes = {} if noise is None else {"dp_clip": clip, "dp_noise": noise, "dp_noise_seed": seed}
             result = _run("fedavg", 1.0, frozenset(), given, **changes)
             row["global"].append(result.final.shared["accuracy"])
             row.update({name: result.privacy.get(name) for name in ("epsilon", "epsilon_unamplified", "delta")})
@@ -128,16 +128,12 @@ def privacy(options: argparse.Namespace) -> Iterator[Row]:
 
 def uploads(options: argparse.Namespace) -> Iterator[Row]:
     """One row per method and number format."""
-    settings = [_settings(options, seed) for seed in range(options.seeds)]
-    for method in options.methods.split(","):
-        for upload in ("float32", "bfloat16"):
-            row: Row = {"method": method, "upload": upload, "global": [], "personal": [], "megabytes": []}
-            for given in settings:
-                result = _run(method, 1.0, frozenset(), given, upload=upload)
-                row["global"].append(result.final.shared["accuracy"])
-                row["personal"].append(result.final.personal["accuracy"])
-                row["megabytes"].append(result.cost.uplink_bytes / 1e6)
-            yield row
+    for method, upload in product(options.methods.split(","), ("float32", "bfloat16")):
+        settings = (_settings(options, seed) for seed in range(options.seeds))
+        results = [_run(method, 1.0, frozenset(), given, upload=upload) for given in settings]
+        row = {"method": method, "upload": upload, "global": [result.final.shared["accuracy"] for result in results]}
+        row["personal"] = [result.final.personal["accuracy"] for result in results]
+        yield row | {"megabytes": [result.cost.uplink_bytes / 1e6 for result in results]}
 
 
 TABLES = {"attacks": attacks, "privacy": privacy, "uploads": uploads}
@@ -154,7 +150,6 @@ def _told(row: Row, name: str) -> Any:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(TABLES))
     parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds mnist/; without it digits")

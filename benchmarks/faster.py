@@ -361,7 +361,6 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
     parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "llama" not in name], choices=list(MODELS))

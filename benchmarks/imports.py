@@ -56,7 +56,6 @@ def draw(graph: nx.DiGraph, lines: Counter[str], path: Path) -> None:
 
 
 def main() -> None:
-    """Print the lines, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, help="write the picture there; SVG or PNG")
     options = parser.parse_args()

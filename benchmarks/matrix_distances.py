@@ -15,7 +15,6 @@ from matrix.run import TOLERANCE, distance
 
 
 def main() -> None:
-    """Measure all cells that are not compiled."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     worst: dict[str, float] = defaultdict(float)

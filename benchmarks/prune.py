@@ -124,7 +124,6 @@ def _rows(lines: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Measure what is missing, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("prune.jsonl"))
     parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg19-cifar100"], choices=sorted(TASKS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,22 +42,10 @@ def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
     return pruned, copy.deepcopy(small)
 
 
-def ours(cell: Cell, multiple_of: Any = 1) -> Cut:
-    """The default with batches, and the dense model as a teacher."""
+def ours(cell: Cell, multiple_of: Any = 1, *, teacher: bool = False) -> Cut:
+    """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
     pruned, small = _default(cell, multiple_of)
-    return Cut(copy.deepcopy(pruned.model), small, teacher=True, notes={"widths": pruned.mask.counts()})
-
-
-def ours_without_teacher(cell: Cell, multiple_of: Any = 1) -> Cut:
-    """The same, fine-tuned on labels alone, as the rivals are."""
-    found = ours(cell, multiple_of)
-    found.teacher = False
-    return found
-
-
-def ours_rounded(cell: Cell) -> Cut:
-    """The same, in widths that the device likes."""
-    return ours_without_teacher(cell, "auto")
+    return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
 
 
 def ours_by_depth(cell: Cell, limit: float = 1.0, **options: Any) -> Cut:
@@ -96,8 +85,8 @@ def _pruned(cell: Cell, example: Tensor, budget: str, **options: Any) -> Cut:
     return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
 
 
-def _group_sl(cell: Cell) -> tuple[nn.Module, Any, float]:
-    """The network that our GroupSL trained sparsely, its cut to magnitudes by cost, and the FLOPs of that training."""
+def ours_group_sl(cell: Cell, *, repaired: bool = False) -> Cut:
+    """Sparse training by our GroupSL, then magnitudes by cost; repaired against that network, the dense model teaches."""
 
     def sparse() -> tuple[nn.Module, float]:
         dense, schedule = copy.deepcopy(cell.dense), cell.schedule
@@ -106,21 +95,9 @@ def _group_sl(cell: Cell) -> tuple[nn.Module, Any, float]:
         return dense, train(dense, shared, "sparse", schedule.sparse, rate, regularizer=GroupSL(graph, 5e-4))
 
     dense, spent = cell.once("sparse", sparse)
-    criterion = Normalised(Magnitude(order=2, coupled=True))
-    return dense, _cut(replace(cell, dense=dense.eval()), criterion=criterion), spent
-
-
-def ours_group_sl(cell: Cell) -> Cut:
-    """Sparse training by our GroupSL, then magnitudes by cost."""
-    _, pruned, spent = _group_sl(cell)
-    return Cut(pruned.model, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
-
-
-def ours_group_sl_repaired(cell: Cell) -> Cut:
-    """The same, its consumers refitted against the network that was trained sparsely; the dense model teaches."""
-    dense, pruned, spent = _group_sl(cell)
-    small = _compensated(cell, dense, pruned)
-    return Cut(pruned.model, small, teacher=True, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
+    pruned = _cut(replace(cell, dense=dense.eval()), criterion=Normalised(Magnitude(order=2, coupled=True)))
+    small = _compensated(cell, dense, pruned) if repaired else None
+    return Cut(pruned.model, small, teacher=repaired, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
 
 
 def _reset(model: nn.Module, seed: int) -> nn.Module:
@@ -148,10 +125,6 @@ def scratch_ours(cell: Cell) -> Cut:
 _STEPS = 400
 
 
-def _head(model: nn.Module) -> nn.Module:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-
-
 def _torch_pruning(kind: str, *, is_global: bool, isomorphic: bool = False, gradients: bool = False) -> Callable[[Cell], Cut]:
     """Small steps until the FLOPs are met. All budgets of a dense model lie on one way, which is gone once."""
     name = f"torch-pruning {kind} {is_global} {isomorphic}"
@@ -175,7 +148,7 @@ def _torch_pruning(kind: str, *, is_global: bool, isomorphic: bool = False, grad
             pruning_ratio=1.0,
             max_pruning_ratio=1.0,
             iterative_steps=_STEPS,
-            ignored_layers=[_head(model)],
+            ignored_layers=[module for module in model.modules() if isinstance(module, nn.Linear)][-1:],
             **options,
         )
 
@@ -203,20 +176,15 @@ def _torch_pruning(kind: str, *, is_global: bool, isomorphic: bool = False, grad
                 found[left.pop()] = Cut(small, sparse_flops=spent, notes={"steps": step + 1})
             if not left:
                 break
-            if gradients and step % 10 != 9:
-                _keep_gradients(model)
+            for parameter in model.parameters() if gradients and step % 10 != 9 else ():
+                if parameter.grad is None or parameter.grad.shape != parameter.shape:
+                    parameter.grad = torch.zeros_like(parameter)
         return found
 
     def arm(cell: Cell) -> Cut:
         return copy.deepcopy(cell.once(name, lambda: walk(cell))[cell.share])
 
     return arm
-
-
-def _keep_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is None or parameter.grad.shape != parameter.shape:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 class _Regularize:
@@ -239,15 +207,15 @@ class _Regularize:
 
 
 ARMS: dict[str, Callable[[Cell], Cut]] = {
-    "ours": ours,
-    "ours, no teacher": ours_without_teacher,
-    "ours, no teacher, rounded": ours_rounded,
-    "ours, depth": lambda cell: ours_by_depth(cell, keep=["channel"]),
-    "ours, depth and width": lambda cell: ours_by_depth(cell, 0.75),
+    "ours": partial(ours, teacher=True),
+    "ours, no teacher": ours,
+    "ours, no teacher, rounded": partial(ours, multiple_of="auto"),
+    "ours, depth": partial(ours_by_depth, keep=["channel"]),
+    "ours, depth and width": partial(ours_by_depth, limit=0.75),
     "ours, milliseconds": ours_by_milliseconds,
     "ours, FLOPs of that time": ours_by_flops_of_that_time,
     "ours: group-sl": ours_group_sl,
-    "ours: group-sl, repaired": ours_group_sl_repaired,
+    "ours: group-sl, repaired": partial(ours_group_sl, repaired=True),
     "torch-pruning: L2": _torch_pruning("magnitude", is_global=False),
     "torch-pruning: L2, global": _torch_pruning("magnitude", is_global=True),
     "torch-pruning: L2, isomorphic": _torch_pruning("magnitude", is_global=True, isomorphic=True),

@@ -256,7 +256,6 @@ def totals(rows: list[dict[str, Any]], side: str) -> str:
 
 
 def main() -> None:
-    """Read the options, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of architectures (default: all of the zoo)")
     parser.add_argument("--out", type=Path, help="file of results, one line each; what is in it is not measured again")
