@@ -23,8 +23,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -91,17 +90,7 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple
     return right / len(x), taken
 
 
-def _pretrained(kept: Path, cell: Cell, options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
-    """The dense network after three epochs, which are trained once for all arms."""
-    if not kept.exists():
-        masked = sk.LearnableMask(cell.model, (cell.train[0][:2],), explore=0.0)
-        _train(masked, cell, 3 * options.train // BATCH, seed)
-        torch.save(masked.dense_state(), kept)
-    state: dict[str, torch.Tensor] = torch.load(kept, weights_only=True)
-    return state
-
-
-def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str, Any]:
+def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str, Any]:
     """Train an arm; `steps` are those of a plain narrow network."""
     example = (cell.train[0][:2],)
     data = [(cell.train[0][i : i + 100], cell.train[1][i : i + 100]) for i in range(0, 100 * SCORED, 100)]
@@ -146,46 +135,41 @@ def _good(cell: Cell, names: Iterable[str]) -> dict[str, list[int]]:
     return {next(name for name in names if name.startswith(start)): sorted(units) for start, units in cell.good.items()}
 
 
-def _cells(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[float, int, str], dict[str, Any]]]]:
-    """Name → what trains an arm, of a ratio and a seed."""
+def _names(options: argparse.Namespace) -> dict[str, str]:
+    """Family, task or start → what its cell is called in the file."""
     if options.what == "planted":
-        for family in options.families:
-            name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
-            yield name + (", trainable" if options.trainable else ""), partial(_planted_run, options, family)
-    elif options.what == "tasks":
-        for name in TASKS:
-            yield f"task {name} {options.train} images {options.epochs} epochs", partial(_task_run, options, name)
+        end = (f", batches of {options.batch}" if options.batch != BATCH else "") + (", trainable" if options.trainable else "")
+        return {family: f"planted {family}{end}" for family in options.families}
+    end = f"{options.train} images {options.epochs} epochs"
+    if options.what == "tasks":
+        return {name: f"task {name} {end}" for name in TASKS}
+    pixels = "" if options.pooled == 1 else f" {32 // options.pooled} pixels"
+    return {start: f"{options.data}{pixels} {start} {end}" for start in options.starts}
+
+
+def _cell(options: argparse.Namespace, kind: str, seed: int, arm: str) -> tuple[Cell, int]:
+    """What an arm is trained on, and the steps of a plain narrow network."""
+    if options.what == "planted":
+        cell = dataclasses.replace(planted(kind, seed, options.device), batch=options.batch)
+        if options.trainable:
+            cell.model.requires_grad_()
+        return cell, options.steps
+    sizes = {"train": options.train, "test": options.test}
+    if options.what == "tasks":
+        before, cell = task(kind, seed, options.device, **sizes)
+        name, steps = f"{kind}-{options.train}", options.epochs * len(cell.train[0]) // BATCH
     else:
-        pixels = "" if options.pooled == 1 else f" {32 // options.pooled} pixels"
-        for start in options.starts:
-            name = f"{options.data}{pixels} {start} {options.train} images {options.epochs} epochs"
-            yield name, partial(_image_run, options, start)
-
-
-def _planted_run(options: argparse.Namespace, family: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
-    cell = dataclasses.replace(planted(family, seed, options.device), batch=options.batch)
-    if options.trainable:
-        cell.model.requires_grad_()
-    return _run(arm, cell, ratio, options.steps, seed)
-
-
-def _image_run(options: argparse.Namespace, start: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
-    sizes = {"train": options.train, "test": options.test, "pooled": options.pooled}
-    cell = images(options.data, seed, options.device, **sizes)
-    if start == "trained":
-        kept = options.out.parent / f"dense-{options.data}-small-{options.train}-{options.pooled}-{seed}.pt"
-        cell.model.load_state_dict(_pretrained(kept, cell, options, seed))
-    return _run(arm, cell, ratio, options.epochs * (options.train // BATCH), seed)
-
-
-def _task_run(options: argparse.Namespace, name: str, ratio: float, seed: int, arm: str) -> dict[str, Any]:
-    before, cell = task(name, seed, options.device, train=options.train, test=options.test)
-    if arm == "scratch":
-        arm = "random"
-    else:
-        kept = options.out.parent / f"dense-{name}-{options.train}-{seed}.pt"
-        cell.model.load_state_dict(_pretrained(kept, before, options, seed))
-    return _run(arm, cell, ratio, options.epochs * len(cell.train[0]) // BATCH, seed)
+        before = cell = images(options.data, seed, options.device, **sizes, pooled=options.pooled)
+        name, steps = f"{options.data}-small-{options.train}-{options.pooled}", options.epochs * (options.train // BATCH)
+    if "scratch" not in (kind, arm):
+        # The dense network after three epochs, which are trained once for all arms.
+        kept = options.out.parent / f"dense-{name}-{seed}.pt"
+        if not kept.exists():
+            masked = sk.LearnableMask(before.model, (before.train[0][:2],), explore=0.0)
+            _train(masked, before, 3 * options.train // BATCH, seed)
+            torch.save(masked.dense_state(), kept)
+        cell.model.load_state_dict(torch.load(kept, weights_only=True))
+    return cell, steps
 
 
 def _tables(lines: list[dict[str, Any]]) -> None:
@@ -228,10 +212,11 @@ def main() -> None:
     if options.what != "table":
         done = [(line["cell"], line["ratio"], line["seed"], line["arm"]) for line in read(options.out)]
         ratios = [0.25] if options.what == "planted" else options.ratios
-        every = product(_cells(options), ratios, range(options.seeds), options.arms or ARMS[options.what])
-        for (cell, run), ratio, seed, arm in every:
-            if (cell, ratio, seed, arm) not in done:
-                line = {"cell": cell, "ratio": ratio, "arm": arm, "seed": seed, **run(ratio, seed, arm)}
+        every = product(_names(options).items(), ratios, range(options.seeds), options.arms or ARMS[options.what])
+        for (kind, name), ratio, seed, arm in every:
+            if (name, ratio, seed, arm) not in done:
+                found = _run("random" if arm == "scratch" else arm, *_cell(options, kind, seed, arm), ratio, seed)
+                line = {"cell": name, "ratio": ratio, "arm": arm, "seed": seed, **found}
                 add(options.out, line)
                 print(json.dumps(line), flush=True)
     if lines := read(options.out):
