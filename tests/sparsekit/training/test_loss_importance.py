@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from masked import train_step
 from torch import Tensor, nn
 
+import sparsekit as sk
+from sparsekit.training.evidence import Evidence
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance
@@ -272,3 +275,14 @@ def test_importance_is_in_nats() -> None:
             assert rise / 6 < value < 2 * rise
         else:
             assert abs(value) < 0.02
+
+
+def test_samples_of_a_unit_give_its_mean_with_an_error_from_an_unbiased_variance() -> None:
+    graph = sk.trace_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 2))
+    evidence = Evidence(graph, torch.zeros(3, dtype=torch.float64), 0.5, 1.0)
+    for value in (1.0, 2.0, 4.0, 9.0):
+        evidence.add("kept", torch.tensor([1]), torch.tensor([value]))
+    mean, error, variance = evidence._moments("kept")
+    assert mean.tolist() == [0.0, 4.0, 0.0]
+    assert float(variance[1]) == pytest.approx(38 / 3)
+    assert error.tolist() == pytest.approx([math.inf, math.sqrt(38 / 3 / 4), math.inf])

@@ -102,6 +102,13 @@ def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixtur
         pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
 
 
+def test_dirichlet_gives_a_client_with_its_even_part_no_more() -> None:
+    for seed in range(5):
+        splits = dirichlet(pictures(per_class=40, classes=40), clients=10, rng=np.random.default_rng(seed), alpha=0.05)
+        # At most its even part, 160, and what one class adds.
+        assert max(len(split.train) + len(split.val) for split in splits) < 200
+
+
 def test_dirichlet_deals_every_example_once() -> None:
     splits = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
     rows = sorted(row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist())
