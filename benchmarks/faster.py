@@ -72,7 +72,6 @@ DEPTH: dict[str, dict[str, Any]] = {
     "depth": {"keep": ["channel", "feature", "head"], "limits": {"block": (0.0, 1.0)}},
     "both": {"multiple_of": 16, "limits": {"block": (0.0, 0.75)}},
 }
-CONVOLUTIONAL = ("resnet50", "vgg16", "mobilenetv2", "densenet121", "convnext-tiny")
 
 
 def example(name: str, batch: int, device: str) -> Tensor:

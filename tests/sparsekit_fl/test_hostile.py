@@ -298,6 +298,17 @@ class Evil:
         return (open, (str(self.path), "w"))
 
 
+def test_a_pickle_that_would_run_code_runs_none(tmp_path):
+    evil = pickle.dumps(Evil(tmp_path / "ran"))
+    header, body = split(MASKED)
+    for payload in (evil, join(header, evil + body), join(evil, body), MASKED + evil):
+        with pytest.raises(DataError):
+            decode_update(payload, SETUP.graph)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(evil).close()
+    assert (tmp_path / "ran").exists(), "the pickle is one that runs code"
+
+
 @given(st.lists(st.floats(), min_size=1, max_size=5), st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e308]), min_size=5, max_size=5))
 @example([math.inf, -math.inf], [1.0] * 5)
 @example([1.7e308, 1.7e308], [1.0] * 5)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from personal import Read
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import Dataset
@@ -150,19 +151,6 @@ def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(c
                 assert (batch.inputs[0].stride()[1:] == (1, 5 * channels, channels)) == asked
 
 
-class _Read:
-    """A data set of one's own, read example by example."""
-
-    def __init__(self, data: fl.TensorData) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, place: int) -> object:
-        return self.data[place]
-
-
 class _Exits(nn.Module):
     """Two outputs, as a model with several exits has."""
 
@@ -198,7 +186,7 @@ def test_a_metric_of_the_whole_split_sees_it_once_and_whole(count, lazy):
     )
     data = fl.TensorData((x,), y)
     for positions in (None, torch.arange(count).flip(0)[: max(2, count // 2)]):
-        scores = evaluate(model, problem, Examples(problem, _Read(data) if lazy else data, device="cpu"), positions=positions)
+        scores = evaluate(model, problem, Examples(problem, Read(data) if lazy else data, device="cpu"), positions=positions)
         part = slice(None) if positions is None else positions
         with torch.no_grad():
             expected = roc_auc_score(y[part], torch.stack(model(x[part])).mean(0)[:, 1])

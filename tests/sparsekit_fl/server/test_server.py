@@ -142,6 +142,3 @@ def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
             expected = delta.to(torch.bfloat16) if delta.is_floating_point() else delta
             assert torch.equal(after.delta[name], expected)
             assert after.delta[name].dtype == expected.dtype
-
-
-NOISY = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0, dp_noise_seed=7)
