@@ -12,8 +12,6 @@ the client deploys; with several seeds mean ± deviation over them. These attack
 more. Tables are Markdown, a row as soon as it is known; docs/evidence/robustness.md has them.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import statistics

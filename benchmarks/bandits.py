@@ -10,8 +10,6 @@ Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on 
 algorithms meet the same. Needs PyXAB (`pip install --group bench`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

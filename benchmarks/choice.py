@@ -16,8 +16,6 @@ The arms: `learned` (a LearnableMask as it comes, in a plain loop), `paper` (Gra
 narrow network from scratch, in as many FLOPs as the others after the cut; the dense network before it is given to them).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The cells of `choice.py`: planted units, where the best set is known, and images, where it is not."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ round (reading its data, building the submodel, training, scoring and packing it
 arithmetic that the method reports over that of the reference, 1 where these are the same work.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import statistics

@@ -1,7 +1,5 @@
 """What benchmarks share: seconds measured in turns, files of results that go on where they ended, rows shown as they come."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

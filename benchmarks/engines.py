@@ -18,8 +18,6 @@ resident set of that process (VmHWM, Linux). `memories` are the files of the cli
 on the disk and in no process.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import signal

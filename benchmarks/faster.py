@@ -14,8 +14,6 @@ a CPU. All networks have random weights: times do not depend on them. Torch-Prun
 does by default, and that share is bisected until the FLOPs are met.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import math

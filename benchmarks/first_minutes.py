@@ -8,8 +8,6 @@ model, and, with the extra `fl`, a short federated run. Without extras, what nee
 environment; the exit code is 1 where something failed. Needs uv (`pip install uv`) and a package index.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ The file is written anew after every part, so that a run that is cut off leaves 
 error there, and the others run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

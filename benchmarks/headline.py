@@ -7,8 +7,6 @@ five, so a number may lie within two deviations of the page's. What takes hours 
 results in `examples/paper`, whose commands stand there. The exit code is 1 where a number differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -7,8 +7,6 @@ Every import counts: at the top of a file, inside a function, and below `if TYPE
 imports to the one that is imported, and a folder stands above all that it imports.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 python benchmarks/matrix_distances.py              # a minute
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 

@@ -5,8 +5,6 @@
 in the folder `benchmarks`. The channels are cut by sparsekit itself; all weights are drawn anew after the cut.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

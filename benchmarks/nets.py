@@ -1,7 +1,5 @@
 """The networks that benchmarks share, written by hand: VGG, ResNet, MobileNetV2, ViT and DenseNet121."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -12,8 +12,6 @@ The deployment is one SuperLink and two SuperNodes on the loopback, with TLS and
 after the other. It needs Linux, openssl and ssh-keygen.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

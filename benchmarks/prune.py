@@ -12,8 +12,6 @@ training images. Networks from scratch get the training FLOPs of pretraining and
 that the file has; `training_flops` says what each arm spent, pretraining included.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """The arms of `benchmarks/prune.py`: ours, Torch-Pruning as its own script drives it, narrow networks from scratch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

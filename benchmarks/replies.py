@@ -1,7 +1,5 @@
 """An engine that changes what clients answer: for clients that attack, and for planted errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ first rounds of the preset from the start, tracing and the clients' first partic
 same runs, with scoring. The last round, in which all test data are scored, comes after the clock has stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

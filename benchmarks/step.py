@@ -18,8 +18,6 @@ network, in turns of ten steps, in CPU seconds; a perceptron and a small transfo
 settle, and then costs what a fixed one does: `share_explored` says what exploration came to in FLOPs.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterator

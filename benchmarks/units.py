@@ -11,8 +11,6 @@ torch-pruning (`pip install torch-pruning`) builds and lists its groups but veri
 times are shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import warnings

@@ -14,8 +14,6 @@ counts; each side of each architecture has a time limit, since torch-pruning (`p
 returns on some.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import multiprocessing

@@ -5,8 +5,6 @@ Run it with `python examples/layer_rule.py`. To test a rule of your own as the b
 known wherever sparsekit is used, name its class in the entry-point group `sparsekit.rules` of your package.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

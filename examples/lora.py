@@ -6,8 +6,6 @@ Needs `pip install peft transformers`. The transformer is made from a configurat
 weights pass their file to `sparsekit_fl.run(..., init=FILE)`.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

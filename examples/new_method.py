@@ -9,8 +9,6 @@ command line: `sparsekit run examples.new_method:fedhalf --rounds 10`. In a pack
 makes it `sparsekit run fedhalf`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import sparsekit as sk

@@ -11,8 +11,6 @@ give them names. `CriterionContract` of `sparsekit.testing.criteria` and `Alloca
 test them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

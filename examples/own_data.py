@@ -3,8 +3,6 @@
 Needs `pip install "sparsekit-torch[fl]"`. Run it with `python examples/own_data.py`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

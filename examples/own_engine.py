@@ -8,8 +8,6 @@ Needs `pip install "sparsekit-torch[fl]"`. In a package of your own, the entry p
 makes it `--engine timed`. `sparsekit_fl.testing.EngineContract` tests it: same bits as every other engine.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ contention as in Gunther's Universal Scalability Law, so that what is best can b
 test is short and noisy, as such tests are. Run it with `python examples/tune_database.py`; it needs numpy alone.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A bandit that forgets nothing goes on betting on what was best once; one that di
 that notices by itself that they fall. Run it with `python examples/tune_drifting.py`; it needs numpy alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Needs scikit-learn (`pip install "sparsekit-torch[fl]"`). Run it with `python examples/tune_lr.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from sklearn.datasets import load_digits

@@ -4,8 +4,6 @@ Needs matplotlib (`pip install "sparsekit-torch[report]"`). Run it with `python 
 watch_mask.svg.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Needs scikit-learn (`pip install "sparsekit-torch[fl]"`). Run it with `python examples/wrap_module.py`.
 """
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """`python -m sparsekit`: the command, where the folder of console scripts is not on the path."""
 
-from __future__ import annotations
-
 from sparsekit.cli.main import main
 
 if __name__ == "__main__":

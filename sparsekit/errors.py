@@ -4,8 +4,6 @@ Each class also inherits the builtin that a caller would expect (`ValueError`, `
 `except` clauses keep working. A message says what was given, what is allowed and what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

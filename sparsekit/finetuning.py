@@ -1,7 +1,5 @@
 """What follows the cut: batch norms recalibrated, consumers compensated, the model trained on; and what may come before it."""
 
-from __future__ import annotations
-
 from sparsekit.pruning.compensation import compensate, recalibrate
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune

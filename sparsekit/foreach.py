@@ -3,8 +3,6 @@
 These are operators of torch by public names. A name that ends in `_` changes the tensors of the first list.
 """
 
-from __future__ import annotations
-
 from sparsekit import _torch
 
 __all__ = [

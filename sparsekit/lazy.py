@@ -1,7 +1,5 @@
 """lazy_names(): names of a package that are imported when they are first used, so that each user pays for what she uses."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

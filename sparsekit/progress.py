@@ -1,7 +1,5 @@
 """track(): a progress bar on stderr around any iterable, only where it was asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Registry: a name finds an object, from a table or from an installed entry point, imported when asked for."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points

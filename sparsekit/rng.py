@@ -1,7 +1,5 @@
 """Global random state: seeded for a while, or put back as it was."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Errors of a federated run: what failed, for whom, in which round, and how to go on."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

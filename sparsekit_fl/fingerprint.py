@@ -1,7 +1,5 @@
 """The fingerprint of a run: which code and which data made it, so that nothing is taken for what it is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import logging

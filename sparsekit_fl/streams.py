@@ -1,7 +1,5 @@
 """Streams: every generator of a run, derived from one seed and from what the numbers are for, never from order of use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

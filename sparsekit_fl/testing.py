@@ -2,8 +2,6 @@
 test, and pytest runs the rest.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What all tests share: one torch thread, the folder of real data, a cache that stays inside the repository."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Random networks from layers and wiring, each from one integer: what the fuzz test traces and cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

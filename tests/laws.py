@@ -1,7 +1,5 @@
 """The law of masks, as a check that tests share: a model under a mask equals the narrow model, in outputs and gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import warnings

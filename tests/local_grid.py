@@ -4,8 +4,6 @@ Every message and every reply is taken apart into the objects that Flower sends 
 shuffled; a fault can be planted in any of them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

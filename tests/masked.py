@@ -3,8 +3,6 @@
 While a unit is dropped, its entries, their optimiser state and its norm statistics do not change, as in a narrow network.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

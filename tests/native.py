@@ -1,7 +1,5 @@
 """Whether a compact module is what its class would have made of its sizes, with nothing of the trace left behind."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

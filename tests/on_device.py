@@ -4,8 +4,6 @@ Numbers are drawn on the CPU, so that a test has the same ones on every device. 
 that it should have made on the device of a model, and made on the CPU, must fail.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimisers that keep other weights in their state, as users write them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared by the tests of personalised and weight-mask methods: a model of three numbers, small problems, watched runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from typing import get_args

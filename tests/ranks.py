@@ -1,7 +1,5 @@
 """Work that two processes of one gloo group do together."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

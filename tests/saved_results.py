@@ -1,7 +1,5 @@
 """Made-up results for tests of reports: what files of finished runs look like, with numbers that are easy to check."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

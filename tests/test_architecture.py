@@ -1,7 +1,5 @@
 """The rules of the code base that a program can check: import arrows, file length, tables, random numbers, names."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -345,14 +343,12 @@ def test_the_project_speaks_of_itself_alone() -> None:
 
 
 def _faults_of(module: str) -> list[str]:
-    """What a file lacks of: a docstring, the import of annotations, in a package a right list of its public names."""
+    """What a file lacks of: a docstring, in a package a right list of its public names."""
     tree = _tree(MODULES[module])
     faults = [] if ast.get_docstring(tree) else [f"{module}: one or two sentences say what the file is"]
     body = [node for node in tree.body if not isinstance(node, ast.Expr)]
     if not body:
         return faults
-    if not (isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__"):
-        faults += [f"{module}: from __future__ import annotations"] * (MODULES[module].name != "__init__.py")
     listed = [node for node in body if isinstance(node, ast.Assign) and _dotted(node.targets[0]) == "__all__"]
     if not listed:
         return faults

@@ -1,7 +1,5 @@
 """The benchmark of pruning: batches that can be repeated, every arm on a tiny schedule, nothing measured twice."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

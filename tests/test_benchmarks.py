@@ -1,7 +1,5 @@
 """The benchmark of client steps: it counts the right reference for every kind of method."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every example runs to its end and prints what it promises."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

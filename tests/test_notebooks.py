@@ -1,7 +1,5 @@
 """Every notebook of the examples runs from its first cell to its last."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

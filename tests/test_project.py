@@ -1,7 +1,5 @@
 """What a project has beside its code: one version, a changelog cut to it, citation, templates, workflows that can run."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The README: its commands exist, its code runs, its links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

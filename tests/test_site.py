@@ -1,7 +1,5 @@
 """The site: its code runs, its commands exist, every public name has a page, and every page has a place."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import re

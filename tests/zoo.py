@@ -1,7 +1,5 @@
 """The small architectures that the tests share, by name, with example inputs and the groups that must be found."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The zoo, part three: attention, whose unit is a whole head."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What an architecture of the zoo is: a factory, example inputs, and the groups that must be found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

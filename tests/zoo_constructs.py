@@ -1,7 +1,5 @@
 """The zoo, part four: constructs that are known to break structured pruning, by name, each exact or fixed with its reason."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import warnings

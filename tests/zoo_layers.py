@@ -1,7 +1,5 @@
 """The zoo, part one: kinds of layers."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

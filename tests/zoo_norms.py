@@ -1,7 +1,5 @@
 """Architectures that shrink in width when norms are taken over the kept units, with the groups that must then be found."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The page ZOO.md: what trace_units finds in every architecture of the tests' zoo. `python tests/zoo_table.py` writes it."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """The zoo, part two: kinds of wiring, and what cannot be cut."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Draw the pictures of the site: `python docs/make/draw.py`. They are drawn from nothing but this file, always the same."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 mkdocs calls these functions; nothing is written but the site.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The names are those of tests/public_api.txt, which a test compares with `__all__`; the examples are in docs/reference/examples.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

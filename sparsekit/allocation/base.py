@@ -1,7 +1,5 @@
 """Allocation: how many units stay in each group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """ByCost and Global: the units go first that are worth least, for what they cost or wherever they are."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """choose() and select(): the only place where scores become a mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Isomorphic: a ranking for each kind of structure, such as attention, MLP and convolution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Knapsack: the numbers of units with the largest worth in all whose costs fit, as a dynamic programme."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The numbers of units that a group may keep: limits, and multiples of what a kernel likes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Schedules: which part of the way to the budget is gone at which step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sensitivity: every group is narrowed as far as costs the same measured degradation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Uniform and PerGroup: shares of units that are written down, and the only rounding from a share to a number."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """The walk to a budget: take away the block that costs the least worth for what it saves, until the budget is met."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

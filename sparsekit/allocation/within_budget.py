@@ -1,7 +1,5 @@
 """What all allocations within a budget share; UniformWithin: the largest share of units in every group that meets one."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What the units of a group lose together when its worst ones go, so that groups can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Interval and Box, where is searched; Pull and BoxPull, one trial there; Bandit, what searches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """E-UCB: discounted upper confidence bounds over a partition that is refined where it is pulled, as in FedMP."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

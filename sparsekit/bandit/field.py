@@ -1,7 +1,5 @@
 """Field: the arms of a SplitUCBV in the unit cube, what was told of them, and which is pulled next."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

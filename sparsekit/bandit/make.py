@@ -1,7 +1,5 @@
 """make_bandit: a bandit by its name, so that a command line can choose one; restore_bandit: one from its saved state."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

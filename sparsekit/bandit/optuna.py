@@ -1,7 +1,5 @@
 """BanditSampler: any bandit as a sampler of Optuna. Needs the extra `optuna`; nothing else here imports it."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """P-UCBV: an upper-confidence bandit that splits the interval where it has pulled and can drop one side at once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Study: the trials of a search in Optuna's storage, who chooses their values, and the loop that runs them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -1,7 +1,5 @@
 """Tree: cells that make up the unit cube, split where it pays, and what is believed of the arm that each of them has."""
 
-from __future__ import annotations
-
 import math
 from typing import TypeAlias
 

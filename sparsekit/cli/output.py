@@ -1,7 +1,5 @@
 """What the commands share towards a terminal: how one is declared, tables in which nothing is cut off, and the log."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence

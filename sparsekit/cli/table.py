@@ -1,7 +1,5 @@
 """The commands, models and data that ship with sparsekit: names and places alone, so that listing them imports nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Activation: how strongly a unit is on, times the weights that read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Criterion and View: what a unit is worth, and what the answer may depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

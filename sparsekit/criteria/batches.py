@@ -1,7 +1,5 @@
 """DataDriven: what every criterion that runs the model on data shares. How a batch is read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager

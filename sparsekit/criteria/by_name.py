@@ -1,7 +1,5 @@
 """as_criterion(), with_data(): a criterion by its name, for arguments that take either, and with the data that it reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Normalised and Lamp: scores divided by what is usual in their group, so that groups can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args

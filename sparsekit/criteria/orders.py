@@ -1,7 +1,5 @@
 """Learned, Ordered, Random: orders of the units that no weight decides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

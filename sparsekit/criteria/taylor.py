@@ -1,7 +1,5 @@
 """Taylor and Fisher: a unit is worth what the loss would rise by without it, by the first terms of its Taylor series."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args

@@ -5,8 +5,6 @@ positions. Such a list follows from our index table; its own graph is not needed
 scored, by exactly the numbers that the class would give there.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Magnitude, GeometricMedian, BatchNormScale: what the weights alone say, read off the index table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """What can be removed from a model, as data: groups of units, index tables, masks."""
 
-from __future__ import annotations
-
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import Axes, add_, along, cut_axes, gather, narrow_shape, scatter_

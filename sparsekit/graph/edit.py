@@ -1,7 +1,5 @@
 """without(), only(), narrow(), remaining(): a graph with fewer groups, fewer units, or of a model with fewer modules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace

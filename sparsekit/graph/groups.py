@@ -1,7 +1,5 @@
 """UnitSlice, UnitGroup: where units lie in tensors; FixedUnits, SizeAttribute, NormSite: what else a trace has found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ are whole. What is selected is the cross product: of a 3×4 tensor, `{0: [2], 1:
 as a 1×2 tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

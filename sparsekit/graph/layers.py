@@ -1,7 +1,5 @@
 """Layer: which module reads which entries, and what follows from the order of the layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Arithmetic on state dicts. Inputs are read-only, outputs are new dicts, keys are the model's own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

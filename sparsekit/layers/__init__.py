@@ -4,8 +4,6 @@ A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and de
 `Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 

@@ -3,8 +3,6 @@
 Its heads together need not be as wide as its input once some of them are gone: it is then a `NarrowMultiheadAttention`.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping

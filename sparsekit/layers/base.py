@@ -1,7 +1,5 @@
 """LayerRule: all that is known about one layer family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

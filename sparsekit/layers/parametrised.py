@@ -1,7 +1,5 @@
 """Weights that are computed from other parameters: weight norm can be cut exactly, spectral norm and orthogonal ones cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

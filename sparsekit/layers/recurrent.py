@@ -1,7 +1,5 @@
 """LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 

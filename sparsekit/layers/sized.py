@@ -1,7 +1,5 @@
 """Layers whose operators say which units go together, so that only sizes are to be set; and instance norms, sized alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 

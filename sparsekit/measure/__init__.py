@@ -1,7 +1,5 @@
 """What a model costs."""
 
-from __future__ import annotations
-
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import Cost, CostModel, CostTerm, cost_model, count_cost, trace_cost
 

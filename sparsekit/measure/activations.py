@@ -4,8 +4,6 @@ Attention maps go with their heads. A weight that is computed from its entries i
 with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

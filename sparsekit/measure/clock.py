@@ -1,7 +1,5 @@
 """How long a call takes, a model in eval mode meanwhile, and times of layers that were measured before, kept on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What passes of a model multiply: which weight is used at how many positions, and products between activations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each layer is run alone at some widths of its inputs and outputs; between them t
 explain, such as sums written as functions, is the difference to the whole model, and goes down with the activations.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

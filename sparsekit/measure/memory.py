@@ -4,8 +4,6 @@ One pass notes which tensors are alive after each operator; a few more tell how 
 inputs are not counted, nor is scratch memory inside an operator.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Time before and after a cut: passes of both models in turns, by several means, and where the time of the smaller one goes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

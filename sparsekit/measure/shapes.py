@@ -4,8 +4,6 @@ A shape is taken for affine in the numbers of units, which holds for all that a 
 them side by side, an axis flattened with others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, count
 from math import comb

@@ -1,7 +1,5 @@
 """The widths that a device likes: what the channels of a layer should be a multiple of."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import cache

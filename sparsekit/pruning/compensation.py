@@ -1,7 +1,5 @@
 """compensate(): consumers of dropped units refitted to what they made before; recalibrate(): statistics estimated anew."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Depth: residual branches that go whole, chosen under the same budget as the widths of what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

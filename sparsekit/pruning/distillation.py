@@ -1,7 +1,5 @@
 """Distillation: the dense model as the teacher of what was cut from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

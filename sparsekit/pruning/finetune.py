@@ -1,7 +1,5 @@
 """finetune(): train a cut model on, with whatever optimiser, keep the best on validation, and resume to the same bits."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

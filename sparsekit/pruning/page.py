@@ -1,7 +1,5 @@
 """The report as HTML: tables, and pictures of widths and FLOPs by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

@@ -3,8 +3,6 @@
 Budget, limits and multiples are no part of the protocol: an allocation has them if it is a dataclass with such fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """prune(): a model and a budget in, a smaller model and a report out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal

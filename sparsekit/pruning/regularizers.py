@@ -4,8 +4,6 @@ Each adds its gradient to `.grad` after the backward pass; `finetune(..., regula
 norm of a unit is taken over everything that goes when it goes: rows, norms and the columns of its consumers.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Which groups a user means: by the name of a layer, a regular expression, a type of module, or the module itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeAlias, get_args

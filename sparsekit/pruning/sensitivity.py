@@ -1,7 +1,5 @@
 """measure_sensitivity(): what narrowing each group alone does to a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps: from the dense model to the budget, once or in several cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast

@@ -1,7 +1,5 @@
 """What a cut saves in milliseconds, and why that is less than it saves in FLOPs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Cut units away and put them back: modules, states, optimisers, files."""
 
-from __future__ import annotations
-
 from sparsekit.surgery.compaction import compact, expand
 from sparsekit.surgery.onnx import export_onnx, export_program
 from sparsekit.surgery.optimizer_state import remap_optimizer

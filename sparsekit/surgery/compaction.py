@@ -1,7 +1,5 @@
 """compact() cuts masked units away, expand() puts them back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Calls that average over an axis, read from torch's functions, and the same computed over kept positions only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of optimisers follows the units of a model: remap_optimizer(), and what narrow training shares with it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias

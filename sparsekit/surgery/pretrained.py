@@ -4,8 +4,6 @@ Such a method writes a configuration beside the weights, with the widths of the 
 cannot be read again, which shows only when somebody loads it.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NoReturn
 

@@ -5,8 +5,6 @@ taken with which the class builds a model of exactly the shapes of the cut one. 
 they take no memory.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

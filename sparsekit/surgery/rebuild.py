@@ -1,7 +1,5 @@
 """Copies of a module with other tensors in place of its own: the base of compaction and of verification."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping

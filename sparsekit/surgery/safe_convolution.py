@@ -19,8 +19,6 @@ Not guarded: dense models, unless `guard_convolutions` is called on them; subcla
 `nn.ConvTranspose2d` with kernel 1, stride 2 and `output_padding=1`, which fails in the same way.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

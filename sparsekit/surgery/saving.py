@@ -6,8 +6,6 @@ train, and, where it is known, the mask. A single file can be moved and renamed 
 safetensors can read the tensors. Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

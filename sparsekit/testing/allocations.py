@@ -1,7 +1,5 @@
 """AllocationContract: inherit it and supply one fixture to test an allocation that was written elsewhere."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """BanditContract: inherit it and supply one fixture to test a bandit that was written elsewhere."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

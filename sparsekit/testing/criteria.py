@@ -1,7 +1,5 @@
 """CriterionContract: inherit it and supply one fixture to test a criterion that was written elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """RuleContract: inherit it and supply three fixtures to test a layer rule that was written elsewhere."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find the units of a model and prove that they can be removed exactly."""
 
-from __future__ import annotations
-
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit.tracing.trace import trace_units
 

@@ -5,8 +5,6 @@ nothing outside can tell the difference. So only that module is copied, and what
 whole model. A model on the meta device has no values; its blocks get random ones, one after the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

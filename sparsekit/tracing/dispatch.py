@@ -1,7 +1,5 @@
 """Dispatcher: runs one forward pass operator by operator and hands each to the function that says what it does to units."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A graph of units says what can be removed; the layers say what comes before what
 themselves, that leave it out of pruning, or that train the first layers only, read it off here and from no name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NormRecorder: under norm="kept", notes while tracing which units each averaging call sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

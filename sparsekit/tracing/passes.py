@@ -1,7 +1,5 @@
 """How copies of a model run: as written, without what is random in train mode, and without a trace on the original."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

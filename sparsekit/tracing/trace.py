@@ -1,7 +1,5 @@
 """trace_units(): one forward pass in, a UnitGraph out."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """Which value of a pass is computed from which, and what modules were called on."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Train a sparse model that is physically narrow, and learn which units stay."""
 
-from __future__ import annotations
-
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance

@@ -1,7 +1,5 @@
 """What a learnable mask saves beside the dense weights, and how it goes on from there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

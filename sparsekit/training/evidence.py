@@ -1,7 +1,5 @@
 """Evidence: the rule of importance, as docs/concepts/masks.md states it: what a unit is worth, and which units are swapped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Execution: how a learnable mask runs its model, physically narrow, or wider where dropped units are looked at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Host: what a learnable mask gives its rule and its optimisers; Rule: how it learns importance and changes its mask."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

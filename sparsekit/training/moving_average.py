@@ -1,7 +1,5 @@
 """MovingAverage: the exponential moving average of a model whose mask changes while it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -7,8 +7,6 @@ ascending order while training; they are sorted when a state is read out. The en
 optimiser state, do not change until it returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

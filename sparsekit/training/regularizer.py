@@ -1,7 +1,5 @@
 """ImportanceRegularizer: pulls the importance of units towards a target that follows the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ Small steps are limited by Python, not by arithmetic, so each operation runs onc
 all units have length J, in the order of the graph's groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -4,8 +4,6 @@ The outputs are those of the narrow model. Entries that the widened groups do no
 others, what the dropped units hold is gathered from the dense copy for one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 torch calls a global hook when a module becomes a part of another one, which is where wrappers are met.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Callback: what happens beside a run. One small interface for displays, loggers, early stopping and what users write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """CentralTest: the global model is scored on one test set that belongs to no client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

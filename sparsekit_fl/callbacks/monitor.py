@@ -1,7 +1,5 @@
 """Monitoring: a callback that follows one number of each evaluation, to stop by it or to keep the best model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Trackers: options, the numbers of every round and the result, in MLflow or as event files of TensorBoard."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

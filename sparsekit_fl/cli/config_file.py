@@ -1,7 +1,5 @@
 """Options by path, from `--set PATH=VALUE` and from files: `--config run.toml`, read, and `run.toml`, which a run writes."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A finished trial is never run again, a half-finished one goes on, and one that fails is recorded and loses no other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

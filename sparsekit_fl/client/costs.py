@@ -1,7 +1,5 @@
 """What work costs: simulated time, the row-mask convention of FLOPs, and devices as budgets."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """Optimisers of a client: the fused SGD, or any of torch, with schedules within a round and scaled losses."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

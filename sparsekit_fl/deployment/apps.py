@@ -3,8 +3,6 @@
 Flower starts a process for each message to a SuperNode, so nothing lives there from message to message but files.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

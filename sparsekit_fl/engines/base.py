@@ -1,7 +1,5 @@
 """Engine and ClientPool: who runs clients. An engine handles processes and wires; learning is left to the client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cohort: clients of a round whose models have one shape train in shared steps."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

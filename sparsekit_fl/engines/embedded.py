@@ -1,7 +1,5 @@
 """Embedded: clients in this process, or in worker processes that share its memory. Same bits for any number of them."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence

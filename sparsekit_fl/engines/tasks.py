@@ -1,7 +1,5 @@
 """Tasks: what a client is asked that is elsewhere, in a worker process or on a node of Flower, and what comes back of it."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import traceback

@@ -4,8 +4,6 @@ Each file's function is also one of this module. They are imported here and not 
 later would take its function's name.
 """
 
-from __future__ import annotations
-
 import inspect
 
 from sparsekit.registry import Registry

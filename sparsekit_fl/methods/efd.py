@@ -6,8 +6,6 @@ Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Redu
 ("diversity parameter"); here every client draws its own each round, which is the unbounded case.
 """
 
-from __future__ import annotations
-
 from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, Mean, RecalibratedBatchNorm, ServerCriterion, SubmodelSgd

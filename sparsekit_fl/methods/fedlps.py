@@ -6,8 +6,6 @@ clients of few classes, `fedlps_paper` is literal where the paper speaks and pla
 code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from sparsekit.training import ImportanceRegularizer

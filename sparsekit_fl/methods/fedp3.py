@@ -8,8 +8,6 @@ paper's strategies we take ordered dropout at the client's capability. As in the
 zero train like the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers (arXiv 1912.00818).
 """
 
-from __future__ import annotations
-
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.share import PrivateHead
 

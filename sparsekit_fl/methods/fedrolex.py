@@ -7,8 +7,6 @@ indices and all clients weigh alike; the direction is a matter of numbering, and
 window, and the inputs of a layer are the units that the layer before it kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ width while training and taken from the client's data for scoring, where the ref
 the widths share scale and shift, as there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ own classes, while here all methods are scored among all classes. On the digits 
 seeds) it lowers the accuracy from 0.76 to 0.65.
 """
 
-from __future__ import annotations
-
 from sparsekit.criteria import Ordered
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import (

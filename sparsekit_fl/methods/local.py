@@ -3,8 +3,6 @@
 On clients that hold few classes it is a strong rival, so every table should show it.
 """
 
-from __future__ import annotations
-
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Nothing
 

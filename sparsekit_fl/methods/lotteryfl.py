@@ -9,8 +9,6 @@ in none of the methods that prune by entry. With rewinding the global model come
 their participations begins at round 0 again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask

@@ -1,7 +1,5 @@
 """make_method: a method from the text that a user wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -20,8 +20,6 @@ In a round:
 To score a client: `personal.model`, `personal.calibrate`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass, field

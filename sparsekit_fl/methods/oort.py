@@ -5,8 +5,6 @@ Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided P
 more clients per round than its rivals, the second would exclude everybody here, where a client trains tens of times.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

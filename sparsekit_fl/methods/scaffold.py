@@ -6,8 +6,6 @@ of the gradients of the round. For plain SGD both are the same; with momentum, c
 The global step size η_g is the run's `server_lr`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -5,8 +5,6 @@ kind of a policy and goes on with fields of dataclasses, as in `local.term.targe
 `personal=LocalModel`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

@@ -15,8 +15,6 @@ saved results compare policies. Here every value stays as it was given, and the 
 parse_value(), read_settings(): such values from texts that a user wrote.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The option `device`: one device, or several by commas, which worker processes take in turn; and exact arithmetic there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ heuristic patterns are scored with the global model while the learned one is sco
 variant reports both, and `ratio` gives all clients the same. `whole` says which FedLPS a part is taken from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias

@@ -1,7 +1,5 @@
 """build_problem: load the data of a preset, partition them over clients and fit the model to them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Reading one imports neither data nor models.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -5,8 +5,6 @@ A reason rests on a measurement of ours, on the authors' code, on arithmetic wit
 Published numbers stand beside runs of their own protocol alone: data, model, partition, levels of devices and training.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

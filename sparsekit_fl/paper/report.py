@@ -1,7 +1,5 @@
 """write_report: every file of a report, from saved results alone, with the numbers and figures of the paper beside ours."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -4,8 +4,6 @@
 such as pruning the new model, stays. Sums are in float64, in the order of the list.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

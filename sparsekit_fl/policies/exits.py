@@ -4,8 +4,6 @@ An exit sits where a layer reads its input. Running to an exit stops there: what
 differentiated, whatever code calls the layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

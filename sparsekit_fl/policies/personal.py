@@ -1,7 +1,5 @@
 """Personal policies: which model a client deploys and is scored with."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """ServerOptimizer: the combined change of a round as a gradient for momentum or an adaptive optimiser on the server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Measures of HeteroFL against what goes wrong when widths mix: activations of ano
 has never seen, and batch norm statistics that belong to no width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

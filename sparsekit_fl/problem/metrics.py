@@ -1,7 +1,5 @@
 """Metrics: a sum and its weight travel together, so that averages over batches and clients cannot go wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

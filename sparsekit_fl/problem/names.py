@@ -1,7 +1,5 @@
 """lower_by_name(): what the name of a metric says of its direction. Reports use it, and need no torch for it."""
 
-from __future__ import annotations
-
 _LOWER = ("loss", "error", "perplexity")
 
 

@@ -1,7 +1,5 @@
 """own_code(): digests of the code that a user wrote for a run, so that a resumed run says what was changed."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Problem: the model, the loss, the metrics and how a batch is read. All that a method needs to know of a task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

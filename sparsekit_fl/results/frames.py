@@ -1,7 +1,5 @@
 """Results as pandas DataFrames, a row per round and a row per client; and as curves over the rounds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

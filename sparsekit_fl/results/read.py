@@ -1,7 +1,5 @@
 """read_result(): a saved result as plain JSON values; flat(): settings by path. Reports need no torch for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A finished run put to use: its models to load, to predict with and to export, and a user's files as their inputs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Numbers as text, with their units. Only here are bytes written as MB."""
 
-from __future__ import annotations
-
 import math
 
 _STEPS = {

@@ -1,7 +1,5 @@
 """run(): a method over a problem and its clients, with its folder, its engine and its errors."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import tempfile

@@ -1,7 +1,5 @@
 """Server: assignments of a round, and the updates that change the model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -5,8 +5,6 @@ by the simulated clock a client is under way for as long as its capability says 
 of workers and any resume give the same bits. By the wall clock clients come in when they do.
 """
 
-from __future__ import annotations
-
 import heapq
 import logging
 import time

@@ -3,8 +3,6 @@
 `python tests/golden/test_golden.py` records anew, after which the difference is for the author to explain.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 `pairwise` selects cells such that every pair of values of two axes occurs in one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product

@@ -4,8 +4,6 @@ The model is dense, with zeros for the entries of dropped units. A step hands th
 optimiser state to an optimiser of its own, and writes back what it makes of them; so nothing of a dropped unit changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

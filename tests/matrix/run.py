@@ -1,7 +1,5 @@
 """Run one cell: train a learnable mask through a change, beside the reference, and measure how far they come apart."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

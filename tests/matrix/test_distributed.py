@@ -1,7 +1,5 @@
 """A compact model and a learnable mask train in two real processes as one process trains on both halves of the batch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -5,8 +5,6 @@ others, without code for the machine, which takes long to make: torch's tracer a
 `pytest tests/matrix -m "slow or not slow"` runs all of them, with inductor.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A second device, `elsewhere`, for machines without a GPU: host memory that torch takes for that of another device."""
 
-from __future__ import annotations
-
 import types
 from contextlib import nullcontext
 from functools import cache

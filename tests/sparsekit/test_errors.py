@@ -1,7 +1,5 @@
 """Errors: families, messages and the nearest name."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekit import errors

@@ -1,7 +1,5 @@
 """Compact modules are plain modules: right attributes, torch.export, ONNX, torch.compile."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

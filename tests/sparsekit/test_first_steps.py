@@ -1,7 +1,5 @@
 """What new users met in their first hour: summaries in place of tables of numbers, and errors that say what to do."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

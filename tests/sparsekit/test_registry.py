@@ -1,7 +1,5 @@
 """Registry: names from the table and from entry points, imported when asked for."""
 
-from __future__ import annotations
-
 import math
 from importlib.metadata import EntryPoint
 

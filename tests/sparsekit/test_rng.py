@@ -1,7 +1,5 @@
 """Streams: equal numbers for equal purposes, in any order, and no trace in global state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What new users of the federated layer met in their first hour."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Hostile messages: whatever a client sends ends in the documented error, quickly, unpickles nothing, and moves no model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Children: a death is seen at once and named, no zombie is left, and siblings hold no pipe open."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

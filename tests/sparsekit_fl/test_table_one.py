@@ -1,7 +1,5 @@
 """The FLOP columns of the paper's Table I, to the digit, from our models, presets and cost model."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Moving joint labels: what views, permutations and new axes do to labels that vary along several axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tracer: all that a trace learns about units, and the words with which handlers and layer rules say it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet

@@ -1,7 +1,5 @@
 """What a write through a view does to the labels of the tensors that share its memory: `out[:, t] = h` in a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

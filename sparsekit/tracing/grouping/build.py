@@ -1,7 +1,5 @@
 """From the nodes of a trace to groups of units: who is connected, who is fixed, and where gates act."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Hand-written attention keeps its number of heads in an attribute and reshapes wi
 guess here; the verification is what decides whether the model is right with them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations

@@ -1,7 +1,5 @@
 """What each operator does to units: a table from operator names to handlers. An operator in no table fixes its inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sparsekit.tracing.ops import joining, movement, normalisation, pointwise, products, reduction, reshape

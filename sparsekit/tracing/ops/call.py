@@ -1,7 +1,5 @@
 """One operator call of a trace, as its handler sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

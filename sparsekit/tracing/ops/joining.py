@@ -1,7 +1,5 @@
 """Operators that fill, join and write tensors: constants, concatenation, padding, copies, moves by index and by patches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

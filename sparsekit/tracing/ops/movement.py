@@ -1,7 +1,5 @@
 """Operators that rearrange one tensor: views, permutations, slices, splits and every other movement of values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

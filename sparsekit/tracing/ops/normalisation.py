@@ -1,7 +1,5 @@
 """Operators that normalise: over a batch, over groups of channels, over the last axes, and softmax."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Operators that work position by position, with broadcasting: sums, products, activations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

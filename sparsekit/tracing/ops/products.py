@@ -1,7 +1,5 @@
 """Operators that multiply and sum over an axis: matrix products, convolutions, the look-up of embeddings, fused attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Operators that reduce or resample axes: sums, means, extremes, pooling, interpolation; and packed sequences."""
 
-from __future__ import annotations
-
 from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 

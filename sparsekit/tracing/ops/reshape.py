@@ -1,7 +1,5 @@
 """Reshaping: one axis of units may be merged with others, or laid over several, such as heads and the size of a head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

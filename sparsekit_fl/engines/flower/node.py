@@ -1,7 +1,5 @@
 """make_app: a Flower client that answers with an executor. The same in a Ray actor, in a SuperNode's process and in a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flwr.app import Context, Message

@@ -1,7 +1,5 @@
 """Nodes and Deployment: the engine over SuperNodes, each of which tells which clients it has."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

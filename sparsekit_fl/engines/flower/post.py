@@ -1,7 +1,5 @@
 """Post: messages to the nodes of a Flower grid and their answers; and Carrier: a grid with the node of each client."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections import deque

@@ -1,7 +1,5 @@
 """Flower: the engine that runs clients in Flower's simulation, on this machine's cores or on a Ray cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -4,8 +4,6 @@ One array, because every array costs Flower several requests; bytes of our own p
 number is reported, and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

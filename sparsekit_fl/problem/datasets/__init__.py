@@ -1,7 +1,5 @@
 """Data sets by name: each entry is called with the user's data directory and returns a `DataSource`."""
 
-from __future__ import annotations
-
 from sparsekit.registry import Registry
 
 __all__ = ["datasets"]

@@ -1,7 +1,5 @@
 """Digits: the 1,797 handwritten digits of 8×8 pixels that scikit-learn brings along. Works offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

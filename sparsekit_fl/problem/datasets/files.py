@@ -1,7 +1,5 @@
 """Where the files of a data set are: in the user's directory, or fetched once from the hub; what was decoded is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Data sets of the library `datasets`: a folder here, or a repository of the hub, as `hf:NAME?image=…&label=…`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Image data sets in the parquet layout of the hub: one `ImageSet` a data set."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

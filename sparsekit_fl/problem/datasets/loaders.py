@@ -1,7 +1,5 @@
 """The image data sets as batches of torch tensors, for commands that know nothing of clients."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

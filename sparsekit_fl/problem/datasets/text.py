@@ -1,7 +1,5 @@
 """Text data sets: words become chunks of token ids; users of Reddit and speakers of Shakespeare are natural clients."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

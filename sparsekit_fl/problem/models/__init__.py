@@ -1,7 +1,5 @@
 """The small networks of the papers, by name. Each registered object is a `ModelSpec`."""
 
-from __future__ import annotations
-
 from sparsekit.registry import Registry
 
 __all__ = ["models"]

@@ -1,7 +1,5 @@
 """ModelSpec: how a network is built for a data set, and which data it takes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

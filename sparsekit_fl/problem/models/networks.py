@@ -1,7 +1,5 @@
 """The networks that federated papers train: a small CNN for MNIST, VGGs for small pictures, an LSTM for the next word."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

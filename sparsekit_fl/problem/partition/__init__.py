@@ -1,7 +1,5 @@
 """Ways to deal a data set to clients, by name."""
 
-from __future__ import annotations
-
 from sparsekit.registry import Registry
 
 __all__ = ["partitions"]

@@ -1,7 +1,5 @@
 """What the partitions share: their signature, the validation split, and grouping by class."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dirichlet partition: every client has its own mixture of the classes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError

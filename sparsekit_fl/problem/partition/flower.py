@@ -1,7 +1,5 @@
 """Partitioners of `flwr-datasets` as partitions: `flwr:DirichletPartitioner`, with their own arguments as options."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Natural partition: the people who made the data are the clients."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

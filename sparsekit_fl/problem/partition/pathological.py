@@ -1,7 +1,5 @@
 """The paper's partition: shards of one class, a few shards per client."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Columns of tables: where a result has each number, its title, and means and deviations as text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparison: trials under one protocol as rows of a table, for terminals, CSV, JSON, Markdown and LaTeX alike."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Figures of a comparison: a front, curves and bars at each level, and lines against levels of heterogeneity."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Equal figures give equal bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The table of a comparison on a terminal, in Markdown, in LaTeX and on one HTML page, and published numbers beside it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models on disk: the files of a run's folder, all in the format of `save_compact`, and the weights that a run starts from."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

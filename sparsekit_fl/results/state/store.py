@@ -1,7 +1,5 @@
 """What outlives a round, as bytes; and MemoryStore: memories of clients, one version per client and round."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

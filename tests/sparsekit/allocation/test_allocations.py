@@ -1,7 +1,5 @@
 """The allocations within a budget, and those written down by hand: the contract, budgets, and what makes each its own."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from functools import cache

@@ -1,7 +1,5 @@
 """choose() and select(): how scores and counts become a mask."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

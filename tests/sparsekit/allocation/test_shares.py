@@ -1,7 +1,5 @@
 """Uniform: the only rounding from a ratio to a count."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

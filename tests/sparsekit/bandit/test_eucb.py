@@ -1,7 +1,5 @@
 """E-UCB: traces computed by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """States of all bandits: what a malformed one is answered, and how one is restored; sequences that must not change."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Bandits by name: the contract of each, and that they need numpy alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Of Optuna's suites all apply but `MultiObjectiveSamplerTestCase`: a bandit has o
 which `SingleOnlySamplerTestCase` asks for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

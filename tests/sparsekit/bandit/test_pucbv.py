@@ -1,7 +1,5 @@
 """P-UCBV: traces computed by hand, invariants under random use."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

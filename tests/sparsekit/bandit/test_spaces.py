@@ -1,7 +1,5 @@
 """Interval, Box and Axis: the way to the unit cube and back, what a text says, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """SplitUCBV as its users meet it: scale, boxes, costs, drift, and what it finds."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

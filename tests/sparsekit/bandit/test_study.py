@@ -1,7 +1,5 @@
 """Study: what is proposed, failures, several trials at a time, and going on after any death."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Code of a user that the commands are pointed at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

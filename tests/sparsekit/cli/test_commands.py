@@ -1,7 +1,5 @@
 """Commands as trials: the line with its marks, the metric in what is printed, and that nothing of a command stays behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

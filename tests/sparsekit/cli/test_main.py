@@ -1,7 +1,5 @@
 """The `sparsekit` command: units, plug-in commands, errors and exit codes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.metadata import EntryPoint

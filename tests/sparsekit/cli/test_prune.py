@@ -1,7 +1,5 @@
 """`sparsekit prune` and `sparsekit sensitivity`: what they write and print, dry runs, resuming, and bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`sparsekit --help` is quick: it says one line of each command and imports none of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the commands say of bad input and of a user's code that fails: what is wrong, where, and no traceback."""
 
-from __future__ import annotations
-
 import pickle
 import shlex
 import shutil

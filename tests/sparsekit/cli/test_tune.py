@@ -1,7 +1,5 @@
 """`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and going on."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every criterion: the contract, exact numbers, what is missing; and criteria that were written elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Taylor and Fisher: exact against gate gradients of single examples, any form of batch, bad input."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from types import SimpleNamespace
 

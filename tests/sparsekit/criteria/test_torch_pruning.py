@@ -1,7 +1,5 @@
 """TorchPruning: the scores of that library's classes on its own groups, and models that it cannot trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs with fewer groups: what is left out stays whole, and everything else is as before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

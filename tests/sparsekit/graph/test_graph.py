@@ -1,7 +1,5 @@
 """UnitGraph: gates, kept positions, JSON and checks follow from the index table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

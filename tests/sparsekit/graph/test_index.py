@@ -1,7 +1,5 @@
 """The arithmetic of index tables on small tensors, against plain advanced indexing."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

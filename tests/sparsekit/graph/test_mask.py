@@ -1,7 +1,5 @@
 """UnitMask and WeightMask: immutable, compared by value, checked against their graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

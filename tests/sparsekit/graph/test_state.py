@@ -1,7 +1,5 @@
 """State dicts: copies share nothing, digests see everything."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

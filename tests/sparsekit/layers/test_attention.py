@@ -1,7 +1,5 @@
 """Attention: whole heads go, exactly, at any ratio; while training too; and what cannot be cut says why."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """A layer without its rule, or with a wrong one, keeps its units whole; a rule is found by the name of its layer."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Budgets: what may be asked for, and how it is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Costs: exact numbers on small models, agreement with torch's own counter on compact ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

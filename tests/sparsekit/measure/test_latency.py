@@ -1,7 +1,5 @@
 """Latency tables: of every layer, kept on disk, monotone; budgets of milliseconds are met by measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

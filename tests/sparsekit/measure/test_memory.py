@@ -1,7 +1,5 @@
 """Peak memory: exact on small models, and equal to what the narrow model itself needs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

@@ -1,7 +1,5 @@
 """Times before and after a cut: what is run, how often, and that nothing of it stays behind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What widths should be a multiple of: read from the times of convolutions, kept on disk, and 1 where nothing runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

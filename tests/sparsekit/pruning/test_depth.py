@@ -1,7 +1,5 @@
 """prune() with limits of the kind "block" or "layer": residual branches go whole, under one budget with the widths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

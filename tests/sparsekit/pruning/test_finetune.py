@@ -1,7 +1,5 @@
 """finetune(): the same bits after a resumption, the best epoch, distillation, half precision, schedulers, bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

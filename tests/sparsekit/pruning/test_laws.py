@@ -1,7 +1,5 @@
 """The law of budgets: over the zoo and random scores none is exceeded, cuts are exact, multiples and limits hold."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """prune(): one call from a model and a budget to a smaller model and a report."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pruning and what follows the cut give on a device what they give on the CPU, with `--device cuda` or `--device elsewhere`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`prune` with batches: units are scored on them, and what the cut has damaged is repaired."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """recalibrate() and compensate(): exact statistics, exact fits, and better models on data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

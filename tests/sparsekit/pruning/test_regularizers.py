@@ -1,7 +1,5 @@
 """GroupLasso, GroupSL and GrowingRegularizer: exact gradients on three units, and what they do to training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

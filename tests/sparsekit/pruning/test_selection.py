@@ -1,7 +1,5 @@
 """Selections: layers by name, regular expression, type and module; what means nothing is an error."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

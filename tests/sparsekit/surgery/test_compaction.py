@@ -1,7 +1,5 @@
 """The laws of masks: gated equals compacted, in outputs and gradients, and nothing is lost on the way there and back."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """norm="kept": networks shrink in width, and a dense network under a mask stays the narrow network."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

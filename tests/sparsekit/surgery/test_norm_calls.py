@@ -1,7 +1,5 @@
 """Averages over kept positions are the averages of what is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

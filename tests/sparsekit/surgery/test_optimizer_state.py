@@ -1,7 +1,5 @@
 """An optimiser that is remapped steps as it would have stepped the masked dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of Hugging Face's transformers, tiny and with random weights: cut exactly, saved by their own `save_pretrained`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Mapping

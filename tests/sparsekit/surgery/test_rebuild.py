@@ -1,7 +1,5 @@
 """Copies of modules with other tensors are what deepcopy would make of them, and cuts are the kept positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Strided 1×1 convolutions of narrow modules train in channels-last layout without touching other memory."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A saved compact model comes back as it was, and whatever does not fit is refused with a reason."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

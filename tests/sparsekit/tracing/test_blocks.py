@@ -1,7 +1,5 @@
 """Large models: the same groups as of the whole model, wrong ones found, models on the meta device, tokens, cuts in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Random networks: a gated model equals the compacted one, in outputs and gradients, whatever the layers and the wiring."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fuzz

@@ -1,7 +1,5 @@
 """Layers are found by what a forward pass reads, whatever the modules are called."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

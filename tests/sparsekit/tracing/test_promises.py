@@ -1,7 +1,5 @@
 """What a trace promises beyond its groups: the model stays as it is, no error hides, no branch is passed over in silence."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

@@ -1,7 +1,5 @@
 """Residual branches: found, named, and removed exactly; what is none is refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

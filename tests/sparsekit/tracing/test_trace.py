@@ -1,7 +1,5 @@
 """trace_units: the groups of every architecture of the zoo, what is fixed and why, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model does in training only is traced and verified too, and dropout is not mistaken for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

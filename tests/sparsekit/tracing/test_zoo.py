@@ -1,7 +1,5 @@
 """Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, costs, a file, its row."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from pathlib import Path

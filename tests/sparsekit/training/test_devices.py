@@ -4,8 +4,6 @@ The device is a CUDA device with `--device cuda`. Without a GPU, `elsewhere` is 
 process of its own, as torch knows only one such device.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

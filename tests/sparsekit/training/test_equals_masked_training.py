@@ -1,7 +1,5 @@
 """Narrow training is masked training of the dense network, step for step: any rule, optimiser, norm and change of mask."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Importance, statistics and targets are float32 at least, whatever the dtype of the weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """LearnableMask: compact and masked execution are the same training; importance is learned; the wrapper is a good module."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

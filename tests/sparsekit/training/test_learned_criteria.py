@@ -1,7 +1,5 @@
 """LearnableMask with learned criteria of somebody else: followed step by step, judged by their own scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A learnable mask with a budget: widths of all groups, one cost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

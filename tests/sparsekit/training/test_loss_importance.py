@@ -1,7 +1,5 @@
 """LossImportance: the mask finds the units that lower the loss, costs what it may, and ends."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """MovingAverage averages each unit with itself, whichever slot it has."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

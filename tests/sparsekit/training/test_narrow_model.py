@@ -1,7 +1,5 @@
 """NarrowModel: remasking loses nothing, carries optimiser state, and always equals a fresh compaction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A mask follows its importance and its optimisers, whichever way an optimiser writes and wherever it comes from."""
 
-from __future__ import annotations
-
 import copy
 import io
 from contextlib import nullcontext

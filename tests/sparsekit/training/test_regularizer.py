@@ -1,7 +1,5 @@
 """ImportanceRegularizer: exact targets and weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

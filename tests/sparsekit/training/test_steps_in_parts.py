@@ -1,7 +1,5 @@
 """A mask stands still while an optimiser steps, or while it is told to, and every optimiser is met."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two processes under DistributedDataParallel pool what they see of units: one mask, one model, as one process learns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

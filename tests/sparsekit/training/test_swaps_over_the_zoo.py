@@ -1,7 +1,5 @@
 """Whatever the architecture: while units are swapped, compact training is the masked training of the dense network."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What wraps a learnable mask trains and averages the right units, or is refused."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

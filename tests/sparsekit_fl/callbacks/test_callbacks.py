@@ -1,7 +1,5 @@
 """Callbacks: what they are told, how they stop a run, and that a resumed run goes on where they stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`sparsekit compare`: trials, reuse, and the numbers in table and files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

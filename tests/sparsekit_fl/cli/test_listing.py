@@ -1,7 +1,5 @@
 """`sparsekit list`: every registry, with a line about each name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

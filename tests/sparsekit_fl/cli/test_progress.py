@@ -1,7 +1,5 @@
 """LiveProgress and TrialsProgress: draw on a terminal, and no bars anywhere else."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

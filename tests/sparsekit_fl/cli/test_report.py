@@ -1,7 +1,5 @@
 """`sparsekit report`: tables on the terminal, files in the folder, JSON for machines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

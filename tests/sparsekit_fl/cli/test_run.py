@@ -1,7 +1,5 @@
 """`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`--set`, `--config`, `list options` and `describe`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """`sparsekit sweep`: what is tried, kept and refused, and that every option of a run reaches the trials."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

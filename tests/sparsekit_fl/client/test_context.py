@@ -1,7 +1,5 @@
 """Contexts: every kind of policy has a memory of its own and may look at the others'."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekit_fl.engines.executor import ClientExecutor

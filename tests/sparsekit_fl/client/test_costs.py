@@ -1,7 +1,5 @@
 """Costs: simulated time, row-mask FLOPs, budgets of devices, and the passes by which a method decides while it trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

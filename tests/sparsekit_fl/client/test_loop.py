@@ -1,7 +1,5 @@
 """fit, batches, the SGD step and scores."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple

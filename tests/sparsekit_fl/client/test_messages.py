@@ -1,7 +1,5 @@
 """Messages: lossless, counted to the byte, and hostile bytes end in one kind of error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Optimisers of clients: torch's numbers, schedules, mixed precision, and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Kept entries and packing: exact for every dtype, size known before, nothing but data comes out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

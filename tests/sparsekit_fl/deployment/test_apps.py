@@ -1,7 +1,5 @@
 """The two apps of a deployment and their plan, over a grid in this process; what a device keeps of a run, and predicts with."""
 
-from __future__ import annotations
-
 import io
 import tomllib
 import zipfile

@@ -1,7 +1,5 @@
 """Cohort: the contract, whole runs within rounding of the embedded engine, and what trains one client at a time."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Embedded: the contract for one and several workers; workers that die or cannot start, and what spawned ones take."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

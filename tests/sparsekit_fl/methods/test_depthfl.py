@@ -1,7 +1,5 @@
 """Exits in any model that is a chain; DepthFL: prefixes, losses and FedDyn by hand, the mean over holders, what is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

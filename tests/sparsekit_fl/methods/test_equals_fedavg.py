@@ -1,7 +1,5 @@
 """A method without what is its own is FedAvg, bit for bit: with momentum, with batch norm and without."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

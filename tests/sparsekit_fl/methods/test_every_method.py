@@ -1,7 +1,5 @@
 """Every method under what a run may ask of all, on several models, and with clients that send what they should not."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

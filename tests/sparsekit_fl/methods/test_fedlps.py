@@ -1,7 +1,5 @@
 """FedLPS: the oracles of learned patterns and of the bandit, reductions to FedAvg, and patterns over a client's own classes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

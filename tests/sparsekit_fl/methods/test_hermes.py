@@ -1,7 +1,5 @@
 """Hermes: subnetworks shrink by units and train small, under a lasso whose gradient is autograd's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from personal import client_context

@@ -1,7 +1,5 @@
 """Methods: described alike in every process; their options by path: read, listed, replaced, refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Oort: the contract, its scores to the digit, and fairness among equals."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FedPer, FedRep and FedP3: what travels, what stays, who trains when, and which models have no head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from personal import client_context, training, watched

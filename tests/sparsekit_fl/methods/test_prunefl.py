@@ -1,7 +1,5 @@
 """PruneFL: the search by hand and against trying everything, when it happens, and what it costs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """REFL: the contract, late updates on the simulated clock, their weights to the digit, and who is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

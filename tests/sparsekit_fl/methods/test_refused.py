@@ -1,7 +1,5 @@
 """Options and problems that a method refuses, in words, before anything is trained."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

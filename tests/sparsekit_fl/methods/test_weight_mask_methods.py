@@ -1,7 +1,5 @@
 """CS, FedSpa and LotteryFL: their rules on three numbers, what travels, their costs, and how masks live on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

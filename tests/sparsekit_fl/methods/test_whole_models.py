@@ -1,7 +1,5 @@
 """Methods that train whole models: FedAvg and SCAFFOLD by hand, local training, FedProx, Ditto, Per-FedAvg."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

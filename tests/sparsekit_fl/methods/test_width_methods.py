@@ -1,7 +1,5 @@
 """eFD, HeteroFL, FedRolex, FedMP's and Fjord's common oracles: what each gives where everybody can train everything."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

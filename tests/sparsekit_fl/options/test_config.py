@@ -1,7 +1,5 @@
 """Options: validated, and the same after a trip through plain values or TOML."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

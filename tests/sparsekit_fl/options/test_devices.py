@@ -1,7 +1,5 @@
 """The option `device`: several devices take turns, and exact arithmetic is switched on where wanted, and off again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line and Flower's run configuration offer the options of RunConfig, with its help and ranges."""
 
-from __future__ import annotations
-
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.options.checked import choices

@@ -1,7 +1,5 @@
 """The ablations: the contract, and which one part of FedLPS each replaces."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

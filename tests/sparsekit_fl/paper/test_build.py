@@ -1,7 +1,5 @@
 """Presets and build_problem: data, partition and model by name, from the registries or from a factory."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

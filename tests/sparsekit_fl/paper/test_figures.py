@@ -1,7 +1,5 @@
 """Figures of the paper: points and published marks; one table of what is drawn and what is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

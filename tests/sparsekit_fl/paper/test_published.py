@@ -1,7 +1,5 @@
 """Published numbers beside ours: what is flagged, and why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

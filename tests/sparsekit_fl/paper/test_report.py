@@ -1,7 +1,5 @@
 """write_report: which files there are, from files alone, twice to the same bytes, and without the extra `report`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Means, robust rules and server optimisers on a model of three numbers, exactly; then in runs and across a resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """BanditRatio with any bandit, and how a method gets one by name; FedMP's ratios and their reward."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who trains: by size, by coins, by loss, always the same, and by what a trace of availability says."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Personal models, and submodels of several widths: scaler, masked loss and votes, statistics; on a few numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace

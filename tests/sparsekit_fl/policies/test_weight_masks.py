@@ -1,7 +1,5 @@
 """Choosing single weights: exact counts, exact ties, densities that add up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

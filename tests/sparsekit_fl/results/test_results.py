@@ -1,7 +1,5 @@
 """Results: scores over clients, JSON that every reader accepts, typed loading, frames, plots and the JSON schema."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Asynchronous rounds: who comes in when, how much it counts, and the same bits from any engine and after a resume."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop over rounds: records, results, resuming, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Client-level differential privacy: sums exact to the last number, sensitivity bounded, ε by the book, runs repeatable."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A run goes on with the code and the devices that it was begun with, or says what is another."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The server: a bad update is refused with its reason and changes nothing; updates that are sent in bfloat16."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a run refuses to confuse, to overwrite or to hide: folders, code, data, failures and secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

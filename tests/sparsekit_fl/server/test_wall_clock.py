@@ -1,7 +1,5 @@
 """Asynchronous rounds by the wall clock, over Flower's wire format in one process: who comes in when is up to the test."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writing through views: an output that is filled step by step keeps its units, a write across units fixes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

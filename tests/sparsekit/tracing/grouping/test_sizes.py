@@ -1,7 +1,5 @@
 """Integers that count heads are found by name and value, and given up when the model is wrong with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

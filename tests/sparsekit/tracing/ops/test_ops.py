@@ -1,7 +1,5 @@
 """What single operators do to labels, on tensors small enough to check by eye."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@ wait until that file is gone. It writes `began-3-2` with the id of its process, 
 that its memory knows of.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

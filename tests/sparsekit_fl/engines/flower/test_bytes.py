@@ -1,7 +1,5 @@
 """The bytes that a result reports are those that cross Flower's wire, up and down."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

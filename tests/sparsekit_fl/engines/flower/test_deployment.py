@@ -1,7 +1,5 @@
 """Deployments as users get them: over TLS with known SuperNodes only, over the death of a SuperLink, and without waiting."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

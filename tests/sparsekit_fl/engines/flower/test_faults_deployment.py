@@ -4,8 +4,6 @@ Round 1 is whole. In round 2 the process of a client is killed while it trains, 
 missing; before it ends, it is back with its folder. Round 4 is whole again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Too few replies, nodes that are not ours, clients that cannot be scored: over Flower's wire format in this process."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections import Counter

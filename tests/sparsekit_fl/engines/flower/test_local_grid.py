@@ -1,7 +1,5 @@
 """Flower's wire format in this process: the same bits as the embedded engine, whatever happens to the replies."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Nodes: which SuperNode has which client, what it says of them, while they come, go or claim too much; their memories."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Flower's simulation with real Ray processes: the same bits, also after one of them was killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

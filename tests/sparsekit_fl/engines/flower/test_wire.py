@@ -1,7 +1,5 @@
 """What comes over Flower's wire: whatever it is, it is read or refused, never unpickled, and never more."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,7 +1,5 @@
 """The digits, as a data set and as batches of torch tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from sparsekit_fl.problem.datasets import datasets, loaders

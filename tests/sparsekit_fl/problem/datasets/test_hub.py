@@ -1,7 +1,5 @@
 """Data sets of the library `datasets` from a folder, and partitioners of flwr-datasets."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The paper's non-IID levels: every client lacks exactly x of the classes, and no fewer examples for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures: which there are, their points, and the pictures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

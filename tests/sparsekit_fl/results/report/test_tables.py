@@ -1,7 +1,5 @@
 """The table of a comparison: its numbers, its texts on terminals, in CSV, JSON, Markdown and LaTeX, and what failed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Trials and sections: what a folder holds, and what may stand in one table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of a finished run: loaded narrow and ready, predicted with and exported, also from the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

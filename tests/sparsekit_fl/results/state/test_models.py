@@ -1,7 +1,5 @@
 """Where a run starts: from a file, an earlier run or a state; and what never trains neither travels nor is kept."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Client memories on disk, and memory as tensors plus JSON."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Python imports this at its start: every process of a deployment under test writes down whom it contacts outside."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import sys
