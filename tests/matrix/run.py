@@ -1,4 +1,8 @@
-"""Run one cell: train a learnable mask through a change, beside the reference, and measure how far they come apart."""
+"""Run one cell: train a learnable mask through a change, beside its reference, and measure how far they come apart.
+
+The reference is the oracle of masked dense training with plain loops, neither compiled nor resumed nor scaled. Means over
+rows and blocks of weights are others where dropped entries lie among them: Adafactor and AdamW8bit have a narrow reference.
+"""
 
 import io
 from collections.abc import Callable
@@ -7,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from masked import learnable_mask
 from matrix.cells import Cell
-from matrix.reference import Reference, mask_of
 from torch import Tensor, nn
 
-from sparsekit import LearnableMask, trace_units
+from sparsekit import LearnableMask
 from sparsekit.criteria import Magnitude
 from sparsekit.training.regularizer import ImportanceRegularizer
 
@@ -84,14 +88,15 @@ def _importance(units: int, turn: int, like: Tensor) -> Tensor:
     return ((order + 1) / units).to(like)
 
 
-def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
+def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> LearnableMask:
     model, x = _model(cell, device)
-    if cell.compiler != "off":
+    if cell.compiler != "off" and not plain:
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
     # Importance is learned by its gradient, which the reference has too.
     criterion = None if _learns(cell) else Magnitude()
     rule: dict[str, Any] = {"criterion": criterion} if criterion is not None else {"regularizer": ImportanceRegularizer()}
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, **rule)
+    execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
+    return learnable_mask(model, (x,), ratio=0.5, explore=0.0, execution=execution, **rule)
 
 
 def distance(
@@ -108,20 +113,10 @@ def distance(
     Returns:
         The norm of the difference of all dense weights over the norm of what training has changed.
     """
-    masked = _masked(cell, device, backend)
-    model, x = _model(cell, device)
-    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = _optimizer(cell, masked.weights(), masked.scores, plain=False)
-    reference = Reference(
-        model,
-        trace_units(model, x),
-        masked.scores.detach(),
-        lambda weights, importance: _optimizer(cell, weights, importance, plain=True),
-        lasts=cell.kind in ("LBFGS", "AdamW8bit"),
-    )
-    if not _learns(cell):  # the mask of magnitude stands; its importance is what the reference keeps it by
-        kept = torch.cat([keep.float() for keep in masked.unit_mask().values()])
-        reference.scores.copy_(kept.to(reference.scores))
+    masked, reference = _masked(cell, device, backend), _masked(cell, device, backend, plain=True)
+    optimizer, plain = (_optimizer(cell, mask.weights(), mask.scores, plain=mask is reference) for mask in (masked, reference))
+    _, x = _model(cell, device)
+    first = reference.dense_state()
     scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1024.0) if "float16" in cell.precision.split() else None
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 + step)
@@ -137,8 +132,8 @@ def distance(
         if _learns(cell) and (step == 0 or (step in CHANGES_AT and cell.change != "ratio")):
             values = _importance(masked.scores.numel(), step, masked.scores)
             sizes = {name: group.size for name, group in masked.graph.groups.items()}
-            masked.load_importance(dict(zip(sizes, values.split(list(sizes.values())), strict=True)))
-            reference.scores.copy_(values)
+            for mask in (masked, reference):
+                mask.load_importance(dict(zip(sizes, values.split(list(sizes.values())), strict=True)))
         if step in CHANGES_AT and cell.change == "ratio":
             masked.ratio = reference.ratio = (0.25, 0.75)[CHANGES_AT.index(step)]
         elif step == CHANGES_AT[0] and not _learns(cell) and cell.change != "resume":
@@ -149,11 +144,13 @@ def distance(
         after_step(masked)
         if scale == 1.0:
             with torch.compiler.set_stance("force_eager"):  # torchao compiles the step of every shape, which takes long
-                reference.step(loss)
-        assert not _learns(cell) or masked.unit_mask() == mask_of(reference.graph, reference.scores, reference.ratio)
+                _step(reference, plain, None, loss, 1.0)
+        assert masked.unit_mask() == reference.unit_mask()
     found = {name.removeprefix("_orig_mod."): tensor for name, tensor in masked.dense_state().items()}
-    apart = sum(float((found[name].double() - tensor.double()).square().sum()) for name, tensor in model.state_dict().items())
-    way = sum(float((tensor.double() - first[name].double()).square().sum()) for name, tensor in model.state_dict().items())
+    dense = reference.dense_state()
+    apart, way = (
+        sum(float((other[name].double() - dense[name].double()).square().sum()) for name in first) for other in (found, first)
+    )
     return float((apart / way) ** 0.5)
 
 

@@ -159,6 +159,28 @@ def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios
             assert state["col_var"].shape == masked.model[2].weight.shape
 
 
+def test_factored_moments_follow_their_units_and_start_anew_where_a_shape_changes() -> None:
+    masked, optimizer, _, _ = _trained(lambda p: torch.optim.Adafactor(p, lr=0.05))
+    weight, first = masked.model[2].weight, masked.importance()
+
+    def moments() -> tuple[dict[int, float], dict[int, float]]:
+        masked.sync()
+        order, state = masked.execution.narrow_model.slot_order(), optimizer.state[weight]
+        rows, columns = state["row_var"].flatten().tolist(), state["col_var"].flatten().tolist()
+        return dict(zip(order["2"].tolist(), rows, strict=True)), dict(zip(order["0"].tolist(), columns, strict=True))
+
+    before = moments()
+    masked.load_importance({name: -values for name, values in first.items()})
+    for old, new in zip(before, moments(), strict=True):
+        assert new.keys() != old.keys()
+        assert all(value == old.get(unit, 0.0) for unit, value in new.items())
+    masked.load_importance(first)
+    assert moments() == before
+    masked.ratio = 0.25
+    masked.sync()
+    assert not optimizer.state[weight]
+
+
 def test_lbfgs_is_refused_when_the_mask_changes_and_only_then() -> None:
     model, x, y = classifier()
 
