@@ -24,10 +24,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from common import add, in_turns, over, read, show
 from nets import VisionTransformer, densenet121, mobilenet_v2, resnet50, vgg16
@@ -66,6 +69,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
     "llama-token": _llama,
 }
+CELL = ("model", "share", "batch")
+RIVAL = "Torch-Pruning"
+KINDS = {"1": "any width", "auto": "auto", "16": "16", "torch-pruning": RIVAL}
 DEPTH: dict[str, dict[str, Any]] = {
     "depth": {"keep": ["channel", "feature", "head"], "limits": {"block": (0.0, 1.0)}},
     "both": {"multiple_of": 16, "limits": {"block": (0.0, 0.75)}},
@@ -192,18 +198,19 @@ def measure(options: argparse.Namespace) -> None:
     for name in options.models:
         dense = None
         for share in options.shares:
-            done = cells(options.out)  # read anew: several processes may write to one file
-            batches = [b for b in options.batches if not done.get((name, share, b), {}).keys() >= set(options.arms)]
-            missing = [arm for arm in options.arms if any(arm not in done.get((name, share, batch), {}) for batch in batches)]
+            # Read anew: several processes may write to one file.
+            done = {tuple(row[key] for key in (*CELL, "arm")) for row in read(options.out) if row["part"] == "flops"}
+            missing = [key for key in product(options.batches, options.arms) if (name, share, *key) not in done]
             if not missing:
                 continue
+            batches, arms = (dict.fromkeys(part) for part in zip(*missing))
             if dense is None:
                 torch.manual_seed(0)
                 dense = MODELS[name]().eval().to(options.device)
                 x = example(name, 1, options.device)
                 flops = flops_of(dense, x)
             models, facts = {"dense": dense}, {}
-            for arm in missing:
+            for arm in arms:
                 begun = time.process_time()
                 try:
                     with at_most(options.limit):
@@ -214,7 +221,7 @@ def measure(options: argparse.Namespace) -> None:
                     models.pop(arm, None)
             for batch in batches:
                 found = timed(models, example(name, batch, options.device), options.seconds)
-                for arm in missing:
+                for arm in arms:
                     row = {"part": "flops", "model": name, "share": share, "arm": arm, "batch": batch, **facts[arm]}
                     row |= found.get(arm, {}) | {"dense_ms": found["dense"]["ms"], "load": os.getloadavg()[0]} | about
                     write(options.out, row)
@@ -239,60 +246,42 @@ def measure_latency_budgets(options: argparse.Namespace) -> None:
         write(options.out, row)
 
 
-def best_of_torch_pruning(rows: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """Of its `round_to`, the one with the largest time ÷ over FLOPs ÷; None where it cannot cut the model."""
-    found = [(arm, row) for arm, row in rows.items() if arm.startswith("torch") and "faster" in row]
-    return max(found, key=lambda item: gain(item[1])) if found else None
-
-
-def gain(row: dict[str, Any]) -> float:
-    """Time ÷ over FLOPs ÷."""
-    return float(row["faster"] / row["fewer"])
-
-
-def cells(path: Path) -> dict[tuple[str, float, int], dict[str, dict[str, Any]]]:
-    """(Model, share, batch) → arm → its line."""
-    found: dict[tuple[str, float, int], dict[str, dict[str, Any]]] = {}
-    for row in read(path):
-        if row["part"] == "flops":
-            found.setdefault((row["model"], row["share"], row["batch"]), {})[row["arm"]] = row
-    return dict(sorted(found.items(), key=lambda item: (list(MODELS).index(item[0][0]), -item[0][1], item[0][2])))
+def frame(path: Path) -> pd.DataFrame:
+    """A line for each model, share, batch and kind of arm with its gain, time ÷ over FLOPs ÷; the best of Torch-Pruning's."""
+    rows = pd.DataFrame([row for row in read(path) if row["part"] == "flops"], columns=[*CELL, "arm", "fewer", "faster"])
+    rows = rows.drop_duplicates([*CELL, "arm"], keep="last")
+    arm = rows["arm"].str.split(expand=True).reindex(columns=[0, 1])
+    gain = rows["faster"] / rows["fewer"]
+    rows = rows.assign(gain=gain, kind=arm[0].map(KINDS), round_to=arm[1], model=pd.Categorical(rows["model"], list(MODELS)))
+    return rows.dropna(subset="kind").sort_values("gain", ascending=False, kind="stable").drop_duplicates([*CELL, "kind"])
 
 
 def tables(path: Path) -> None:
     """Print what is in the file."""
-    found = cells(path)
-    batches = sorted({batch for *_, batch in found})
-    ours = {"1": "any width", "auto": "auto", "16": "16"}
-    columns: dict[str, list[float]] = {}
-    lines = []
-    for name, share in dict.fromkeys(key[:2] for key in found):
-        line = {"model": name, "FLOPs": f"{share:.0%}"}
-        for batch in batches:
-            rows = found.get((name, share, batch), {})
-            gains = {arm: gain(row) for arm, row in rows.items() if "faster" in row}
-            for arm, said in ours.items():
-                line[f"{said}, {batch}"] = f"{gains[arm]:.2f}" if arm in gains else "cannot" if arm in rows else ""
-                if arm in gains:
-                    columns.setdefault(f"{said}, {batch}", []).append(gains[arm])
-            best = best_of_torch_pruning(rows)
-            rival = f"Torch-Pruning, {batch}"
-            line[rival] = f"{gain(best[1]):.2f} ({best[0].split()[-1]})" if best else "cannot" if rows else ""
-            if best and "auto" in gains:
-                columns.setdefault(rival, []).append(gain(best[1]))
-                columns.setdefault(f"auto over {rival}", []).append(gains["auto"] / gain(best[1]))
-            if "1" in gains and "auto" in gains:
-                columns.setdefault(f"auto over any width, {batch}", []).append(gains["auto"] / gains["1"])
-        lines.append(line)
-    if lines:
-        means = {column: f"{geometric_mean(columns[column]):.2f}" if column in columns else "" for column in list(lines[0])[2:]}
-        show([*lines, {"model": "geometric mean", "FLOPs": "", **means}], as_json=False)
-    print()
-    for column, values in columns.items():
-        if column.startswith("auto over"):
-            print(f"{column}: {geometric_mean(values):.2f} (least {min(values):.2f}, {len(values)} cuts)")
-    print()
+    rows = frame(path)
+    if len(rows):
+        _gains(rows)
     show((_budget(row) for row in read(path) if row["part"] == "latency"), as_json=False)
+
+
+def _gains(rows: pd.DataFrame) -> None:
+    rows["said"] = [
+        "cannot" if math.isnan(gain) else f"{gain:.2f} ({round_to})" if kind == RIVAL else f"{gain:.2f}"
+        for gain, kind, round_to in zip(rows["gain"], rows["kind"], rows["round_to"])
+    ]
+    columns = list(product(sorted(rows["batch"].unique()), KINDS.values()))
+    cells = rows.pivot(index=["model", "share"], columns=["batch", "kind"]).sort_index(ascending=[True, False])
+    gains, said = (cells[value].reindex(columns=columns) for value in ("gain", "said"))
+    heads = ["model", "FLOPs", *(f"{kind}, {batch}" for batch, kind in columns)]
+    lines = [[name, f"{share:.0%}", *line] for (name, share), line in zip(said.index, said.fillna("").to_numpy())]
+    means = np.exp(np.log(gains).mean()).map("{:.2f}".format, na_action="ignore").fillna("")
+    show((dict(zip(heads, line)) for line in [*lines, ["geometric mean", "", *means]]), as_json=False)
+    print()
+    for batch, kind in columns:
+        more = (gains[batch, "auto"] / gains[batch, kind]).dropna()
+        if kind in ("any width", RIVAL) and len(more):
+            print(f"auto over {kind}, {batch}: {geometric_mean(more):.2f} (least {min(more):.2f}, {len(more)} cuts)")
+    print()
 
 
 def _budget(row: dict[str, Any]) -> dict[str, str]:
@@ -311,29 +300,22 @@ def draw(path: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "time", "font.size": 9})
-    found = cells(path)
-    batches = sorted({batch for *_, batch in found})
+    rows = frame(path).dropna(subset="gain").sort_values("share", ascending=False)
+    batches = sorted(rows["batch"].unique())
     figure, panels = plt.subplots(1, len(batches), figsize=(5.2 * len(batches), 4.6), sharey=True, squeeze=False)
-    styles = {"auto": ("#1f6feb", "o", "sparsekit, auto"), "rival": ("#d1702a", "s", "Torch-Pruning, best round_to")}
+    styles = {"auto": ("#1f6feb", "o", "sparsekit, auto"), RIVAL: ("#d1702a", "s", "Torch-Pruning, best round_to")}
     for panel, batch in zip(panels[0], batches):
         panel.plot([1, 6], [1, 6], color="#999999", linewidth=0.8, linestyle=":")
         panel.text(4.9, 5.1, "time falls as FLOPs do", color="#777777", ha="right", fontsize=8)
         ends: list[tuple[float, float, str]] = []
         for kind, (colour, marker, label) in styles.items():
-            for name in dict.fromkeys(key[0] for key in found):
-                points = [(1.0, 1.0)]
-                for share in sorted({key[1] for key in found}, reverse=True):
-                    rows = found.get((name, share, batch), {})
-                    best = best_of_torch_pruning(rows)
-                    row = rows.get("auto") if kind == "auto" else best and best[1]
-                    if row and "faster" in row:
-                        points.append((row["fewer"], row["faster"]))
-                if len(points) > 1:
-                    panel.plot(*zip(*points), color=colour, linewidth=0.7, alpha=0.5)
-                    panel.plot(*zip(*points[1:]), marker, color=colour, markersize=4.5, label=label)
-                    label = "_"
-                    if kind == "auto":
-                        ends.append((*points[-1], name))
+            for name, cuts in rows[(rows["batch"] == batch) & (rows["kind"] == kind)].groupby("model", observed=True):
+                x, y = cuts["fewer"].tolist(), cuts["faster"].tolist()
+                panel.plot([1, *x], [1, *y], color=colour, linewidth=0.7, alpha=0.5)
+                panel.plot(x, y, marker, color=colour, markersize=4.5, label=label)
+                label = "_"
+                if kind == "auto":
+                    ends.append((x[-1], y[-1], name))
         above = {x: 0.0 for x, *_ in ends}
         for x, y, name in sorted(ends, key=lambda end: end[1]):
             near = next(other for other in above if abs(other / x - 1) < 0.1)
