@@ -62,7 +62,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-_PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__", "__slots__")
+_PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__")
 _ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
