@@ -15,7 +15,7 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
 from sparsekit_fl.errors import need
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.problem.datasets.base import ImageTransform
+from sparsekit_fl.problem.datasets.base import ImageTransform, pixels_of
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
@@ -155,8 +155,9 @@ def read_inputs(paths: Sequence[Path | str], recipe: Mapping[str, Any]) -> tuple
 
 def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
     transform = _transform(recipe)
+    channels = len(transform.mean) if transform is not None else examples[0].shape[1] if examples[0].ndim == 4 else None
     try:
-        arrays = _arrays(path, channels=1 if transform is None else len(transform.mean))
+        arrays = _arrays(path, channels)
     except SparsekitError:
         raise
     except FileNotFoundError as error:
@@ -168,10 +169,13 @@ def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -
         raise DataError(
             f"{path} holds {len(arrays)} arrays, and the model takes {len(examples)} inputs; save one for each, in order"
         )
-    return tuple(_fitted(path, array, example, transform) for array, example in zip(arrays, examples, strict=True))
+    found = tuple(_fitted(path, array, example, transform) for array, example in zip(arrays, examples, strict=True))
+    if len(counts := {len(tensor) for tensor in found}) > 1:
+        raise DataError(f"{path} holds arrays of {sorted(counts)} examples; save as many for each input")
+    return found
 
 
-def _arrays(path: Path, channels: int) -> list[Any]:
+def _arrays(path: Path, channels: int | None) -> list[Any]:
     kind = path.suffix.lower()
     if kind == ".npz":
         with np.load(path) as file:
@@ -185,8 +189,7 @@ def _arrays(path: Path, channels: int) -> list[Any]:
     if kind not in _PICTURES:
         raise DataError(f"{path} is no input: allowed are {', '.join((*_ARRAYS, *_PICTURES))}")
     with need("PIL.Image", f"reading {path}", extra="fl").open(path) as picture:
-        pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
-    return [pixels[None, None] if channels == 1 else pixels.transpose(2, 0, 1)[None]]
+        return [pixels_of(picture, channels)[None]]
 
 
 def _transform(recipe: Mapping[str, Any]) -> ImageTransform | None:

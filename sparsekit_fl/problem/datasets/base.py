@@ -1,10 +1,11 @@
-"""DataSource: a data set before it is dealt to clients; and how raw rows become what a model takes, in torch alone."""
+"""DataSource: a data set before it is dealt to clients; and how pictures and raw rows become what a model takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,6 +87,29 @@ class DataSource:
         )
 
 
+_MODES = {1: "L", 3: "RGB"}
+
+
+def pixels_of(picture: Any, channels: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the pixels of a picture of Pillow.
+
+    Args:
+        picture: As Pillow opens it.
+        channels: How many come out, 1 or 3; anything else keeps grey pictures grey, and makes three of others.
+
+    Returns:
+        uint8 (C, H, W).
+
+    Raises:
+        ValueError: it has more than 8 bits a channel, which Pillow would cut off at white.
+    """
+    if picture.mode.startswith(("I", "F")):
+        raise ValueError(f"it has more than 8 bits a channel (mode {picture.mode}); scale it to 8 bits first")
+    mode = _MODES.get(channels, "L" if picture.mode == "L" else "RGB")
+    found = np.asarray(picture if picture.mode == mode else picture.convert(mode))
+    return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
+
+
 @dataclass(frozen=True)
 class ImageTransform:
     """uint8 images to normalised float images of a given size.
@@ -115,9 +139,8 @@ class ImageTransform:
                 top, left = missing[0] // 2, missing[1] // 2
                 pixels = F.pad(pixels, (left, missing[1] - left, top, missing[0] - top))
             else:
-                pixels = F.interpolate(
-                    pixels, size=self.size, mode="bilinear", align_corners=False, antialias=height > self.size[0]
-                )
+                smaller = height > self.size[0] or width > self.size[1]
+                pixels = F.interpolate(pixels, size=self.size, mode="bilinear", align_corners=False, antialias=smaller)
         mean, std = (
             torch.tensor(value, dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1) for value in (self.mean, self.std)
         )

@@ -15,7 +15,7 @@ from sparsekit.errors import DataError, UnknownNameError, nearest
 from sparsekit_fl.errors import need
 from sparsekit_fl.options.checked import Checked, Count, parse_value
 from sparsekit_fl.problem.data import LazyData, TensorData
-from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.base import DataSource, pixels_of
 
 PREFIX = "hf:"
 # Pictures that together are smaller are decoded once; larger ones when a batch needs them.
@@ -76,13 +76,14 @@ def _load(name: str, root: Path | str | None, options: HubOptions) -> Mapping[st
     library = need("datasets", "reading the data", extra="data")
     places = [Path(name).expanduser(), *([Path(root) / name] if root is not None else [])]
     folder = next((place for place in places if place.is_dir()), None)
+    saved = folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists())
+    if saved and options.config:
+        raise DataError(f"{name!r} was saved to disk, which keeps one configuration; leave config={options.config} out")
     try:
-        if folder is None:
-            found = library.load_dataset(name, options.config or None)
-        elif (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        if saved:
             found = library.load_from_disk(str(folder))
         else:
-            found = library.load_dataset(str(folder))
+            found = library.load_dataset(name if folder is None else str(folder), options.config or None)
     except Exception as error:
         where = "" if folder is not None else f", which is no folder here ({', '.join(map(str, places))}), from the hub"
         raise DataError(f"cannot load the data set {name!r}{where}: {type(error).__name__}: {error}") from error
@@ -107,6 +108,7 @@ def source_of(
     for wanted in filter(None, (options.train, options.test)):
         if wanted not in splits:
             raise DataError(f"{name!r} has no split {wanted!r}; it has {', '.join(splits)}")
+    splits = {split: rows.with_format(None) for split, rows in splits.items()}
     train = splits[options.train]
     tested = options.test or next((split for split in _TESTS if split in splits and split != options.train), None)
     image = _column(train, options.image, _IMAGES, "image", name)
@@ -154,25 +156,22 @@ def _column(split: Any, given: str, usual: tuple[str, ...], what: str, name: str
 
 def _picture(split: Any, column: str, row: int) -> Tensor:
     """Decode one picture, uint8 (C, H, W)."""
-    value = split[row][column]
-    pixels = np.asarray(value.convert("RGB") if getattr(value, "mode", "L") not in ("L", "RGB") else value)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-        raise DataError(f"row {row} of column {column!r} is no picture of 8 bits, got {pixels.dtype} {pixels.shape}")
-    tensor = torch.from_numpy(np.array(pixels))
-    return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1) if tensor.shape[-1] in (1, 3) else tensor
+    try:
+        return torch.from_numpy(np.array(pixels_of(split[row][column])))
+    except (AttributeError, ValueError) as error:
+        raise DataError(f"row {row} of column {column!r} is no picture of 8 bits: {error}") from error
 
 
 def _owners(split: Any, owner: str, name: str) -> tuple[Tensor | None, tuple[str, ...]]:
     if not owner:
         return None, ()
-    if owner not in split.column_names:
-        raise DataError(f"{name!r} has no column {owner!r}; {nearest(owner, split.column_names)}")
-    names, places = np.unique(np.asarray([str(value) for value in split[owner][:]]), return_inverse=True)
+    column = _column(split, owner, (), "owner", name)
+    names, places = np.unique(np.asarray([str(value) for value in split[column][:]]), return_inverse=True)
     return torch.from_numpy(places.astype(np.int64)), tuple(map(str, names))
 
 
 def _pool(split: Any, image: str, label: str, shape: tuple[int, int, int], name: str) -> TensorData | LazyData:
-    labels = np.asarray(split.with_format(None)[label][:] if len(split) else [])
+    labels = np.asarray(split[label][:] if len(split) else [])
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or (len(labels) and labels.min() < 0):
         raise DataError(
             f"labels of {name!r} in column {label!r} must be integers >= 0, one each, got {labels.dtype} {labels.shape}"

@@ -12,12 +12,11 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.base import DataSource, pixels_of
 from sparsekit_fl.problem.datasets.files import Arrays, cached_arrays, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
-_MODES = {1: "L", 3: "RGB"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +152,12 @@ def _pick(columns: Sequence[str], wanted: Sequence[str], path: Path) -> str:
 
 
 def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -> np.ndarray[Any, Any]:
-    channels, height, width = shape
     if not isinstance(encoded, bytes):
         raise DataError(f"{what} holds no encoded picture (got {type(encoded).__name__}); it must hold PNG or JPEG bytes")
     try:
-        picture = pillow.open(io.BytesIO(encoded))
-        if picture.mode != _MODES[channels]:
-            picture = picture.convert(_MODES[channels])
-        pixels = np.asarray(picture)
+        pixels = pixels_of(pillow.open(io.BytesIO(encoded)), shape[0])
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{what} is not a picture that can be decoded: {error}") from error
-    if pixels.shape[:2] != (height, width):
-        raise DataError(f"{what} has {pixels.shape[1]}x{pixels.shape[0]} pixels, expected {width}x{height}")
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    if pixels.shape != shape:
+        raise DataError(f"{what} has {pixels.shape[2]}x{pixels.shape[1]} pixels, expected {shape[2]}x{shape[1]}")
+    return pixels

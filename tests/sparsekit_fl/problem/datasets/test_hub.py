@@ -67,6 +67,8 @@ def test_large_data_are_read_when_they_are_needed_with_the_same_numbers(folder, 
         ("hf:{folder}?image=pixels", DataError, "has no column 'pixels'"),
         ("hf:{folder}?label=writer", DataError, "must be integers >= 0"),
         ("hf:{folder}/none", DataError, "cannot load the data set"),
+        ("hf:{folder}?image=writer", DataError, "row 0 of column 'writer' is no picture of 8 bits"),
+        ("hf:{folder}?config=plain", DataError, "keeps one configuration; leave config=plain out"),
     ],
 )
 def test_what_is_wrong_is_said(text, error, message, folder, monkeypatch):

@@ -22,7 +22,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def encoded(mode: str, side: int, value: int) -> dict[str, object]:
     buffer = io.BytesIO()
-    Image.new(mode, (side, side), value if mode == "L" else (value,) * 3).save(buffer, "PNG")
+    Image.new(mode, (side, side), (value,) * 3 if mode == "RGB" else value).save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": None}
 
 
@@ -80,6 +80,7 @@ def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path
     [
         ([{"bytes": b"no picture", "path": None}], {}, "row 0 of .* is not a picture"),
         ([encoded("L", 27, 1)], {}, "27x27 pixels, expected 28x28"),
+        ([encoded("I;16", 28, 9000)], {}, "row 0 of .* it has more than 8 bits a channel"),
         ([encoded("L", 28, 1)], {"image": "photo"}, r"columns \['photo', 'label'\]"),
         ([3], {}, "no encoded picture"),
     ],

@@ -28,3 +28,9 @@ def test_a_small_image_is_resized_bilinearly() -> None:
     raw = images(1, 8)
     out = ImageTransform(1, (28, 28), (0.0,), (1.0,))(raw)
     assert torch.allclose(out, F.interpolate(raw / 255, size=(28, 28), mode="bilinear", align_corners=False))
+
+
+def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:
+    stripes = torch.tensor([255, 0], dtype=torch.uint8).repeat(32).expand(1, 1, 16, 64)
+    out = ImageTransform(1, (16, 16), (0.0,), (1.0,))(stripes)
+    assert out.sub(0.5).abs().max() < 0.1

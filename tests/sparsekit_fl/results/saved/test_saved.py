@@ -85,11 +85,40 @@ def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Pat
     assert len(batch) == 4
     assert all(torch.equal(batch[0], one) for one in batch)
     assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
+    images.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    with pytest.raises(DataError, match="deep.png cannot be read: ValueError: it has more than 8 bits a channel"):
+        read_inputs([tmp_path / "deep.png"], recipe)
+    images.new("RGB", (5, 4), (255, 0, 51)).save(tmp_path / "colour.png")
+    (colour,) = read_inputs([tmp_path / "colour.png"], {"example_inputs": [{"shape": [1, 3, 4, 5], "dtype": "float32"}]})
+    assert torch.allclose(colour[0, :, 0, 0], torch.tensor([1.0, 0.0, 0.2])), "as the model takes it, where nothing is said"
 
 
-def test_a_command_makes_the_model_that_predict_takes_as_the_best(digits: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "images.npy", np.zeros((1, 1, 8, 8), dtype=np.uint8))
-    assert execute(["predict", str(digits), "--best", "--input", str(tmp_path / "images.npy")]) == 0
+def test_an_npz_has_an_array_for_each_input_in_their_order_and_as_many_examples_of_each(tmp_path: Path) -> None:
+    recipe = {"example_inputs": [{"shape": [1, 3], "dtype": "float32"}, {"shape": [1, 2], "dtype": "int64"}]}
+    first, second = np.arange(6.0).reshape(2, 3), np.arange(4).reshape(2, 2)
+    file = tmp_path / "both.npz"
+    np.savez(file, z=first, a=second)
+    found = read_inputs([file, file], recipe)
+    assert [tensor.dtype for tensor in found] == [torch.float32, torch.int64]
+    assert [tensor.tolist() for tensor in found] == [[*first.tolist()] * 2, [*second.tolist()] * 2]
+    for arrays, message in (([first], "holds 1 arrays, and the model takes 2"), ([first, second[0]], r"of \[1, 2\] examples")):
+        np.savez(file, *arrays)
+        with pytest.raises(DataError, match=message):
+            read_inputs([file], recipe)
+
+
+def test_a_command_makes_the_model_that_predict_takes_as_the_best(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = np.arange(128, dtype=np.uint8).reshape(2, 1, 8, 8)
+    np.save(tmp_path / "images.npy", images)
+    np.savez(tmp_path / "images.npz", images)
+    told = []
+    for name in ("images.npy", "images.npz"):
+        assert execute(["predict", str(digits), "--best", "--input", str(tmp_path / name), "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]
+    assert len(told[0]) == 2
 
 
 @pytest.mark.slow
