@@ -67,7 +67,8 @@ def mean_scores(scores: Sequence[Scores]) -> dict[str, float]:
 def weighted_scores(scores: Sequence[Scores]) -> dict[str, float]:
     """Value of each metric over the examples of all clients together, Σ sum / Σ weight: a client counts by its examples."""
     sums = {
-        name: [_total(score[name][part] for score in scores if name in score) for part in (0, 1)] for name in _names(scores)
+        name: [_total(score[name][part] for score in scores if value_of(score, name) is not None) for part in (0, 1)]
+        for name in _names(scores)
     }
     return {name: total / weight if weight > 0 else math.nan for name, (total, weight) in sums.items()}
 

@@ -46,8 +46,8 @@ def test_the_worst_tenth_is_rounded_up() -> None:
 
 
 def test_clients_without_a_metric_do_not_count() -> None:
-    scores = [{"accuracy": (1.0, 2.0)}, {}, {"accuracy": (0.0, 0.0)}]
-    assert mean_scores(scores) == worst_scores(scores) == {"accuracy": 0.5}
+    scores = [{"accuracy": (1.0, 2.0)}, {}, {"accuracy": (math.nan, 0.0)}]
+    assert mean_scores(scores) == worst_scores(scores) == weighted_scores(scores) == {"accuracy": 0.5}
     assert math.isnan(mean_scores([{"accuracy": (0.0, 0.0)}])["accuracy"])
 
 
