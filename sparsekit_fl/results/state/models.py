@@ -109,6 +109,8 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
 
 
 def _known(name: str, fresh: StateDict) -> str:
+    if name in fresh:
+        return name
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return _INNER + name if name not in fresh and _INNER + name in fresh else name

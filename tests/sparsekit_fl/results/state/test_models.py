@@ -24,6 +24,14 @@ def test_every_kind_of_file_is_read(tmp_path):
         assert all(torch.equal(found[name], state[name]) for name in FRESH)
 
 
+def test_a_part_of_the_model_that_is_called_as_a_wrapper_calls_its_own_is_found() -> None:
+    fresh = {"module.a": torch.zeros(2), "module.module.b": torch.zeros(1)}
+    state = {name: torch.ones_like(tensor) for name, tensor in fresh.items()}
+    for source in (state, {f"_orig_mod.{name}": tensor for name, tensor in state.items()}):
+        found = read_initial(source, fresh)
+        assert all(torch.equal(found[name], state[name]) for name in fresh)
+
+
 def test_what_does_not_fit_starts_anew_and_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         found = read_initial({"a": torch.ones(2), "b": torch.ones(7), "c": torch.ones(1)}, FRESH)
