@@ -86,7 +86,7 @@ def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Pat
     assert all(torch.equal(batch[0], one) for one in batch)
     assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
     images.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "deep.png")
-    with pytest.raises(DataError, match="deep.png cannot be read: ValueError: it has more than 8 bits a channel"):
+    with pytest.raises(DataError, match=r"deep\.png cannot be read: ValueError: it has more than 8 bits a channel"):
         read_inputs([tmp_path / "deep.png"], recipe)
     images.new("RGB", (5, 4), (255, 0, 51)).save(tmp_path / "colour.png")
     (colour,) = read_inputs([tmp_path / "colour.png"], {"example_inputs": [{"shape": [1, 3, 4, 5], "dtype": "float32"}]})
