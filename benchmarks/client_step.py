@@ -41,7 +41,7 @@ from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.results.state.store import CarriedMemory
+from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.server.server import Server
 
 BATCH = 20
@@ -143,7 +143,7 @@ class Case:
         self.clients = {
             id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
         }
-        self.executor = ClientExecutor(self.spec, self.clients, CarriedMemory())
+        self.executor = ClientExecutor(self.spec, self.clients, MemoryStore())
         self.memories: dict[int, dict[str, Any]] = {id: {} for id in self.clients}
         server = Server(self.spec, self.clients)
         for round in range(1, ROUND):

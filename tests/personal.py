@@ -17,7 +17,7 @@ from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.context import ClientInfo
-from sparsekit_fl.results.state.store import CarriedMemory
+from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
@@ -122,7 +122,7 @@ def client_context(method, problem=None, config=None, *, place=0, kind="local", 
     client = tiny_clients(place + 1)[place]
     memory = {} if memory is None else memory
     given = {"client": client, "capability": client.capability, "memory": memory, "received": received}
-    return spec, client, ClientExecutor(spec, {}, CarriedMemory()).context(round=round, **given).scoped(kind)
+    return spec, client, ClientExecutor(spec, {}, MemoryStore()).context(round=round, **given).scoped(kind)
 
 
 SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]

@@ -199,7 +199,7 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.processes import end_with_parent
-    from sparsekit_fl.results.state.storage import FolderLock
+    from sparsekit_fl.results.state.storage import lock_folder
     from sparsekit_fl.server.checkpoint import holds_run
 
     # Those of the process that this one was forked from only take note.
@@ -218,7 +218,7 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
         try:
             if folder is not None:
                 # The trial of a sweep that was killed still writes there until its round ends.
-                FolderLock(folder, wait_seconds=_PATIENCE_SECONDS).release()
+                lock_folder(folder, wait_seconds=_PATIENCE_SECONDS).release()
             options = plan.options.with_paths(values).replaced(out=folder)
             experiment = Experiment.of(options)
             method = make_method(plan.method, settings=options.settings())

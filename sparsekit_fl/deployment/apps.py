@@ -23,7 +23,7 @@ from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.results.state.store import CarriedMemory, DeviceStore, MemoryStore
+from sparsekit_fl.results.state.store import DeviceStore, MemoryStore
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 
@@ -127,7 +127,7 @@ def _executor(context: Context, run: str) -> ClientExecutor:
     key = (_key(context), folder, run) if folder else (_key(context), "", "")
     if key not in _executors:
         home = Path(folder) / run if folder else None
-        store: MemoryStore = DeviceStore(home) if keeps and home is not None else CarriedMemory()
+        store = DeviceStore(home) if keeps and home is not None else MemoryStore()
         _executors[key] = ClientExecutor(spec, dict(clients), store, home=home)
     _executors[key].add(clients)
     return _executors[key]

@@ -25,7 +25,7 @@ from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, LostMemoryError, WorkerDiedError
 from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, MemoryRounds
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds, MemoryStore
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def answer(task: Task, executor: Callable[[], ClientExecutor], shared: StateDict
     try:
         found, do = executor(), _train if task.header["task"] == "train" else _evaluate
         if task.header["carried"]:
-            found.store = CarriedMemory(task.payloads.get("memory", b""))
+            found.store = MemoryStore(task.payloads.get("memory", b""))
         return do(task, found, shared)
     except Exception as error:  # noqa: BLE001 - sent to the server, which raises it
         if isinstance(error, ClientError):
@@ -86,8 +86,7 @@ def _train(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer:
     if (assignment.client_id, assignment.round) != (task.header["client"], task.header["round"]):
         raise DataError("header and assignment are of different clients or rounds")
     (update, stored), note = _with_memory(partial(executor.train, assignment), task.header["version"])
-    memory = executor.store.written if isinstance(executor.store, CarriedMemory) else b""
-    return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory}
+    return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": executor.store.written}
 
 
 def _evaluate(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer:

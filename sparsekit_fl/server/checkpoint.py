@@ -21,7 +21,7 @@ from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.results.state.storage import FolderLock, write_atomically
+from sparsekit_fl.results.state.storage import lock_folder, write_atomically
 from sparsekit_fl.results.state.store import seal, unseal
 from sparsekit_fl.server.server import ServerState
 
@@ -90,7 +90,7 @@ class RunFolder:
         self._checkpoint = path / _CHECKPOINT
         if resume and not holds_run(path):
             raise ResumeError(_nothing_there(path))
-        self._lock = FolderLock(path)
+        self._lock = lock_folder(path)
         if self._checkpoint.exists() and not resume:
             self._lock.release()
             raise ResumeError(

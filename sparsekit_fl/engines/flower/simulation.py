@@ -34,7 +34,7 @@ from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, MemoryStore
+from sparsekit_fl.results.state.store import ClientStore, MemoryStore
 
 _log = logging.getLogger(__name__)
 _NODES = 100
@@ -83,7 +83,7 @@ class Flower(Checked):
         """Run the loop in this thread, beside the simulation."""
         # Actors on this machine write memories where the run keeps them; others cannot.
         shared = self.ray_address is None
-        memories: MemoryStore = ClientStore(store.folder.resolve(), durable=store.durable) if shared else CarriedMemory()
+        memories = ClientStore(store.folder.resolve(), durable=store.durable) if shared else MemoryStore()
         session = _Session(self, spec, len(clients), partial(ClientExecutor, spec, clients, memories))
         with one_thread():
             try:

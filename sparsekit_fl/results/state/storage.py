@@ -1,12 +1,10 @@
 """Files that are either old or new, never half-written; and folders to which one process at a time writes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from sparsekit_fl.errors import FolderInUseError
 
@@ -59,38 +57,26 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, _OWNER_ALONE)
 
 
-class FolderLock:
-    """Keeps other processes, and other runs of this one, from writing to a folder.
+def lock_folder(folder: Path, *, wait_seconds: float = 0.0) -> BaseFileLock:
+    """Keep other processes, and other runs of this one, from writing to a folder, until the lock is released.
 
     The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
     Worker processes do not inherit the lock.
 
     Args:
         folder: The folder; made if absent.
-        what: What is written there, for the message.
         wait_seconds: How long to wait for somebody else.
 
     Raises:
         FolderInUseError: somebody else has the lock.
     """
-
-    def __init__(self, folder: Path, *, what: str = "run", wait_seconds: float = 0.0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Not reentrant: a second run in this process would delete the files of the first one too.
-        self._lock = FileLock(folder / ".lock", timeout=wait_seconds, is_singleton=False)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise FolderInUseError(
-                f"another {what} is writing to {folder}; wait until it has ended, end it, or choose another folder"
-            ) from None
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let others write; a second call does nothing."""
-        self._lock.release(force=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not reentrant: a second run in this process would delete the files of the first one too.
+    lock = FileLock(folder / ".lock", is_singleton=False)
+    try:
+        lock.acquire(timeout=wait_seconds)
+    except Timeout:
+        raise FolderInUseError(
+            f"another run is writing to {folder}; wait until it has ended, end it, or choose another folder"
+        ) from None
+    return lock

@@ -1,7 +1,6 @@
 """What outlives a round, as bytes; and MemoryStore: memories of clients, one version per client and round."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,26 +99,39 @@ def unseal(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     return memory, meta
 
 
-class MemoryStore(ABC):
-    """Memories of clients. Subclasses say where the bytes are; what the bytes mean is here."""
+class MemoryStore:
+    """Memories of clients. Here that of one, which came with its message and goes back with the reply; subclasses keep files.
+
+    Args:
+        payload: The memory as it came; empty for none.
+
+    Attributes:
+        written: What goes back; empty where memories are kept in files.
+    """
 
     failure: type[DataError] = DataError
 
-    @abstractmethod
-    def where(self, client_id: int, round: int) -> Path | str:
-        """Return where a memory is, for errors."""
+    def __init__(self, payload: bytes = b"") -> None:
+        self._payload = payload
+        self.written = b""
 
-    @abstractmethod
-    def load(self, client_id: int, round: int) -> bytes:
+    def where(self, client_id: int, round: int) -> Path | str:  # noqa: ARG002
+        """Return where a memory is, for errors."""
+        return "its message"
+
+    def load(self, client_id: int, round: int) -> bytes:  # noqa: ARG002
         """Return the bytes of a memory.
 
         Raises:
             OSError, DataError: they are missing or damaged.
         """
+        if not self._payload:
+            raise DataError("it did not come")
+        return self._payload
 
-    @abstractmethod
-    def save(self, client_id: int, round: int, payload: bytes) -> None:
+    def save(self, client_id: int, round: int, payload: bytes) -> None:  # noqa: ARG002
         """Keep the bytes of a memory."""
+        self.written = payload
 
     def read(self, client_id: int, round: int | None) -> Memory:
         """Return the memory of a client as written in `round`; empty for None.
@@ -152,30 +164,6 @@ class MemoryStore(ABC):
         return True
 
 
-class CarriedMemory(MemoryStore):
-    """The memory of one client that came with its message and goes back with the reply.
-
-    Args:
-        payload: As it came; empty for none.
-    """
-
-    def __init__(self, payload: bytes = b"") -> None:
-        self._payload = payload
-        self.written = b""
-
-    def where(self, client_id: int, round: int) -> str:  # noqa: ARG002
-        return "its message"
-
-    def load(self, client_id: int, round: int) -> bytes:  # noqa: ARG002
-        if not self._payload:
-            raise DataError("it did not come")
-        return self._payload
-
-    def save(self, client_id: int, round: int, payload: bytes) -> None:  # noqa: ARG002
-        """Keep it for the reply, as `written`."""
-        self.written = payload
-
-
 class ClientStore(MemoryStore):
     """Memories of the clients of one run, as files. Whoever trained a client writes its memory; the loop decides which count.
 
@@ -187,6 +175,7 @@ class ClientStore(MemoryStore):
     """
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
+        super().__init__()
         self.folder = folder
         self.durable = durable
         folder.mkdir(parents=True, exist_ok=True)

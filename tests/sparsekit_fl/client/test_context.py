@@ -5,7 +5,7 @@ import pytest
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg
-from sparsekit_fl.results.state.store import CarriedMemory
+from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -15,7 +15,7 @@ def spec():
 
 
 def context(spec, memory, **options):
-    client, executor = tiny_clients(1)[0], ClientExecutor(spec, {}, CarriedMemory())
+    client, executor = tiny_clients(1)[0], ClientExecutor(spec, {}, MemoryStore())
     return executor.context(client=client, round=1, capability=client.capability, memory=memory, **options)
 
 

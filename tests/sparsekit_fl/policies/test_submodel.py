@@ -22,7 +22,7 @@ from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult, RecalibratedBatchNorm, Sgd, SubmodelSgd
-from sparsekit_fl.results.state.store import CarriedMemory
+from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.testing import tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
@@ -118,7 +118,7 @@ def trained(local, labels, *, ratio=0.5):
     client, problem, config = one_client(labels)
     method = dataclasses.replace(heterofl(), local=local)
     spec = RunSpec.build(method, problem, config)
-    worker = ClientExecutor(spec, {}, CarriedMemory())
+    worker = ClientExecutor(spec, {}, MemoryStore())
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
     keep = torch.tensor([True, ratio == 1.0])
     result = local.train(ctx, spec.initial, UnitMask({"first": keep}), ratio)
@@ -172,7 +172,7 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
     spec = RunSpec.build(fedavg(), problem, config)
-    worker = ClientExecutor(spec, {}, CarriedMemory())
+    worker = ClientExecutor(spec, {}, MemoryStore())
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
     module = worker.masked.model
     RecalibratedBatchNorm().calibrate(ctx, module)

@@ -20,7 +20,7 @@ from sparsekit_fl import fingerprint
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.results.state import storage
-from sparsekit_fl.results.state.storage import FolderLock
+from sparsekit_fl.results.state.storage import lock_folder
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
@@ -84,17 +84,17 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, worke
 
 def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.results.state.storage import FolderLock\n"
-        "lock = FolderLock(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.results.state.storage import lock_folder\n"
+        "lock = lock_folder(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"locked\n"
     with pytest.raises(fl.errors.FolderInUseError):
-        FolderLock(tmp_path)
+        lock_folder(tmp_path)
     child.kill()
     child.communicate()
-    FolderLock(tmp_path).release()
+    lock_folder(tmp_path).release()
 
 
 class StopWhileScoring(fl.Callback):

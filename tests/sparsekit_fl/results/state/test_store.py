@@ -8,7 +8,7 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import MemoryStateError
 from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore, flatten
+from sparsekit_fl.results.state.store import ClientStore, DeviceStore, MemoryStore, flatten
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
@@ -40,7 +40,7 @@ def test_only_named_versions_stay(tmp_path):
 MADE = {
     ClientStore: lambda folder: ClientStore(folder, durable=False),
     DeviceStore: DeviceStore,
-    CarriedMemory: lambda _: CarriedMemory(),
+    MemoryStore: lambda _: MemoryStore(),
 }
 
 
@@ -48,14 +48,14 @@ MADE = {
 def test_any_bit_that_flips_in_a_memory_is_found(kind, tmp_path):
     written = MADE[kind](tmp_path)
     written.write(1, 2, MEMORY)
-    path = None if kind is CarriedMemory else written.where(1, 2)
+    path = None if kind is MemoryStore else written.where(1, 2)
     whole = written.written if path is None else path.read_bytes()
     changed = 0
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << (place % 8)
         if path is None:
-            written = CarriedMemory(bytes(damaged))
+            written = MemoryStore(bytes(damaged))
         else:
             path.write_bytes(damaged)
         try:
