@@ -45,7 +45,8 @@ def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(thing))
     if isinstance(thing, functools.partial):
         yield repr([_plain(value) for value in (*thing.args, *thing.keywords.items())])
-        yield from _parts(thing.func, seen)
+        for value in (thing.func, *thing.args, *thing.keywords.values()):
+            yield from _parts(value, seen)
     elif isinstance(thing, nn.Module):
         yield from (part for module in thing.modules() for part in _parts(type(module), seen))
     elif inspect.ismethod(thing):

@@ -11,6 +11,7 @@ import torch
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import fedavg
+from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
@@ -117,6 +118,18 @@ def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path
     first, *others = tiny_clients()
     with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
         begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=fl.Capability(**change)), *others])
+
+
+def test_a_factory_of_ones_own_counts_where_the_command_line_has_wrapped_it(tmp_path: Path) -> None:
+    found = []
+    for width in (5, 7):
+        names: dict[str, Any] = {"__name__": "mine_to_wrap"}
+        file = tmp_path / f"mine_{width}.py"
+        file.write_text(f"from torch import nn\n\ndef net(classes):\n    return nn.Linear({width}, classes)\n")
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        wrapped = factory_spec("mine_to_wrap:net", names["net"]).factory(takes=InputShape("image", (1, 8, 8)))
+        found.append(own_code({"model": wrapped}))
+    assert found[0] != found[1]
 
 
 def test_classes_of_a_notebook_are_the_users_own_though_they_lie_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
