@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -90,9 +89,9 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
     """The texts of every user.
 
     Args:
-        paths: JSON files with `users`, `num_samples` and `user_data → {x, y}`. A sample of `x` is a text, a list of words,
-            or a list of chunks of words; `y` may hold the next word, which is appended. A `y` that repeats the words of `x`
-            one place further, as LEAF's own `target_tokens` do, says nothing new. Padding is dropped.
+        paths: JSON files with `users`, `num_samples` and `user_data → {x, y}`, as LEAF writes them for Reddit: a sample of `x`
+            is a list of chunks, each a list of words. The `target_tokens` of `y` repeat them one place further, and are not
+            read. Padding is dropped.
 
     Returns:
         User → texts, in the order of the files.
@@ -106,25 +105,17 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
             content = json.loads(path.read_text(encoding="utf-8"))
             for user in content["users"]:
                 data = content["user_data"][user]
-                answers = data.get("y") or [None] * len(data["x"])
-                if len(answers) != len(data["x"]):
-                    raise DataError(f"{path}: user {user!r} has {len(data['x'])} samples in x and {len(answers)} in y")
-                texts = users.setdefault(user, [])
-                for sample, answer in zip(data["x"], answers, strict=True):
-                    texts.extend(_texts(sample, answer, f"{path}, user {user!r}"))
+                chunks = [chunk for sample in data["x"] for chunk in sample]
+                if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
+                    raise DataError(
+                        f"{path}, user {user!r}: a sample of x must be a list of lists of words, not a text nor token ids"
+                    )
+                if any(isinstance(answer, str) for answer in data.get("y") or ()):
+                    raise DataError(f"{path}, user {user!r}: y must have target_tokens, not a word; append it to its x")
+                users.setdefault(user, []).extend([word for word in chunk if word not in _MARKS] for chunk in chunks)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}") from error
     return users
-
-
-def _texts(sample: Any, answer: Any, what: str) -> list[list[str]]:
-    words = sample.split() if isinstance(sample, str) else sample
-    chunks = words if isinstance(words, list) and all(isinstance(chunk, list) for chunk in words) else [words]
-    if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
-        raise DataError(f"{what}: a sample of x must be a text, a list of words or a list of lists of words, not token ids")
-    if isinstance(answer, str) and chunks:
-        chunks = [*chunks[:-1], [*chunks[-1], answer]]
-    return [[word for word in chunk if word not in _MARKS] for chunk in chunks]
 
 
 def reddit(root: Path | str | None = None) -> DataSource:

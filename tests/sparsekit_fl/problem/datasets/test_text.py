@@ -57,8 +57,7 @@ USERS = {
         "x": [[["<BOS>", "hello", "there"], ["you", "<EOS>", "<PAD>"]], [["bye", "now", "<PAD>"]]],
         "y": [{"target_tokens": [["hello", "there", "you"], ["<EOS>", "<PAD>", "<PAD>"]]}, {"target_tokens": [["now"]]}],
     },
-    "bob": {"x": ["good morning all", "see"], "y": ["folks", "you"]},
-    "cat": {"x": [["just", "words"]]},
+    "bob": {"x": [[["good", "morning", "all"]], [["see", "you"]]]},
 }
 
 
@@ -72,11 +71,10 @@ class TestRedditContract(DatasetContract):
     def make_source(self) -> DataSource:
         return datasets["reddit"](self.root)
 
-    def test_leaf_chunks_texts_and_next_words_are_read(self) -> None:
+    def test_the_chunks_of_every_user_are_read(self) -> None:
         assert read_leaf([self.root / "reddit" / "train" / "part.json"]) == {
             "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
-            "bob": [["good", "morning", "all", "folks"], ["see", "you"]],
-            "cat": [["just", "words"]],
+            "bob": [["good", "morning", "all"], ["see", "you"]],
         }
 
 
@@ -85,9 +83,11 @@ class TestRedditContract(DatasetContract):
     [
         ("{", "LEAF's layout"),
         ('{"users": ["a"]}', "LEAF's layout"),
-        (leaf({"a": {"x": [[1, 2]]}}), "must be a text"),
-        (leaf({"a": {"x": [[[1, 2]]]}}), "not token ids"),
-        (leaf({"a": {"x": ["a b"], "y": ["c", "d"]}}), "1 samples in x and 2 in y"),
+        *(
+            (leaf({"a": {"x": [sample]}}), "must be a list of lists of words")
+            for sample in ("a b", ["a", "b"], [1, 2], [[1, 2]])
+        ),
+        (leaf({"a": {"x": [[["a"]]], "y": ["b"]}}), "must have target_tokens, not a word"),
     ],
 )
 def test_other_layouts_are_refused(tmp_path: Path, text: str, message: str) -> None:
