@@ -118,8 +118,7 @@ class TrainingConfig(Checked):
 class RunConfig(Checked):
     """Everything that decides a run, beside method, problem and clients.
 
-    Each option has its meaning and its range where it is declared; `training` is how a client trains, and `clients_per_round`
-    is the former name of `cohort`.
+    Each option has its meaning and its range where it is declared; `training` is how a client trains.
 
     Raises:
         InvalidValueError: a value, or a combination of values, that is not allowed.

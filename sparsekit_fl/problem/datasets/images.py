@@ -1,8 +1,12 @@
-"""Image data sets in the parquet layout of the hub: one `ImageSet` a data set."""
+"""Image data sets in the parquet layout of the hub.
+
+Each takes the user's data directory, or None to fetch the hub's copy. Its pictures stay uint8, in one array that all clients
+share. Files that are missing or malformed are a DataError, which says how to get them.
+"""
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +23,57 @@ _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSet:
-    """An image data set in parquet files, read from `<root>/<name>/**/*.parquet` or fetched once from the hub.
-
-    Args:
-        about: One sentence, for lists.
-        repo: Its id on the hub.
-        shape: `(C, H, W)` of every picture; other modes are converted, other sizes are an error.
-        mean: Per channel, of pixels scaled to [0, 1].
-        std: Likewise.
-        aliases: Other spellings of the folder.
-        test_names: How names of test files begin, in order of preference.
-    """
-
-    name: str
-    about: str
-    repo: str
-    shape: tuple[int, int, int]
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    aliases: tuple[str, ...] = ()
-    test_names: tuple[str, ...] = ("test",)
-
-    def __post_init__(self) -> None:
-        # Lists of names show the documentation of what they name.
-        object.__setattr__(self, "__doc__", self.about)
-
-    def __call__(self, root: Path | str | None = None) -> DataSource:
-        """Load the data set.
-
-        Args:
-            root: The user's data directory; None to fetch the hub's copy.
-
-        Returns:
-            The source; pictures stay uint8, in one array that all clients share.
-
-        Raises:
-            DataError: files are missing or malformed; the message says how to get them.
-            MissingDependencyError: pyarrow or Pillow is not installed.
-        """
-        splits = find_split_files(self.name, root, repo=self.repo, aliases=self.aliases, test_names=self.test_names)
-        train, test = (self._pool(split, files) for split, files in zip(("train", "test"), splits, strict=True))
-        return DataSource(
-            name=self.name, kind="image", train=train, test=test, classes=self.classes, mean=self.mean, std=self.std
-        )
-
-    def _pool(self, split: str, files: Sequence[Path]) -> TensorData:
-        arrays = cached_arrays(f"{self.name}-{split}", files, lambda: read_images(files, self.shape))
-        return TensorData((torch.from_numpy(arrays["images"]),), torch.from_numpy(arrays["labels"]))
+def _load(
+    name: str,
+    root: Path | str | None,
+    *,
+    repo: str,
+    classes: int,
+    shape: tuple[int, int, int],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    aliases: Sequence[str] = (),
+    test_names: Sequence[str] = ("test",),
+) -> DataSource:
+    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every picture."""
+    files = find_split_files(name, root, repo=repo, aliases=aliases, test_names=test_names)
+    arrays = (
+        cached_arrays(f"{name}-{split}", own, partial(read_images, own, shape))
+        for split, own in zip(("train", "test"), files, strict=True)
+    )
+    train, test = (TensorData((torch.from_numpy(one["images"]),), torch.from_numpy(one["labels"])) for one in arrays)
+    return DataSource(name=name, kind="image", train=train, test=test, classes=classes, mean=mean, std=std)
 
 
-mnist = ImageSet(
-    name="mnist",
-    about="60,000 + 10,000 handwritten digits.",
-    repo="ylecun/mnist",
-    shape=(1, 28, 28),
-    classes=10,
-    mean=(0.1307,),
-    std=(0.3081,),
-)
+def mnist(root: Path | str | None = None) -> DataSource:
+    """60,000 + 10,000 handwritten digits."""
+    return _load("mnist", root, repo="ylecun/mnist", classes=10, shape=(1, 28, 28), mean=(0.1307,), std=(0.3081,))
 
-cifar10 = ImageSet(
-    name="cifar10",
-    about="50,000 + 10,000 small photographs of ten kinds.",
-    repo="uoft-cs/cifar10",
-    shape=(3, 32, 32),
-    classes=10,
-    mean=(0.4914, 0.4822, 0.4465),
-    std=(0.2470, 0.2435, 0.2616),
-)
 
-cifar100 = ImageSet(
-    name="cifar100",
-    about="50,000 + 10,000 small photographs of a hundred kinds, with the fine labels.",
-    repo="uoft-cs/cifar100",
-    shape=(3, 32, 32),
-    classes=100,
-    mean=(0.5071, 0.4865, 0.4409),
-    std=(0.2673, 0.2564, 0.2762),
-)
+def cifar10(root: Path | str | None = None) -> DataSource:
+    """50,000 + 10,000 small photographs of ten kinds."""
+    return _load(
+        "cifar10", root, repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+    )  # fmt: skip
 
-tiny_imagenet = ImageSet(
-    name="tiny-imagenet",
-    about="Photographs of 200 kinds; the validation split is the test set.",
-    repo="zh-plus/tiny-imagenet",
-    shape=(3, 64, 64),
-    classes=200,
-    mean=(0.4802, 0.4481, 0.3975),
-    std=(0.2770, 0.2691, 0.2821),
-    aliases=("tiny_imagenet",),
-    test_names=("valid", "val", "test"),  # the true test labels were never published
-)
+
+def cifar100(root: Path | str | None = None) -> DataSource:
+    """50,000 + 10,000 small photographs of a hundred kinds, with the fine labels."""
+    return _load(
+        "cifar100", root, repo="uoft-cs/cifar100", classes=100, shape=(3, 32, 32),
+        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+    )  # fmt: skip
+
+
+def tiny_imagenet(root: Path | str | None = None) -> DataSource:
+    """Photographs of 200 kinds; the validation split is the test set."""
+    # The true test labels were never published.
+    return _load(
+        "tiny-imagenet", root, repo="zh-plus/tiny-imagenet", classes=200, shape=(3, 64, 64),
+        mean=(0.4802, 0.4481, 0.3975), std=(0.2770, 0.2691, 0.2821), aliases=("tiny_imagenet",),
+        test_names=("valid", "val", "test"),
+    )  # fmt: skip
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> Arrays:
