@@ -6,7 +6,7 @@ A trial is one method under one seed at one level of heterogeneity.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,28 +144,30 @@ def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
     Returns:
         Title and trials of each group; titles that would be equal name the settings that differ.
     """
-    groups: dict[str, list[Trial]] = {}
+    groups: list[tuple[dict[str, Any], list[Trial]]] = []
     # What decides an option itself, and what failed before it had a configuration, joins a group of the others.
     for trial in sorted(trials, key=lambda trial: 2 if not trial.config else _DECIDED in trial.policies):
-        key = _key(_protocol(trial.config)) if trial.config else next(iter(groups), "")
-        if trial.config and _DECIDED in trial.policies:
-            key = next((other for other in groups if _undecided(other) == _undecided(key)), _undecided(key))
-        groups.setdefault(key, []).append(trial)
-    members = list(groups.values())
-    return list(zip(_titles([group[0].config for group in members]), members, strict=True))
+        own, left = _protocol(trial.config), {_DECIDED} & set(trial.policies)
+        fitting = (one for protocol, one in groups if not trial.config or _without(protocol, left) == _without(own, left))
+        members = next(fitting, None)
+        if members is None:
+            groups.append((own, [trial]))
+        else:
+            members.append(trial)
+    return list(zip(_titles([members[0].config for _, members in groups]), (members for _, members in groups), strict=True))
+
+
+def _without(protocol: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in protocol.items() if name not in names}
 
 
 def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _undecided(key: str) -> str:
-    return _key({**json.loads(key), _DECIDED: None})
-
-
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the axes of a comparison from a configuration, and options that were not used."""
-    kept = {name: value for name, value in config.items() if name not in _AXES and value is not None}
+    kept = {name: value for name, value in _without(config, _AXES).items() if value is not None}
     heterogeneity, lack_classes = _level(config)
     if not heterogeneity:
         kept["capability_levels"] = config.get("capability_levels")
