@@ -8,6 +8,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.loop import Examples, evaluate
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.state.storage import write_atomically
@@ -59,4 +60,4 @@ class CentralTest(Callback):
         scores = {name: total / weight for name, (total, weight) in sums.items() if weight > 0}
         self.curve.append({"round": round, **scores})
         if run.out is not None:
-            write_atomically(run.out / _FILE, (json.dumps(self.curve, indent=1) + "\n").encode())
+            write_atomically(run.out / _FILE, (json.dumps(plain(self.curve), indent=1) + "\n").encode())

@@ -55,7 +55,8 @@ class DataSource:
             if pool is None:
                 continue
             inputs = torch.empty(0, *pool.shape, dtype=torch.uint8) if isinstance(pool, LazyData) else pool.inputs[0]
-            if inputs.ndim != dimensions or inputs.is_floating_point():
+            fits = inputs.dtype == torch.uint8 if self.kind == "image" else not inputs.is_floating_point()
+            if inputs.ndim != dimensions or not fits:
                 wanted = "uint8 (rows, C, H, W)" if self.kind == "image" else "integers (rows, T)"
                 raise DataError(
                     f"{what} inputs of {self.kind} source {self.name!r} must be {wanted},"
@@ -64,6 +65,8 @@ class DataSource:
             labels = pool.labels()
             if len(labels) and int(labels.max()) >= self.classes:
                 raise DataError(f"{what} of {self.name!r} has label {int(labels.max())}, but classes is {self.classes}")
+            if len(labels) and self.kind == "image" and int(labels.min()) < 0:
+                raise DataError(f"{what} of {self.name!r} has label {int(labels.min())}; leave out examples without a class")
         if self.kind == "image" and not len(self.mean) == len(self.std) == self.shape[0]:
             raise DataError(
                 f"mean and std of {self.name!r} need one number per channel ({self.shape[0]}), got {self.mean} and {self.std}"

@@ -235,6 +235,10 @@ def test_a_central_test_set_scores_the_global_model_and_changes_nothing_of_the_r
     (mine,) = [one for one in result.final.per_client if one.client_id == 0]
     assert every.curve[-1]["accuracy"] == mine.shared["accuracy"][0] / mine.shared["accuracy"][1]
     assert json.loads((tmp_path / "central.json").read_text())[-1] == every.curve[-1]
+    endless = replace(tiny_problem(), loss=lambda outputs, targets: outputs.sum() * float("inf"))
+    tiny_run(callbacks=[fl.callbacks.CentralTest(endless, test)], rounds=1, out=tmp_path / "endless")
+    (scored,) = json.loads((tmp_path / "endless/central.json").read_text(), parse_constant=pytest.fail)
+    assert scored["loss"] is None
 
 
 def test_the_command_line_scores_all_test_examples_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

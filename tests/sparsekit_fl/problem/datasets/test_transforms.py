@@ -1,7 +1,10 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsekit_fl.problem.datasets.base import ImageTransform
+from sparsekit.errors import DataError
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform
 
 
 def images(channels: int, side: int) -> torch.Tensor:
@@ -34,3 +37,17 @@ def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:
     stripes = torch.tensor([255, 0], dtype=torch.uint8).repeat(32).expand(1, 1, 16, 64)
     out = ImageTransform(1, (16, 16), (0.0,), (1.0,))(stripes)
     assert out.sub(0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "label", "message"),
+    [
+        (torch.int16, 0, r"must be uint8 \(rows, C, H, W\), got torch.int16"),
+        (torch.uint8, 2, "label 2"),
+        (torch.uint8, -1, "label -1"),
+    ],
+)
+def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype: torch.dtype, label: int, message: str) -> None:
+    pool = TensorData((torch.zeros(2, 1, 4, 4, dtype=dtype),), torch.tensor([1, label]))
+    with pytest.raises(DataError, match=message):
+        DataSource(name="own", kind="image", train=pool, test=pool, classes=2, mean=(0.5,), std=(0.5,))
