@@ -20,6 +20,7 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.options.devices import devices
 from sparsekit_fl.results.frames import clients_frame, plot_rounds, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
@@ -194,6 +195,7 @@ def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
 
     `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` where they are not installed.
     """
+    cuda = device.startswith("cuda")
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -206,9 +208,9 @@ def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
         "workers": workers,
         "device": device,
         "platform": platform.platform(),
-        "gpu": _gpus(device),
-        "cuda": torch.version.cuda if device.startswith("cuda") else None,
-        "cudnn": torch.backends.cudnn.version() if device.startswith("cuda") else None,
+        "gpu": [torch.cuda.get_device_name(name) for name in devices(device)] if cuda and torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
         "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
@@ -219,10 +221,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _gpus(device: str) -> list[str] | None:
-    """Name of each GPU of the run, in its order."""
-    if not (device.startswith("cuda") and torch.cuda.is_available()):
-        return None
-    return [torch.cuda.get_device_name(torch.device(name.strip())) for name in device.split(",")]

@@ -170,8 +170,9 @@ def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -
             f"{path} holds {len(arrays)} arrays, and the model takes {len(examples)} inputs; save one for each, in order"
         )
     found = tuple(_fitted(path, array, example, transform) for array, example in zip(arrays, examples, strict=True))
-    if len(counts := {len(tensor) for tensor in found}) > 1:
-        raise DataError(f"{path} holds arrays of {sorted(counts)} examples; save as many for each input")
+    counts = {len(tensor) for tensor in found}
+    if len(counts) > 1 or 0 in counts:
+        raise DataError(f"{path} holds arrays of {sorted(counts)} examples; save as many for each input, and at least one")
     return found
 
 

@@ -29,19 +29,14 @@ def flops_text(flops: float) -> str:
     return f"{flops / size:.3g}{letter}" if letter else f"{flops:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
+def seconds_text(seconds: float, *, minutes_from: float = 120) -> str:
     """For example `12.3 s`, `4 min 05 s` from two minutes on, and `4.2 ms` below a tenth of a second."""
-    if seconds < 120:
+    if seconds < minutes_from:
         size, unit = scale("seconds", seconds)
         return f"{seconds / size:.{0 if 0.01 <= seconds < 0.1 else 1}f}{unit}"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def minutes_text(seconds: float) -> str:
-    """For example `1 min 24 s` beside minutes, where `84.3 s` would have to be converted; below a minute `24.3 s`."""
-    return f"1 min {round(seconds) - 60:02d} s" if 60 <= seconds < 120 else seconds_text(seconds)
 
 
 def share_text(share: float | None) -> str:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit_fl.problem.names import lower_by_name
-from sparsekit_fl.results.text import minutes_text, scale, seconds_text
+from sparsekit_fl.results.text import scale, seconds_text
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def _text(unit: str, mean: float, deviation: float | None, size: float, ending: 
     if unit == "number":
         return f"{mean:.4g}" + (f" ± {deviation:.2g}" if spread else "")
     if unit == "seconds" and mean >= 120:
-        return seconds_text(mean) + (f" ± {minutes_text(deviation or 0.0)}" if spread else "")
+        # Beside minutes 84.3 s would have to be converted.
+        return seconds_text(mean) + (f" ± {seconds_text(deviation or 0.0, minutes_from=60)}" if spread else "")
     decimals = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
     return f"{mean / size:,.{decimals}f}" + (f" ± {(deviation or 0.0) / size:,.{decimals}f}" if spread else "") + ending
 

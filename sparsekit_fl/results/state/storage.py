@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -36,7 +37,9 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb", opener=_open_private if private else None) as file:
+        if private:
+            temporary.unlink(missing_ok=True)  # of another run, which others may read
+        with open(temporary, "wb", opener=partial(os.open, mode=_OWNER_ALONE) if private else None) as file:
             file.write(payload)
             file.flush()
             if durable:
@@ -48,13 +51,6 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         raise
     if durable and sync:
         sync_folder(path.parent)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that nobody else may read, also where one of that name was there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    return os.open(path, flags, _OWNER_ALONE)
 
 
 def lock_folder(folder: Path, *, wait_seconds: float = 0.0) -> BaseFileLock:

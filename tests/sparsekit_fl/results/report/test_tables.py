@@ -40,6 +40,7 @@ def shown(comparison: Comparison, width: int = 200) -> str:
         ("seconds", [0.057, 0.53, 11.4], [], ["0.0570 s", "0.530 s", "11.4 s"]),
         ("seconds", [0.004], [0.0005], ["4.00 ± 0.50 ms"]),
         ("seconds", [175.4, 72.0], [84.0, 1.0], ["2 min 55 s ± 1 min 24 s", "72.0 ± 1.0 s"]),
+        ("seconds", [3600.0], [119.7], ["1 h 00 min ± 2 min 00 s"]),
         ("number", [0.21337, 2.4], [0.012, math.nan], ["0.2134 ± 0.012", "2.4"]),
     ],
 )
@@ -100,6 +101,7 @@ def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() ->
     assert "time to 60%" in shown(both)
     assert both.rows[0].text["target_seconds"] == "10.0 s (1 of 2)"
     assert compare(result("a", accuracies={100: 0.987}), result("b", accuracies={100: 0.5})).goal == 0.88
+    assert compare(result("a", accuracies={100: 0.7})).goal == 0.63
     for target in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(InvalidValueError, match=r"must be an accuracy in \(0, 1\]"):
             check_target(target)

@@ -101,7 +101,11 @@ def test_an_npz_has_an_array_for_each_input_in_their_order_and_as_many_examples_
     found = read_inputs([file, file], recipe)
     assert [tensor.dtype for tensor in found] == [torch.float32, torch.int64]
     assert [tensor.tolist() for tensor in found] == [[*first.tolist()] * 2, [*second.tolist()] * 2]
-    for arrays, message in (([first], "holds 1 arrays, and the model takes 2"), ([first, second[0]], r"of \[1, 2\] examples")):
+    for arrays, message in (
+        ([first], "holds 1 arrays, and the model takes 2"),
+        ([first, second[0]], r"of \[1, 2\] examples"),
+        ([first[:0], second[:0]], r"of \[0\] examples"),
+    ):
         np.savez(file, *arrays)
         with pytest.raises(DataError, match=message):
             read_inputs([file], recipe)
