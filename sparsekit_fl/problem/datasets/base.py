@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -90,7 +91,7 @@ class DataSource:
         )
 
 
-_MODES = {1: "L", 3: "RGB"}
+_MODES: Mapping[int | None, str] = {1: "L", 3: "RGB"}
 
 
 def pixels_of(picture: Any, channels: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
