@@ -44,8 +44,8 @@ def pathological(
             released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
             in ten has a single class.
         when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
-            suffice, with a warning. "redeal": once all shards are out, deal them again, with a warning; clients then
-            share examples.
+            suffice, with a warning. "redeal": once fewer classes have shards left than a client draws, deal all shards
+            again, with a warning; clients then share examples.
 
     Returns:
         One ClientData per client.

@@ -1,6 +1,7 @@
 """The two apps of a deployment and their plan, over a grid in this process; what a device keeps of a run, and predicts with."""
 
 import io
+import json
 import tomllib
 import zipfile
 from pathlib import Path
@@ -129,6 +130,23 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     with pytest.raises(DataError, match="stayed on its device"):
         load_model(tmp_path / "server", 0)
     assert not list((tmp_path / "server" / "models").glob("client-*"))
+
+
+def test_a_node_that_claims_clients_which_the_servers_list_gives_to_another_takes_no_part(tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed.toml"
+    allowed.write_text('first = "0-3"\nsecond = "4-7"\n')
+    plan = Plan(method="fedavg", problem="sparsekit_fl.testing:tiny_problem", rounds=1, cohort=2, local_epochs=1, batch_size=8,
+                out=str(tmp_path / "out"), memory="server", allowed=str(allowed))  # fmt: skip
+    config = plan.to_run_config()
+    # The second one has its own client and one of the first's, which nobody else claims.
+    nodes = [{"clients": ids, "data": "sparsekit_fl.testing:tiny_client"} for ids in ("0-2", "3,4")]
+    grid = LocalGrid(apps.client, nodes=2, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
+    names = [SimpleNamespace(node_id=node, name=name) for node, name in ((1000, "first"), (1001, "second"))]
+    grid.get_nodes = lambda: names  # type: ignore[attr-defined]
+    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [one["id"] for one in result["final"]["per_client"]] == [0, 1, 2]
+    assert "it claims the clients [3], which 'second' is not allowed to have" in "; ".join(result["rounds"][0]["notes"])
 
 
 def test_a_process_that_serves_all_nodes_of_a_run_builds_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

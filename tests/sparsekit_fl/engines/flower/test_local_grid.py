@@ -124,6 +124,24 @@ def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_i
     assert result.final.state_sha256 == others.final.state_sha256
 
 
+@pytest.mark.parametrize(("looks", "late"), [(40, False), (60, True)])
+@pytest.mark.same_bits
+def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does_not(
+    looks: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekit_fl.engines.flower.post.time", StillClock())
+    victim, others = _without_its_victim()
+
+    def delay(message: Message) -> int:
+        task = task_of(message)
+        return looks if (task["task"], task["client"]) == ("train", victim) else 0
+
+    # The server looks 50 times a second.
+    result = _run(InProcess(delay=delay, timeout_seconds=1.0))
+    assert result.final.state_sha256 == (others if late else _run()).final.state_sha256
+    assert [client_id for client_id, _ in result.rounds[0].dropped] == [victim] * late
+
+
 KEEPS = with_settings(local(), {"personal": "LocalModel", "personal.select": "best"})
 
 
