@@ -129,6 +129,11 @@ class Child:
         return f"{how}; often the system is out of memory: try fewer workers" if -code == KILL else how
 
 
+# What `close` sends to those that are still alive, after so many seconds. A daemon in the middle of a task would finish it
+# first, and nobody waits for that result.
+_GOODBYE = {True: ((0.0, signal.SIGTERM), (5.0, KILL)), False: ((3.0, signal.SIGINT), (15.0, KILL))}
+
+
 class Children:
     """Processes that this one started, each with a pipe to it.
 
@@ -137,13 +142,12 @@ class Children:
 
     Args:
         start_method: One of `multiprocessing`'s.
-        goodbye: What `close` sends to those that are still alive, after so many seconds: (seconds, signal) pairs, ascending.
-        daemon: Whether the children end with this process; they then may not start processes of their own.
+        daemon: Whether the children end with this process, and have nothing to save; they then may not start processes of their
+            own.
     """
 
-    def __init__(self, start_method: str, goodbye: Sequence[tuple[float, signal.Signals]], *, daemon: bool) -> None:
+    def __init__(self, start_method: str, *, daemon: bool) -> None:
         self._context: Any = multiprocessing.get_context(start_method)
-        self._goodbye = goodbye
         self._daemon = daemon
         self._children: list[Child] = []
 
@@ -207,7 +211,7 @@ class Children:
             # Nobody reads any more; a child that still writes would wait for ever.
             child.connection.close()
         alive, began = [child.process for child in self._children], time.monotonic()
-        for seconds, number in self._goodbye:
+        for seconds, number in _GOODBYE[self._daemon]:
             while (alive := [process for process in alive if process.is_alive()]) and time.monotonic() - began < seconds:
                 time.sleep(0.01)
             for process in alive:

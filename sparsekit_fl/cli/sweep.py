@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _how = functools.partial(typer.Option, rich_help_panel="How values are chosen")
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 60.0
-_GOODBYE = ((3.0, signal.SIGINT), (15.0, signal.SIGKILL))
 
 
 def _sweep(
@@ -101,7 +100,7 @@ def _sweep(
     with Study(
         study or method, axes, settings | {"maximize": more}, maximize=more, sampler=sampler, pruner=pruner,
         seed=options.seed or 0, trials=trials, jobs=jobs, steps=rounds, storage=storage, out=out,
-    ) as found, Children(start_method(options.device), _GOODBYE, daemon=False) as children:  # fmt: skip
+    ) as found, Children(start_method(options.device), daemon=False) as children:  # fmt: skip
         run_search(
             found, _Runs(plan, out, children), trials, metric=metric, out=out, quiet=options.quiet, as_json=options.json,
             how=how,

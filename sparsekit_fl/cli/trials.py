@@ -5,7 +5,6 @@ A finished trial is never run again, a half-finished one goes on, and one that f
 
 import contextlib
 import json
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.processes import KILL, Child, Children, end_with_parent, one_thread, start_method
+from sparsekit_fl.processes import Child, Children, end_with_parent, one_thread, start_method
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
 from sparsekit_fl.results.state.storage import write_atomically
@@ -31,7 +30,6 @@ from sparsekit_fl.server.checkpoint import differences, holds_run
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
-_GOODBYE = ((3.0, signal.SIGINT), (15.0, KILL))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,7 +181,7 @@ def run_trials(tasks: Sequence[Task], board: TrialsProgress, *, jobs: int) -> Ge
     """
     method = start_method(tasks[0].options.device if tasks else None)
     # One thread before the first operation: threads of torch do not survive a fork. No daemons: trials start workers.
-    with one_thread() if jobs > 1 else nullcontext(), Children(method, _GOODBYE, daemon=False) as children:
+    with one_thread() if jobs > 1 else nullcontext(), Children(method, daemon=False) as children:
         pending = deque(tasks)
         while pending or len(children):
             while pending and len(children) < jobs:

@@ -12,8 +12,6 @@ import torch
 from sparsekit_fl import processes
 from sparsekit_fl.processes import Child, Children, one_thread, start_method
 
-SOON = ((0.0, signal.SIGTERM), (0.3, signal.SIGKILL))
-
 
 def echo(connection):
     with contextlib.suppress(EOFError, ConnectionResetError):
@@ -39,7 +37,7 @@ def one_answer(children: Children):
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_child_has_one_torch_thread_and_answers(method):
-    with Children(method, SOON, daemon=True) as children:
+    with Children(method, daemon=True) as children:
         child = children.start(echo, task="any")
         child.connection.send("hello")
         assert one_answer(children) == (child, (child.process.pid, 1, "hello"))
@@ -50,7 +48,7 @@ def test_a_child_has_one_torch_thread_and_answers(method):
     [(0, "exit code 3"), (signal.SIGTERM, r"signal 15 (SIGTERM)"), (signal.SIGKILL, "signal 9 (SIGKILL); often the system")],
 )
 def test_the_death_of_a_child_is_seen_at_once_though_its_siblings_live_and_is_named(how, text):
-    with Children("fork", SOON, daemon=True) as children:
+    with Children("fork", daemon=True) as children:
         victim = children.start(die, how, task="to die")
         for _ in range(2):
             children.start(echo)
@@ -60,8 +58,9 @@ def test_the_death_of_a_child_is_seen_at_once_though_its_siblings_live_and_is_na
         assert child.ending().startswith(text)
 
 
-def test_closing_leaves_no_process_and_no_zombie_even_of_a_child_that_ignores_its_signal():
-    with Children("fork", SOON, daemon=True) as children:
+def test_closing_leaves_no_process_and_no_zombie_even_of_a_child_that_ignores_its_signal(monkeypatch):
+    monkeypatch.setitem(processes._GOODBYE, True, ((0.0, signal.SIGTERM), (0.3, signal.SIGKILL)))
+    with Children("fork", daemon=True) as children:
         started: list[Child] = [children.start(echo), children.start(stubborn, task="none")]
         assert one_answer(children)[1] == "ready"
     for child in started:
@@ -103,6 +102,6 @@ def test_a_step_while_training_takes_denormal_numbers_for_zero_and_one_before_an
 
 
 def test_workers_take_denormal_numbers_for_zero():
-    with Children("fork", SOON, daemon=True) as children:
+    with Children("fork", daemon=True) as children:
         children.start(step_of_denormals, task="step")
         assert one_answer(children)[1] == (0.0, 0.0)
