@@ -3,7 +3,6 @@
 Flower starts a process for each message to a SuperNode, so nothing lives there from message to message but files.
 """
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -75,46 +74,20 @@ def serve(grid: Grid, context: Context) -> None:
     _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
 
 
-# What the nodes of a run have in common is built once in a process: a simulation's processes serve all of its nodes.
-_made: dict[str, tuple[RunSpec, dict[int, Client]]] = {}
-_executors: dict[tuple[str, str, str], ClientExecutor] = {}
-
-
 def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
     """RunSpec and clients of this node."""
-    key, ids = _key(context), client_ids(_clients_of(context))
     plan, node = Plan.of(context.run_config), context.node_config
-    if key not in _made:
-        device = str(node.get("device", "cpu"))
-        problem, clients = plan.make_clients(ids, node)
-        check_device(device)
-        _made.clear()
-        _executors.clear()
-        _made[key] = RunSpec.build(plan.make_method(), problem, replace(plan.make_config(), device=device)), clients
-    spec, known = _made[key]
-    missing = [id for id in ids if id not in known]
-    if missing:
-        known.update(plan.make_clients(missing, node)[1])
-    return spec, {id: known[id] for id in ids}
-
-
-def _key(context: Context) -> str:
-    node = {name: context.node_config.get(name) for name in ("data", "data-dir", "device")}
-    return json.dumps([dict(context.run_config), node], sort_keys=True, default=str)
-
-
-def _clients_of(context: Context) -> str:
-    config = context.node_config
-    if "clients" in config:
-        return str(config["clients"])
-    if "partition-id" in config:
-        # What Flower's own examples call it: one client a node.
-        return str(config["partition-id"])
-    raise InvalidValueError('this SuperNode was given no clients; start it with --node-config \'clients="0-3" state-dir="…"\'')
+    if "clients" not in node:
+        raise InvalidValueError(
+            'this SuperNode was given no clients; start it with --node-config \'clients="0-3" state-dir="…"\''
+        )
+    device = str(node.get("device", "cpu"))
+    check_device(device)
+    problem, clients = plan.make_clients(client_ids(str(node["clients"])), node)
+    return RunSpec.build(plan.make_method(), problem, replace(plan.make_config(), device=device)), clients
 
 
 def _executor(context: Context, run: str) -> ClientExecutor:
-    spec, clients = _make(context)
     folder = str(context.node_config.get("state-dir", ""))
     keeps = Plan.of(context.run_config).memory == "nodes"
     if keeps and not folder:
@@ -124,13 +97,9 @@ def _executor(context: Context, run: str) -> ClientExecutor:
         )
     if folder and not re.fullmatch("[0-9a-f]{16}", run):
         raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
-    key = (_key(context), folder, run) if folder else (_key(context), "", "")
-    if key not in _executors:
-        home = Path(folder) / run if folder else None
-        store = DeviceStore(home) if keeps and home is not None else MemoryStore()
-        _executors[key] = ClientExecutor(spec, dict(clients), store, home=home)
-    _executors[key].add(clients)
-    return _executors[key]
+    home = Path(folder) / run if folder else None
+    store = DeviceStore(home) if keeps and home is not None else MemoryStore()
+    return ClientExecutor(*_make(context), store, home=home)
 
 
 # Flower reads the source for these two names, and finds plain assignments alone.

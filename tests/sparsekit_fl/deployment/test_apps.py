@@ -22,7 +22,6 @@ from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.apps import serve
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.results.state.store import DeviceStore
@@ -147,17 +146,3 @@ def test_a_node_that_claims_clients_which_the_servers_list_gives_to_another_take
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [one["id"] for one in result["final"]["per_client"]] == [0, 1, 2]
     assert "it claims the clients [3], which 'second' is not allowed to have" in "; ".join(result["rounds"][0]["notes"])
-
-
-def test_a_process_that_serves_all_nodes_of_a_run_builds_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(method="fedlps", problem="sparsekit_fl.testing:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
-                batch_size=8, nodes=8, memory="server")  # fmt: skip
-    config = plan.to_run_config()
-    nodes = [{"partition-id": k, "num-partitions": 8, "data": "sparsekit_fl.testing:tiny_client"} for k in range(8)]
-    grid = LocalGrid(apps.client, nodes=8, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
-    built = []
-    build = RunSpec.build
-    monkeypatch.setattr(RunSpec, "build", lambda *given, **more: built.append(given) or build(*given, **more))
-    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
-    # Once for all nodes, once to know the model before they come, and once for the loop.
-    assert len(built) == 3
