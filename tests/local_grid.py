@@ -7,7 +7,7 @@ shuffled; a fault can be planted in any of them.
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
@@ -159,6 +159,8 @@ class InProcess:
         seed: Seed of the shuffling.
         fault, twice, delay: For the grid.
         folder: Where nodes keep memories as devices do; None: they use the store of the run.
+        memory: "nodes" where they do; "server" where memories travel.
+        devices: Whether nodes are devices, which can stop nobody; they send personal models all the same.
         options: For the pool.
     """
 
@@ -171,24 +173,29 @@ class InProcess:
         twice: bool = False,
         delay: Callable[[Message], int] | None = None,
         folder: Path | None = None,
+        memory: Literal["nodes", "server"] = "server",
+        devices: bool = False,
         **options: Any,
     ) -> None:
         self._nodes = nodes
         self._grid: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice, "delay": delay}
-        self._folder = folder
-        self._options = {"memory": "server", "workers": 1, **options}
+        self._folder, self._memory, self._devices = folder, memory, devices
+        self._options = {"workers": 1, **options}
 
     def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
         executor = ClientExecutor(spec, clients, store if self._folder is None else DeviceStore(self._folder))
         grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid)
-        return rounds(GridPool(_Fixed(grid, sorted(clients)), spec, store, **self._options))
+        carrier = _Fixed(grid, sorted(clients), self._devices)
+        pool = GridPool(carrier, spec, carried=store if self._memory == "server" else None, **self._options)
+        pool.exports = True
+        return rounds(pool)
 
 
 class _Fixed(Carrier):
     """Nodes that take turns with the clients, in the order of both ids, and never change."""
 
-    def __init__(self, grid: Grid, clients: Sequence[int]) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, clients: Sequence[int], devices: bool) -> None:
+        self.grid, self.devices = grid, devices
         self._node_of = dict(zip(clients, itertools.cycle(sorted(grid.get_node_ids())), strict=False))
 
     def node_of(self, client_id: int) -> int:

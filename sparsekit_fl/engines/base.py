@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update
@@ -52,8 +52,9 @@ class Unscored:
 Scored = Evaluation | Unscored
 
 
+@runtime_checkable
 class ClientStream(Protocol):
-    """Starts clients one by one, and gives their replies as they come in: for rounds by the wall clock."""
+    """A pool that also starts clients one by one, and gives their replies as they come in: for rounds by the wall clock."""
 
     def free(self, ids: Collection[int]) -> Mapping[int, int]:
         """Return those of these clients that could start now, each with what it would keep busy: of one such thing, one."""
@@ -71,8 +72,8 @@ class ClientStream(Protocol):
 class ClientPool(Protocol):
     """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result.
 
-    A pool that can also start clients one by one has a method `stream()`, which returns a `ClientStream`. One whose clients may
-    be away for a while has a method `await_clients(ids, needed)`; see the function of that name.
+    One that can also start clients one by one is a `ClientStream` too. One whose clients may be away for a while has a method
+    `await_clients(ids, needed)`; see the function of that name.
     """
 
     workers: int

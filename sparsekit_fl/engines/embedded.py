@@ -20,12 +20,9 @@ from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.options.checked import Checked, Count
 from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
+from sparsekit_fl.processes import Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
-
-GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
-"""How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""
 
 
 class LocalPool:
@@ -81,7 +78,7 @@ class ProcessPool(TaskPool):
     def encode(self, assignment: Assignment) -> bytes:
         return encode_assignment(assignment, self.spec.graph, with_state=False)
 
-    def answers(self, tasks: Sequence[Task], state: StateDict, *, times: int = 1) -> Iterator[Answer]:  # noqa: ARG002
+    def answers(self, tasks: Sequence[Task], state: StateDict) -> Iterator[Answer]:
         if state is not self._loaded:
             # All workers are idle now.
             for name, tensor in self._shared.items():
@@ -144,5 +141,5 @@ class Embedded(Checked):
             if self.workers == 1:
                 return rounds(LocalPool(ClientExecutor(spec, clients, store)))
             method = self.start_method or start_method(spec.config.device)
-            with Children(method, GOODBYE, daemon=True) as children:
+            with Children(method, daemon=True) as children:
                 return rounds(ProcessPool(children, self.workers, spec, partial(ClientExecutor, spec, clients, store)))

@@ -92,9 +92,9 @@ def _train(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer:
 def _evaluate(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer:
     header = task.header
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-        export = Path(folder) if header["export"] else None
-        if header["last"] and not header["export"] and executor.home is not None:
-            export = executor.keep(executor.home, shared)
+        export = Path(folder) if header["models"] == "sent" else None
+        if header["models"] == "kept":
+            export = executor.keep(shared)
         how: dict[str, Any] = {"round": header["round"], "with_shared": header["with_shared"], "export": export}
         # It is scored with what it would deploy now; that its memory is lost is said when it trains.
         evaluation, _ = _with_memory(partial(executor.evaluate, shared, header["client"], **how), header["version"])
@@ -105,10 +105,8 @@ def _evaluate(task: Task, executor: ClientExecutor, shared: StateDict) -> Answer
 class TaskPool(ABC):
     """Runs clients by tasks; a subclass carries them. Every client is asked once, with all that it needs, and answers once."""
 
-    times_scored = 1
-    """Number of times that a client is asked for its scores."""
     exports = True
-    """Whether personal models are sent, to be written into the run's folder."""
+    """Whether personal models are sent, to be written into the run's folder; else they are kept where their clients are."""
     trusted = True
     """Answers come from processes of ours, so one that is broken stops the run. Otherwise its clients are dropped, whatever it
     says: no device can stop the others."""
@@ -119,11 +117,8 @@ class TaskPool(ABC):
         self.spec, self.workers = spec, workers
 
     @abstractmethod
-    def answers(self, tasks: Sequence[Task], state: StateDict, *, times: int = 1) -> Iterator[Answer]:
-        """Carry tasks of one kind, about one shared state; yield their answers in the order of the tasks.
-
-        Where nothing usable comes back a task is asked again, `times` in all.
-        """
+    def answers(self, tasks: Sequence[Task], state: StateDict) -> Iterator[Answer]:
+        """Carry tasks of one kind, about one shared state; yield their answers in the order of the tasks."""
 
     def encode(self, assignment: Assignment) -> bytes:
         """Pack an assignment; the default with its state."""
@@ -153,10 +148,10 @@ class TaskPool(ABC):
         with_shared: bool,
         export: Path | None,
     ) -> Iterator[Scored]:
-        last = export is not None
-        options = {"with_shared": with_shared, "last": last, "export": last and self.exports}
+        models = None if export is None else "sent" if self.exports else "kept"
+        options = {"with_shared": with_shared, "models": models}
         tasks = [self._task("evaluate", id, memory_rounds.get(id), round, {}, **options) for id in ids]
-        for client_id, found in zip(ids, self.answers(tasks, state, times=self.times_scored), strict=True):
+        for client_id, found in zip(ids, self.answers(tasks, state), strict=True):
             try:
                 yield self._scores(client_id, found, export)
             except ClientError as error:

@@ -286,8 +286,12 @@ def _run_id(store: ClientStore) -> str:
 class Deployment:
     """Clients on SuperNodes, which have introduced their clients.
 
-    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered. For
-    `memory` and `timeout_seconds` see `GridPool`.
+    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered.
+
+    Args:
+        nodes: The SuperNodes.
+        memory: "nodes" where they keep the memories of their clients; "server" where the server does, and sends them along.
+        timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
     """
 
     nodes: Nodes
@@ -300,15 +304,10 @@ class Deployment:
         pool = GridPool(
             self.nodes,
             spec,
-            store,
-            memory=self.memory,
             workers=len(self.nodes),
+            carried=store if self.memory == "server" else None,
             timeout_seconds=self.timeout_seconds,
-            # A personal model stays on the device.
-            exports=False,
-            grouped=True,
             run=_run_id(store),
-            trusted=False,
         )
         with one_thread():
             return rounds(pool)

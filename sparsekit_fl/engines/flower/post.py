@@ -26,8 +26,9 @@ class Carrier(ABC):
     """A grid, and which of its nodes serves a client. The defaults are those of nodes that stay."""
 
     grid: Grid
-    exclusive: bool = True
-    """Whether a node answers one message after the other, so that a second one would wait for the first."""
+    devices: bool = True
+    """Whether nodes are devices: each starts a process for a message and answers one after the other, keeps the models of its
+    clients, and can stop nobody else, whatever it says. Else they are processes of this program."""
 
     @abstractmethod
     def node_of(self, client_id: int) -> int:
@@ -58,7 +59,7 @@ class Carrier(ABC):
 
 
 class Post(Generic[K]):
-    """Messages on their way, each under a key of the caller's. A damaged grid is started anew, and they are sent again.
+    """Messages on their way, each under a key of the caller's. Where the grid was started anew, they are sent again.
 
     Args:
         carrier: The grid.
@@ -66,7 +67,6 @@ class Post(Generic[K]):
         node_of: Key → node; raises ClientError where there is none.
         ttl: Seconds after which a reply is given up.
         most: Number of messages that may be open at once; None: any.
-        trusted: Nodes are ours, so what one says of a process that died is believed.
     """
 
     def __init__(
@@ -77,16 +77,17 @@ class Post(Generic[K]):
         *,
         ttl: float,
         most: int | None = None,
-        trusted: bool = False,
     ) -> None:
         self._carrier, self._message, self._node_of = carrier, message, node_of
-        self._ttl, self._most, self._trusted = ttl, most, trusted
+        self._ttl, self._most = ttl, most
         self._late = f"no reply within {ttl:g} seconds"
+        self._grid = carrier.grid
         self._waiting: deque[K] = deque()
         self._open: dict[str, tuple[K, int, float]] = {}  # id → key, node, when it was sent
+        self._found: list[tuple[K, Message | str]] = []
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._waiting)
+        return len(self._open) + len(self._waiting) + len(self._found)
 
     @property
     def keys(self) -> list[K]:
@@ -99,50 +100,49 @@ class Post(Generic[K]):
         return {node for _, node, _ in self._open.values()}
 
     def add(self, keys: Iterable[K]) -> None:
-        """Send messages at the next look, or when there is room."""
+        """Send messages, now or when there is room."""
         self._waiting.extend(keys)
+        self._send()
 
-    def _send(self) -> list[tuple[K, Message | str]]:
-        lost: list[tuple[K, Message | str]] = []
+    def _send(self) -> None:
         fresh: list[tuple[K, int]] = []
         while self._waiting and (self._most is None or len(self._open) + len(fresh) < self._most):
             key = self._waiting.popleft()
             try:
                 fresh.append((key, self._node_of(key)))
             except ClientError as error:
-                lost.append((key, str(error)))
+                self._found.append((key, str(error)))
         if fresh:
             now = time.monotonic()
-            ids = self._carrier.grid.push_messages([self._message(key, node) for key, node in fresh])
+            ids = self._grid.push_messages([self._message(key, node) for key, node in fresh])
             for (key, node), id in zip(fresh, ids, strict=True):
                 if id:
                     self._open[id] = key, node, now
                 else:
-                    lost.append((key, "its node is gone"))
-        return lost
+                    self._found.append((key, "its node is gone"))
 
     def poll(self) -> list[tuple[K, Message | str]]:
         """Send what waits; return key and reply of what was answered, or why there is no reply. A reply counts once."""
-        found = self._send()
-        for reply in self._carrier.grid.pull_messages(list(self._open)) if self._open else ():
-            key, _, sent = self._open.pop(reply.metadata.reply_to_message_id, (None, 0, 0.0))
-            if key is None:
+        if self._grid is not self._carrier.grid:
+            self._waiting, self._grid = deque(self.keys), self._carrier.grid
+            self._open.clear()
+        self._send()
+        for reply in self._grid.pull_messages(list(self._open)) if self._open else ():
+            id = reply.metadata.reply_to_message_id
+            if id not in self._open:
                 continue
-            if self._trusted and reply.has_error() and any(word in str(reply.error.reason) for word in _DEAD_ACTOR):
-                self._again(key, str(reply.error.reason))
-                return found
+            reason = str(reply.error.reason) if reply.has_error() else ""
+            if not self._carrier.devices and any(word in reason for word in _DEAD_ACTOR):
+                self._carrier.restart(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
+                break
+            key, _, sent = self._open.pop(id)
             over = time.monotonic() - sent > 0.9 * self._ttl
             # Flower's own words for a message that is over speak of databases.
-            found.append((key, self._late if over and reply.has_error() and reply.error.code in _EXPIRED else reply))
+            self._found.append((key, self._late if over and reason and reply.error.code in _EXPIRED else reply))
         for id in [id for id, (_, _, sent) in self._open.items() if time.monotonic() - sent >= self._ttl]:
-            found.append((self._open.pop(id)[0], self._late))
+            self._found.append((self._open.pop(id)[0], self._late))
+        found, self._found = self._found, []
         return found
-
-    def _again(self, key: K, reason: str) -> None:
-        """Start the grid anew, and send again what was not answered."""
-        self._carrier.restart(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
-        self._waiting = deque([key, *self.keys])
-        self._open.clear()
 
     def answers(self) -> Iterator[tuple[K, Message | str]]:
         """Yield what `poll` returns until all are answered."""

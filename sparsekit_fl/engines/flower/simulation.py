@@ -88,15 +88,10 @@ class Flower(Checked):
         with one_thread():
             try:
                 session.start()
-                pool = GridPool(
-                    session,
-                    spec,
-                    store,
-                    memory="nodes" if shared else "server",
-                    workers=session.actors,
-                    timeout_seconds=self.timeout_seconds,
+                carried = None if shared else store
+                return rounds(
+                    GridPool(session, spec, workers=session.actors, carried=carried, timeout_seconds=self.timeout_seconds)
                 )
-                return rounds(pool)
             finally:
                 session.close()
 
@@ -108,7 +103,7 @@ class _Session(Carrier):
     of an actor; it goes to every machine once, through Ray's object store.
     """
 
-    exclusive = False  # any actor serves any node
+    devices = False
 
     def __init__(self, engine: Flower, spec: RunSpec, clients: int, make: Callable[[], ClientExecutor]) -> None:
         self.actors = engine.workers

@@ -107,7 +107,7 @@ def test_a_buffer_of_all_clients_gives_the_bits_of_rounds_that_wait() -> None:
 
 
 def test_a_node_has_one_task_at_a_time_and_gets_the_next_at_once() -> None:
-    engine = InProcess(nodes=2, delay=slow(*range(8), looks=2), grouped=True, memory="nodes")
+    engine = InProcess(nodes=2, delay=slow(*range(8), looks=2), devices=True, memory="nodes")
     result = ran(engine=engine, async_buffer=3, cohort=6, rounds=12)
     assert all(len(step) == 3 for step in arrivals(result)), "three updates a step from two nodes"
     assert {client for record in result.rounds for client in record.cohort} == set(range(8)), "all clients take their turn"
@@ -123,7 +123,7 @@ def test_a_forged_update_is_refused_with_its_reason() -> None:
         header, payloads = read(reply)
         return Message(content(header, **{name: data[:-8] for name, data in payloads.items()}), reply_to=message)
 
-    result = ran(engine=InProcess(fault=forge, trusted=False), rounds=3)
+    result = ran(engine=InProcess(fault=forge, devices=True), rounds=3)
     assert {client for record in result.rounds for client, _ in record.dropped} <= {1}
     assert all(1 not in record.ratios for record in result.rounds)
 

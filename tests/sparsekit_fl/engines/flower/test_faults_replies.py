@@ -24,7 +24,7 @@ from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 from sparsekit_fl.testing import tiny_config
 
-ENGINES: dict[str, Callable[[], fl.Engine]] = {"embedded": fl.Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
+ENGINES: dict[str, Callable[[], fl.Engine]] = {"embedded": fl.Embedded, "flower": lambda: InProcess(nodes=3, devices=True)}
 _left: Counter[tuple[int, int]] = Counter()
 _FOR_EVER = 99
 
@@ -181,7 +181,7 @@ HOSTILE: dict[str, Callable[[Message], Message]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_device_can_stop_the_others(name: str) -> None:
     victim = _cohort(1)[0]
-    result = _run(InProcess(fault=_when("train", victim, 1, HOSTILE[name]), trusted=False))
+    result = _run(InProcess(fault=_when("train", victim, 1, HOSTILE[name]), devices=True))
     ((client_id, reason),) = result.rounds[0].dropped
     assert client_id == victim
     assert 0 < len(reason) <= 4000
@@ -198,7 +198,7 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
         return write(self, client_id, round, memory)
 
     monkeypatch.setattr(ClientStore, "write", full)
-    ((client_id, reason),) = _run(InProcess(memory="nodes", trusted=False)).rounds[0].dropped
+    ((client_id, reason),) = _run(InProcess(memory="nodes", devices=True)).rounds[0].dropped
     assert client_id == victim
     assert "cannot keep its memory" in reason
     assert "No space left" in reason

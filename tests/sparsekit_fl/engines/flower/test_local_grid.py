@@ -3,20 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from flwr.app import Message
+from flwr.app import Error, Message
+from flwr.clientapp import ClientApp
 from local_grid import Fault, InProcess, LocalGrid, gone, task_of
 from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit_fl.client.messages import Update, decode_update, encode_update
 from sparsekit_fl.engines.flower import pool
+from sparsekit_fl.engines.flower.post import Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.methods import with_settings
 from sparsekit_fl.methods.local import local
@@ -32,7 +35,7 @@ class TestInProcess(EngineContract):
 class TestGrouped(EngineContract):
     @pytest.fixture
     def engine(self) -> fl.Engine:
-        return InProcess(nodes=3, grouped=True, memory="server", twice=True)
+        return InProcess(nodes=3, devices=True, twice=True)
 
 
 def _run(engine: fl.Engine | None = None, method: fl.Method | None = None, rounds: int = 2) -> fl.RunResult:
@@ -142,6 +145,42 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
     assert [client_id for client_id, _ in result.rounds[0].dropped] == [victim] * late
 
 
+class Fragile(Carrier):
+    """A grid on which a process dies; the next one is whole."""
+
+    devices = False
+
+    def __init__(self) -> None:
+        app = ClientApp()
+        app.query()(lambda message, _: Message(content({}), reply_to=message))
+        self._grid = lambda fault: LocalGrid(app, nodes=1, rng=np.random.default_rng(0), fault=fault)
+        self.grid = self._grid(lambda message, reply: self.faults[read(message)[0]["key"]](message, reply))
+
+    faults: ClassVar[dict[str, Fault]] = {
+        "lost": lambda message, reply: None,
+        "killed": lambda message, reply: Message(Error(code=2, reason="ActorDiedError"), reply_to=message),
+        "answered": lambda message, reply: reply,
+    }
+
+    def node_of(self, client_id: int) -> int:
+        return 1000
+
+    def restart(self, reason: str) -> None:
+        self.grid = self._grid(None)
+
+
+def test_what_was_open_is_sent_again_where_the_grid_is_started_anew_whoever_sent_it() -> None:
+    grid = Fragile()
+    posts: list[Post[str]] = [
+        Post(grid, lambda key, node: Message(content({"key": key}), node, "query"), lambda _: 1000, ttl=5) for _ in range(2)
+    ]
+    posts[0].add(["lost"])
+    posts[1].add(["killed", "answered"])
+    answers = [dict(post.answers()) for post in reversed(posts)]
+    assert [sorted(found) for found in answers] == [["answered", "killed"], ["lost"]]
+    assert not any(isinstance(reply, str) or reply.has_error() for found in answers for reply in found.values())
+
+
 KEEPS = with_settings(local(), {"personal": "LocalModel", "personal.select": "best"})
 
 
@@ -227,7 +266,7 @@ def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pyt
     monkeypatch.setattr(pool, "_MOST_TASKS", 50)
     clients, config = tiny_clients(120), tiny_config(rounds=1)
     here = tiny_run(PLAIN, clients=clients, config=config)
-    there = tiny_run(PLAIN, clients=clients, config=config, engine=InProcess(nodes=1, grouped=True))
+    there = tiny_run(PLAIN, clients=clients, config=config, engine=InProcess(nodes=1, devices=True))
     assert max(asked_for) == 3
     assert there.final.per_client == here.final.per_client
     assert there.final.state_sha256 == here.final.state_sha256
