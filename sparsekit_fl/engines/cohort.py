@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,7 @@ class _Together(LocalPool):
             return super().map(assignments, memory_rounds)
         for place, assignment in enumerate(assignments):
             try:
-                opened = self._executor.open(assignment, memory_rounds.get(assignment.client_id))
+                opened = OpenRound(self._executor, assignment, memory_rounds.get(assignment.client_id))
             except ClientError as error:
                 done[place] = Reply(client_id=assignment.client_id, error=error)
                 continue
@@ -106,22 +106,20 @@ class _Together(LocalPool):
     def _train(self, members: Sequence[tuple[int, OpenRound]], memory_rounds: MemoryRounds) -> dict[int, Reply]:
         """Train clients of one shape and end their round: place → reply."""
         if len(members) == 1 or self._alone:
-            return {place: self._close(opened, opened.train) for place, opened in members}
+            return {place: self._reply(opened.assignment, opened.close) for place, opened in members}
         try:
             steps = _Steps(self._spec, [opened for _, opened in members])
             steps.run()
         except Exception as error:  # noqa: BLE001 - whose fault it is shows when each client trains by itself
-            replies = {place: self._by_itself(opened.assignment, memory_rounds) for place, opened in members}
+            alone = super().map([opened.assignment for _, opened in members], memory_rounds)
+            replies = {place: reply for (place, _), reply in zip(members, alone, strict=True)}
             if not isinstance(error, SparsekitError) and not any(reply.error for reply in replies.values()):
                 self._give_up(f"torch cannot run the model for several clients at once ({type(error).__name__}: {error})")
             return replies
-        return {place: self._close(opened, partial(steps.result, number)) for number, (place, opened) in enumerate(members)}
-
-    def _close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> Reply:
-        return self._reply(opened.assignment, partial(self._executor.close, opened, train))
-
-    def _by_itself(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Reply:
-        return next(super().map([assignment], memory_rounds))
+        return {
+            place: self._reply(opened.assignment, partial(opened.close, partial(steps.result, number)))
+            for number, (place, opened) in enumerate(members)
+        }
 
 
 def _why_alone(spec: RunSpec) -> str:
@@ -161,7 +159,7 @@ class _Steps:
         self._anchors = {name: self._stack[name].clone() for name in self._leaves} if self._pull else {}
         self._velocity = {name: torch.zeros_like(self._stack[name]) for name in self._leaves if self._training.momentum}
         self._batches = [one.ctx.batches() for one in rounds]
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None = None  # loss, right predictions and their weight, by client and epoch
 
     def _load(self, opened: OpenRound) -> _State:
         """Put what a client trains into the module; return its parameters and buffers, the tensors themselves."""
@@ -199,8 +197,8 @@ class _Steps:
 
     def _step(self, places: Sequence[int], found: Sequence[tuple[int, Batch]]) -> None:
         """Take a step of the clients at some places, each down the loss of its own batch."""
-        at = None if len(places) == len(self._rounds) else torch.tensor(places, device=found[0][1].targets.device)
-        state = {name: _rows(tensor, at) for name, tensor in self._stack.items()}
+        at = torch.tensor(places, device=found[0][1].targets.device)
+        state = {name: tensor[at] for name, tensor in self._stack.items()}
         leaves = {name: state.pop(name) for name in self._leaves}
         inputs = tuple(map(torch.stack, zip(*(batch.inputs for _, batch in found), strict=True)))
         targets = torch.stack([batch.targets for _, batch in found])
@@ -208,8 +206,11 @@ class _Steps:
         with torch.no_grad():
             self._move(leaves, gradients, at)
             for name, tensor in (*leaves.items(), *after.items()):
-                _put(self._stack[name], tensor, at)
-            self._count(places, found, torch.stack([loss * found[0][1].size, *(score.to(loss) for score in scores)], 1))
+                self._stack[name][at] = tensor
+            sums = torch.stack([loss * found[0][1].size, *(score.to(loss) for score in scores)], 1)
+            if self._sums is None:
+                self._sums = sums.new_zeros(len(self._rounds), self._batches[0].epochs, sums.shape[1])
+            self._sums[at, torch.tensor([epoch for epoch, _ in found], device=at.device)] += sums
 
     def _loss(self, leaves: _State, rest: _State, inputs: tuple[Tensor, ...], targets: Tensor) -> Any:
         """Return one client's loss, and the running statistics after it and the sum and weight of its accuracy."""
@@ -218,11 +219,11 @@ class _Steps:
         scores = () if accuracy is None else accuracy(outputs.detach() if isinstance(outputs, Tensor) else outputs, targets)
         return self._problem.loss(outputs, targets), (rest, *(torch.as_tensor(score) for score in scores))
 
-    def _move(self, leaves: _State, gradients: _State, at: Tensor | None) -> None:
-        """Move the leaves as `SgdStep` does: pull, clip, decay, momentum."""
+    def _move(self, leaves: _State, gradients: _State, at: Tensor) -> None:
+        """Move the leaves of the clients at some places as `SgdStep` does: pull, clip, decay, momentum."""
         training = self._training
         for name, leaf in leaves.items() if self._pull else ():
-            gradients[name] = gradients[name] + self._pull * (leaf - _rows(self._anchors[name], at))
+            gradients[name] = gradients[name] + self._pull * (leaf - self._anchors[name][at])
         if self._clip is not None:
             norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients.values()], 1).norm(dim=1)
             factor = (self._clip / (norms + 1e-6)).clamp(max=1.0)
@@ -230,16 +231,9 @@ class _Steps:
         for name, leaf in leaves.items():
             gradient = gradients[name] + training.weight_decay * leaf if training.weight_decay else gradients[name]
             if training.momentum:
-                gradient = training.momentum * _rows(self._velocity[name], at) + gradient
-                _put(self._velocity[name], gradient, at)
+                gradient = training.momentum * self._velocity[name][at] + gradient
+                self._velocity[name][at] = gradient
             leaves[name] = leaf - training.lr * gradient
-
-    def _count(self, places: Sequence[int], found: Sequence[tuple[int, Batch]], sums: Tensor) -> None:
-        """Add loss, right predictions and their weight to the epochs of their clients."""
-        if self._sums is None:
-            self._sums = sums.new_zeros(len(self._rounds), self._batches[0].epochs, sums.shape[1])
-        epochs = torch.tensor([epoch for epoch, _ in found], device=sums.device)
-        self._sums[torch.tensor(places, device=sums.device), epochs] += sums
 
     def result(self, place: int) -> LocalResult:
         """Return what one client learned, and leave it in the narrow model."""
@@ -266,15 +260,3 @@ def _stream(batches: Batches) -> Iterator[tuple[int, Batch]]:
 
 def _shapes(batch: Batch) -> Any:
     return tuple((tensor.shape, tensor.dtype) for tensor in (*batch.inputs, batch.targets))
-
-
-def _rows(tensor: Tensor, at: Tensor | None) -> Tensor:
-    return tensor if at is None else tensor[at]
-
-
-def _put(tensor: Tensor, values: Tensor, at: Tensor | None) -> None:
-    """Write the rows of some clients; None: of all."""
-    if at is None:
-        tensor.copy_(values)
-    else:
-        tensor[at] = values

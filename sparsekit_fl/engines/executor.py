@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -57,7 +57,7 @@ class ClientExecutor:
     ) -> None:
         self.spec, self.home, self.store = spec, home, store
         self._global: object = None
-        self._clients = dict(clients)
+        self.clients = dict(clients)
         self._device = device_of(spec.config.device) if device is None else device
         if spec.config.deterministic:
             use_exact_arithmetic()
@@ -98,10 +98,6 @@ class ClientExecutor:
             reading=lambda split: streams.reading(round, client.id).spawn(3)[_SPLITS.index(split)],
         )
 
-    def add(self, clients: Mapping[int, Client]) -> None:
-        """Have further clients, which will be asked for."""
-        self._clients.update(clients)
-
     def train(self, assignment: Assignment, version: int | None) -> tuple[Update, bool]:
         """Train one client for one round.
 
@@ -116,22 +112,7 @@ class ClientExecutor:
             ClientError: the client failed; its memory is as it was.
             DataError: its memory cannot be read.
         """
-        opened = self.open(assignment, version)
-        return self.close(opened, opened.train)
-
-    def open(self, assignment: Assignment, version: int | None) -> OpenRound:
-        """Begin what `train` does, up to where the local policy trains."""
-        memory = self.store.read(assignment.client_id, version)
-        return OpenRound(self, assignment, self._clients[assignment.client_id], memory)
-
-    def close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> tuple[Update, bool]:
-        """End what `train` does, once `train` has done what the local policy would do."""
-        update = opened.close(train)
-        try:
-            return update, self.store.write(update.client_id, update.round, opened.memory)
-        except MemoryStateError as error:
-            who = f"client {update.client_id} failed in round {update.round} of method {self.spec.method.name!r}"
-            raise ClientError(f"{who}: {error}") from error
+        return OpenRound(self, assignment, version).close()
 
     def evaluate(
         self,
@@ -157,11 +138,11 @@ class ClientExecutor:
             ClientError: the personal policy failed.
         """
         spec, module = self.spec, self.masked.model
-        personal, client = spec.method.personal, self._clients[client_id]
+        personal, client = spec.method.personal, self.clients[client_id]
         ctx = self.context(
             client=client,
             round=round,
-            capability=Roster(self._clients, spec.config, round)[client_id].capability,
+            capability=Roster(self.clients, spec.config, round)[client_id].capability,
             memory=self.store.read(client_id, version),
         ).scoped("personal")
         with _blame(ctx, spec.method, "personal"):
@@ -193,21 +174,22 @@ class ClientExecutor:
             flops_deploying=deploying,
         )
 
-    def keep(self, home: Path, shared: StateDict) -> Path:
-        """Make a folder of this device one that `load_model` reads: the global model, and how models are made again.
+    def keep(self, shared: StateDict) -> Path | None:
+        """Make `home` a folder that `load_model` reads: the global model, and how models are made again.
 
         Args:
-            home: The folder; made if absent.
             shared: The shared global state; written once where the same one comes for several clients.
 
         Returns:
-            Where the models of clients go.
+            Where the models of clients go; None without a home.
         """
-        models = global_file(home).parent
+        if self.home is None:
+            return None
+        models = global_file(self.home).parent
         if shared is not self._global:
             models.mkdir(parents=True, exist_ok=True)
-            save_whole(global_file(home), self.spec.model({**self.spec.initial, **shared}))
-            write_recipe(home, {**self.spec.recipe, "personal": True, "clients": sorted(self._clients)})
+            save_whole(global_file(self.home), self.spec.model({**self.spec.initial, **shared}))
+            write_recipe(self.home, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
             self._global = shared
         return models
 
@@ -244,21 +226,28 @@ def _complete(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
 class OpenRound:
     """A round of a client that has begun, and stands where the local policy trains.
 
-    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`. `memory` is written to; when anything
-    raises, throw it away.
+    Its `ctx`, `start`, `mask` and `ratio` are the arguments of that policy's `train`.
+
+    Args:
+        executor: The executor.
+        assignment: The server's message.
+        version: The round of the memory that counts; None for an empty memory.
 
     Raises:
         ClientError: a policy failed; names it, and carries the cause.
+        DataError: the client's memory cannot be read.
     """
 
-    def __init__(self, executor: ClientExecutor, assignment: Assignment, client: Client, memory: Memory) -> None:
+    def __init__(self, executor: ClientExecutor, assignment: Assignment, version: int | None) -> None:
+        # What is written to this memory counts once all is done.
+        self._store, self._memory = executor.store, executor.store.read(assignment.client_id, version)
         self._began = time.perf_counter()
-        self._spec, self.assignment, self.memory = executor.spec, assignment, memory
+        self._spec, self.assignment = executor.spec, assignment
         self._ctx = ctx = executor.context(
-            client=client,
+            client=executor.clients[assignment.client_id],
             round=assignment.round,
             capability=assignment.capability,
-            memory=memory,
+            memory=self._memory,
             extra=assignment.extra,
             received=assignment.mask,
         )
@@ -276,15 +265,13 @@ class OpenRound:
                 self.mask.check(graph)
         self.ctx = ctx.scoped("local")
 
-    def train(self) -> LocalResult:
-        """Let the local policy train."""
-        return self._spec.method.local.train(self.ctx, self.start, self.mask, self.ratio)
-
-    def close(self, train: Callable[[], LocalResult]) -> Update:
-        """Let the client be trained, by `train` of this round or its like, and return the update; raises ClientError."""
+    def close(self, train: Callable[[], LocalResult] | None = None) -> tuple[Update, bool]:
+        """Let the local policy train, or `train` in its place; see `ClientExecutor.train` for the rest."""
         ctx, method, assignment, ratio = self._ctx, self._spec.method, self.assignment, self.ratio
         with _blame(ctx, method, "local"):
-            result = _on_cpu(train())
+            result = method.local.train(self.ctx, self.start, self.mask, ratio) if train is None else train()
+            if any(tensor.device.type != "cpu" for tensor in result.state.values()):
+                result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
             ratio = ratio if result.ratio is None else check_ratio(result.ratio)
         with _blame(ctx, method, "mask"):
             method.mask.keep(ctx.scoped("mask"), result)
@@ -306,14 +293,19 @@ class OpenRound:
             metrics={**result.log.metrics(), **result.metrics},
             cost=cost,
         )
-        cost = dataclasses.replace(
+        cost = replace(
             cost,
             uplink_bytes=update_bytes(update),
             downlink_bytes=assignment_bytes(assignment, ctx.graph),
             wall_seconds=time.perf_counter() - self._began,
         )
-        cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
-        return dataclasses.replace(update, cost=cost)
+        cost = replace(cost, seconds=client_seconds(cost, assignment.capability))
+        try:
+            stored = self._store.write(update.client_id, update.round, self._memory)
+        except MemoryStateError as error:
+            who = f"client {update.client_id} failed in round {update.round} of method {method.name!r}"
+            raise ClientError(f"{who}: {error}") from error
+        return replace(update, cost=cost), stored
 
     def _upload(self, result: LocalResult) -> tuple[dict[str, Tensor], Mask | None]:
         """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
@@ -333,9 +325,3 @@ class OpenRound:
             change = share.leave(ctx, name, value.detach(), before) - before
             delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
         return delta, upload
-
-
-def _on_cpu(result: LocalResult) -> LocalResult:
-    if all(tensor.device.type == "cpu" for tensor in result.state.values()):
-        return result
-    return dataclasses.replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
