@@ -98,7 +98,7 @@ class ServerContext:
     def reaching(self, ids: Collection[int]) -> ServerContext:
         """Return the same context with some clients alone in its roster, and a cohort of no more than these."""
         roster = {id: self.roster[id] for id in ids}
-        away = frozenset(self.roster) - frozenset(ids)
+        away = self.everybody.difference(roster)
         return dataclasses.replace(self, roster=roster, cohort_size=min(self.cohort_size, len(roster)), unreachable=away)
 
     @property

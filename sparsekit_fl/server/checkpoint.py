@@ -57,12 +57,18 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """The content of a checkpoint; of a run that begins, nothing. `callbacks`: class and state of each."""
+    """The content of a checkpoint; of a run that begins, its fingerprint alone.
+
+    `callbacks`: class and state of each. `extended`: how many rounds a finished run had, each time that it was given more.
+    """
+
+    fingerprint: Mapping[str, Any]
 
     server: ServerState | None = None
     memory_rounds: dict[int, int] = field(default_factory=dict)
     records: list[RoundRecord] = field(default_factory=list)
     callbacks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    extended: tuple[int, ...] = ()
 
 
 def holds_run(path: Path) -> bool:
@@ -82,9 +88,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self.fingerprint: dict[str, Any] = {}
-        self.extended: list[int] = []
-        self._described: Mapping[str, Any] = {}
+        self._begun: dict[str, Any] = {"format": _FORMAT}  # what a checkpoint says of the run as a whole
         self._rounds = path / "rounds.jsonl"
         self._written = hashlib.sha256()  # of what is in that file
         self._checkpoint = path / _CHECKPOINT
@@ -98,7 +102,7 @@ class RunFolder:
             )
         if not self._checkpoint.exists():
             # From now on there is something to resume, whatever happens before the first round is saved.
-            write_atomically(path / _BEGUN, json.dumps({"format": _FORMAT}).encode())
+            write_atomically(path / _BEGUN, json.dumps(self._begun).encode())
 
     def close(self) -> None:
         """Let other runs write to the folder."""
@@ -118,52 +122,53 @@ class RunFolder:
         Raises:
             ResumeError: an option, the code or the data changed, or a file is damaged.
         """
-        self._described, self.fingerprint = described, dict(fingerprint)
+        self._begun.update(run=described, fingerprint=fingerprint)
         for folder in (self.path, self.path / "models"):
             for left_over in folder.glob(".*.tmp"):
                 left_over.unlink()
         if not self._checkpoint.exists():
             self._rounds.unlink(missing_ok=True)
             (self.path / "result.json").unlink(missing_ok=True)
-            begun = {"format": _FORMAT, "run": described, "fingerprint": self.fingerprint}
             secret = described["config"].get("dp_noise_seed") is not None
-            write_atomically(self.path / _BEGUN, (json.dumps(begun, indent=1) + "\n").encode(), private=secret)
-            return Saved()
+            write_atomically(self.path / _BEGUN, (json.dumps(self._begun, indent=1) + "\n").encode(), private=secret)
+            return Saved(fingerprint)
         try:
             held, meta = unseal(self._checkpoint.read_bytes())
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
-            self._refuse_changes(meta)
-            now, where = {"own": {}, **self.fingerprint}, f"the run in {self.path}"
-            earlier = check_fingerprint(meta["fingerprint"], now, where=where, accept_code=accept_code)
-            if earlier:
-                self.fingerprint["earlier"] = earlier
+            extended = self._refuse_changes(meta, described)
+            now, where = {"own": {}, **fingerprint}, f"the run in {self.path}"
+            if earlier := check_fingerprint(meta["fingerprint"], now, where=where, accept_code=accept_code):
+                fingerprint = {**fingerprint, "earlier": earlier}
+            self._begun.update(fingerprint=fingerprint, extended=extended)
             state = {name: held["state"][name] for name in meta["names"]}
             server = ServerState(int(meta["round"]), state, held["server"], meta.get("noise_seed"))
             memory_rounds = {int(client_id): int(round) for client_id, round in meta["memory_rounds"].items()}
             callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
             records = self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round)
-            return Saved(server, memory_rounds, records, callbacks)
+            return Saved(fingerprint, server, memory_rounds, records, callbacks, tuple(extended))
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"
             ) from error
 
-    def _refuse_changes(self, meta: Mapping[str, Any]) -> None:
+    def _refuse_changes(self, meta: Mapping[str, Any], described: Mapping[str, Any]) -> list[int]:
+        """Return how many rounds the run had before it was given more, each time."""
         saved = dict(meta["run"])
-        before, now = saved["config"]["rounds"], self._described["config"]["rounds"]
-        self.extended = list(meta.get("extended", ()))
+        before, now = saved["config"]["rounds"], described["config"]["rounds"]
+        extended = list(meta.get("extended", ()))
         if now > before == int(meta["round"]):
             # A finished run may go on.
             saved["config"] = {**saved["config"], "rounds": now}
-            self.extended.append(before)
-        changed = differences(_learned(saved), _learned(self._described))
+            extended.append(before)
+        changed = differences(_learned(saved), _learned(described))
         if changed:
             raise ResumeError(
                 f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"
                 " pass the options it was started with, or another folder. This holds for `rounds` too:"
                 " a method may plan its course by the number of rounds; only a finished run may be given more"
             )
+        return extended
 
     def _truncated(self, size: int, sha256: str, round: int) -> list[RoundRecord]:
         if not self._rounds.exists() or self._rounds.stat().st_size < size:
@@ -195,16 +200,13 @@ class RunFolder:
     ) -> None:
         """Write the checkpoint, atomically."""
         meta = {
-            "format": _FORMAT,
-            "run": self._described,
+            **self._begun,
             "round": server.round,
             "names": list(server.state),
             "memory_rounds": {str(client_id): round for client_id, round in memory_rounds.items()},
             "rounds_bytes": self._rounds.stat().st_size,
             "rounds_sha256": self._written.hexdigest(),
-            "fingerprint": self.fingerprint,
             "callbacks": [list(pair) for pair in callbacks],
-            **({"extended": self.extended} if self.extended else {}),
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
         # Whoever knows the seed of the noise can take the noise away again.

@@ -52,7 +52,6 @@ class Rounds:
     saved: Saved
     callbacks: Callbacks
     experiment: Mapping[str, Any]
-    fingerprint: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         spec, folder = self.spec, self.folder
@@ -127,7 +126,7 @@ class Rounds:
         """Run a round; return what every client scored, where this is the last one."""
         began = time.perf_counter()
         try:
-            step = self._steps.step(round, self._memory_rounds, ids=list(self.clients))
+            step = self._steps.step(round, self._memory_rounds)
         except TooFewRepliesError as error:
             raise TooFewRepliesError(f"{error}; {self.hint}") from error.__cause__
         self._warn(round, step.dropped)
@@ -274,9 +273,9 @@ class Rounds:
             state=state,
             note=spec.method.note,
             privacy={} if self.server.privacy is None else asdict(self.server.privacy),
-            fingerprint=self.fingerprint if self.folder is None else self.folder.fingerprint,
+            fingerprint=self.saved.fingerprint,
             stopped=self._view.stopped,
-            extended=() if self.folder is None else tuple(self.folder.extended),
+            extended=self.saved.extended,
         )
         if self.folder is not None and self._export is not None:
             save_whole(global_file(self.folder.path), self._model())
@@ -380,13 +379,13 @@ def run(
     with folder or nullcontext(), temporary as base:
         spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         fingerprint = fingerprint_of(None if folder is None else roster.values())
-        saved = Saved()
+        saved = Saved(fingerprint)
         if folder is not None:
             own = own_code(_of_the_user(method, problem))
             fingerprint.update({"own": own} if own else {})
             saved = folder.start(describe_run(spec, roster, experiment), fingerprint, accept_code=accept_code)
         store = ClientStore(Path(base) / "clients", durable=folder is not None)
-        loop = Rounds(spec, roster, store, folder, saved, told, experiment, fingerprint)
+        loop = Rounds(spec, roster, store, folder, saved, told, experiment)
         try:
             return engine.run(loop.run, spec=spec.for_clients(), clients=roster, store=store)
         except KeyboardInterrupt:

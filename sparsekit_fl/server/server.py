@@ -140,7 +140,7 @@ class Server:
         self.state = state or ServerState(0, clone(spec.initial))
         if self.state.noise_seed is None and spec.config.dp_clip is not None:
             self.state.noise_seed = new_noise_seed(spec.config)
-        self._clients = clients
+        self.clients = clients
         self._names = spec.shared_names()
         self._ctx: ServerContext | None = None
         method, config = spec.method, spec.config
@@ -164,8 +164,8 @@ class Server:
         """Return the shared entries of the global state."""
         return {name: self.state.state[name] for name in self._names}
 
-    def begin(self, round: int) -> ServerContext:
-        """Begin a round, counted from 1, and return its context, which policies see."""
+    def begin(self, round: int) -> None:
+        """Begin a round, counted from 1."""
         config = self.spec.config
         rngs = rngs_by_kind(Streams(config.seed).server(round))
         if self.state.noise_seed is not None:
@@ -174,7 +174,7 @@ class Server:
         self._ctx = ServerContext(
             round=round,
             rounds=config.rounds,
-            roster=Roster(self._clients, config, round),
+            roster=Roster(self.clients, config, round),
             cohort_size=config.cohort,
             rngs=rngs,
             memory=self.state.memory,
@@ -183,7 +183,6 @@ class Server:
             costs=self.spec.costs,
             parameters=self.spec.parameters.intersection(self._names),
         )
-        return self._ctx
 
     def assign(self, round: int) -> list[Assignment]:
         """Sample the cohort of the next round, counted from 1, and write its assignments.
@@ -191,7 +190,8 @@ class Server:
         Raises:
             InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.
         """
-        return self.make_assignments(self._sample(self._reachable(self.begin(round))))
+        self.begin(round)
+        return self.make_assignments(self._sample(self._reachable()))
 
     @property
     def _now(self) -> ServerContext:
@@ -200,7 +200,7 @@ class Server:
 
     def sample(self, ids: Collection[int], room: int) -> list[int]:
         """Sample as many of these clients as there is room for, within a round that has begun."""
-        there = self._reachable(self._now)
+        there = self._reachable()
         sampled = there.reaching([id for id in ids if id in there.roster])
         sampled = replace(sampled, cohort_size=max(0, min(room, len(sampled.roster))))
         return self._sample(sampled) if sampled.cohort_size else []
@@ -238,8 +238,9 @@ class Server:
             )
         return assignments
 
-    def _reachable(self, ctx: ServerContext) -> ServerContext:
+    def _reachable(self) -> ServerContext:
         """Return the context that samples: without clients that cannot be reached in this round."""
+        ctx = self._now
         if self._availability is None:
             return ctx
         there = self._availability.among(list(ctx.roster), ctx.round)
@@ -248,7 +249,7 @@ class Server:
                 f"no client can be reached in round {ctx.round}, as {self.spec.config.availability} says; give every round a"
                 " client"
             )
-        return ctx if len(there) == len(ctx.roster) else ctx.reaching(there)
+        return ctx.reaching(there)
 
     def aggregate(self, updates: Sequence[Update], ages: Sequence[int] | None = None) -> float | None:
         """Aggregate updates that `validated` returned, and let the policies learn from them.
@@ -278,7 +279,7 @@ class Server:
 
     def with_scoring_time(self, update: Update) -> Update:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
-        if not update.cost.flops_scoring or update.client_id not in self._clients:
+        if not update.cost.flops_scoring or update.client_id not in self.clients:
             return update
         seconds = scoring_seconds(update.cost, self._now.roster[update.client_id].capability)
         return replace(update, cost=replace(update.cost, scoring_seconds=seconds))

@@ -97,8 +97,8 @@ class Steps(ABC):
         return list(ids)
 
     @abstractmethod
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
-        """Let clients train until the server can aggregate, and aggregate; `ids` are all clients.
+    def step(self, round: int, memory_rounds: MemoryRounds) -> Step:
+        """Let clients train until the server can aggregate, and aggregate.
 
         Raises:
             TooFewRepliesError: too few updates were valid, also when clients were asked again.
@@ -126,7 +126,7 @@ class Steps(ABC):
 class Synchronous(Steps):
     """Rounds that wait for their whole cohort. One with too few valid updates changes nothing, and is sent out again."""
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:  # noqa: ARG002
+    def step(self, round: int, memory_rounds: MemoryRounds) -> Step:
         assignments = self._server.assign(round)
         needed = self._server.spec.config.needed_replies(len(assignments))
         step = Step(round, memory_rounds, started=assignments)
@@ -182,8 +182,9 @@ class Asynchronous(Steps):
     def _arrive(self, step: Step) -> None:
         """Wait for the next who come in; their updates go into the step."""
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
+    def step(self, round: int, memory_rounds: MemoryRounds) -> Step:
         self._server.begin(round)
+        ids = self._server.clients
         step, began = Step(round, memory_rounds), self._now()
         while len(step.landed) < self._buffer:
             self._start(step, [id for id in ids if id not in step.done])
@@ -261,8 +262,8 @@ class Simulated(Asynchronous):
         self._memory["now"], _, base, update = heapq.heappop(self._flying)
         step.landed.append((update, step.round - base))
 
-    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> Step:
-        step = super().step(round, memory_rounds, ids=ids)
+    def step(self, round: int, memory_rounds: MemoryRounds) -> Step:
+        step = super().step(round, memory_rounds)
         while self._waiting:
             # Who did not start in this step has trained for nothing else: it starts now.
             self._fly(step)
@@ -288,13 +289,12 @@ class Wall(Asynchronous):
 
     def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
         super().__init__(server, pool, told)
-        opened = getattr(pool, "stream", None)
-        if opened is None:
+        if not isinstance(pool, ClientStream):
             raise InvalidValueError(
                 "async_clock 'wall' needs nodes that answer one by one: SuperNodes, or Flower's simulation (--engine flower);"
                 " this engine has the simulated clock alone"
             )
-        self._stream: ClientStream = opened()
+        self._stream = pool
         self._asked: dict[int, Assignment] = {}
         # Came in together with the last one that a step needed.
         self._waiting: deque[Reply] = deque()

@@ -42,6 +42,8 @@ def test_a_fixed_cohort_is_drawn_once_or_named():
     first = Fixed().sample(context(1, memory=memory))
     assert Fixed().sample(context(2, memory=memory)) == first
     assert Fixed(clients=(4, 1)).sample(context()) == [1, 4]
+    # Client 4 is away, and others are under way: it is a client of the run all the same.
+    assert Fixed(clients=(4, 1)).sample(context().reaching([0, 1, 2]).reaching([1, 2])) == [1]
     with pytest.raises(InvalidValueError, match=r"names \[99\]"):
         Fixed(clients=(1, 99)).sample(context())
 

@@ -30,7 +30,7 @@ class Fake:
         config = fl.RunConfig(rounds=9, cohort=cohort, async_buffer=buffer)
         self.spec, self.state = SimpleNamespace(config=config), SimpleNamespace(memory={})
         self.with_scoring_time = self.validated = lambda update, *_: update
-        self.taken, self._starting = [], list(starting)
+        self.clients, self.taken, self._starting = range(5), [], list(starting)
 
     def begin(self, round):
         self._seconds = self._starting.pop(0)
@@ -56,10 +56,10 @@ def test_the_fast_come_in_first_and_the_slow_are_older():
     fake = Fake({0: 9.0, 1: 2.0, 2: 3.0}, {3: 1.0, 4: 9.0}, cohort=2, buffer=2)
     clock = Simulated(fake, fake, lambda *_: None)
     # 0 is slow. 1 comes in at 2, 2 starts there and comes in at 5.
-    step = clock.step(1, {}, ids=range(5))
+    step = clock.step(1, {})
     assert (fake.taken, step.cost.seconds) == ([(1, 0), (2, 0)], 5.0)
     # 3 starts at 5 and comes in at 6, 4 starts at 6; 0 comes in at 9, one aggregation after its model.
-    step = clock.step(2, {}, ids=range(5))
+    step = clock.step(2, {})
     assert (fake.taken, step.cost.seconds) == ([(0, 1), (3, 0)], 4.0)
     assert [(flight["client"], flight["end"]) for flight in fake.state.memory["asynchronous"]["flights"]] == [(4, 15.0)]
     assert clock.under_way == Simulated(fake, fake, lambda *_: None).under_way == [4]

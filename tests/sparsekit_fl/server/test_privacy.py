@@ -37,7 +37,7 @@ def make_server(policy, config=PRIVATE):
 
 def update_of(server, assignment, value, mask=None):
     kept = Kept(server.spec.graph, mask)
-    examples = len(server._clients[assignment.client_id].data.train)
+    examples = len(server.clients[assignment.client_id].data.train)
     delta = {
         name: torch.full(kept.shape(name), value).to(tensor.dtype) if tensor.is_floating_point() else torch.tensor(7)
         for name, tensor in assignment.state.items()

@@ -29,7 +29,7 @@ def server(spec):
 
 
 def good(server, assignment, **other):
-    examples = len(server._clients[assignment.client_id].data.train)
+    examples = len(server.clients[assignment.client_id].data.train)
     delta = {name: torch.ones_like(tensor) for name, tensor in assignment.state.items()}
     return fl.Update(
         **{"round": assignment.round, "client_id": assignment.client_id, "examples": examples, "delta": delta, **other}
