@@ -96,7 +96,8 @@ def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
         method: The method.
         given: Path → value, as `settings_of` lists them; text is read by the annotation. A kind of policy alone takes the name
             of a class of `sparsekit_fl.policies`, or `package.module:Class`, made with its defaults; options of that class may
-            follow under the same kind.
+            follow under the same kind. Where several policies have an option of one name and value, as `local.alpha` and
+            `aggregate.alpha` of depthfl, the path of one sets all that are not given.
 
     Raises:
         UnknownNameError: no such option or policy; names the nearest.
@@ -109,8 +110,13 @@ def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
         if not rest:
             method = dataclasses.replace(method, **{kind: _policy(given[path], kind)})
             continue
-        changed = _replaced(method, getattr(method, kind), rest.split("."), given[path], path)
-        method = dataclasses.replace(method, **{kind: changed})
+        values = {setting.path: setting.value for setting in settings_of(method)}
+        for other in KINDS:
+            its = f"{other}.{rest}"
+            # One number in two policies, such as the α of a method's clients and of its server, stays one.
+            if other == kind or (its not in given and path in values and values.get(its, MISSING) == values[path]):
+                changed = _replaced(method, getattr(method, other), rest.split("."), given[path], path)
+                method = dataclasses.replace(method, **{other: changed})
     return method
 
 

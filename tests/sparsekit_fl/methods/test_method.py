@@ -125,6 +125,14 @@ def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():
     assert (method.local.layers, method.share.layers) == (2, 2)
 
 
+def test_an_option_that_several_policies_share_is_set_for_all_that_are_not_given():
+    searches = [getattr(make_method("prunefl", settings={"mask.search.initial": 0}), kind).search for kind in ("mask", "local")]
+    assert [search.initial for search in searches] == [0, 0]
+    for settings, found in (({"local.alpha": 0.5}, 0.5), ({"local.alpha": 0.5, "aggregate.alpha": 0.1}, 0.1)):
+        method = make_method("depthfl", settings=settings)
+        assert (method.local.alpha, method.aggregate.alpha) == (0.5, found)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
