@@ -154,12 +154,13 @@ class Job:
     def criterion(self, name: str | None) -> Any:
         """The criterion of a name, with the data if it reads any; None: fisher where there are data, else magnitude."""
         from sparsekit.criteria import registry
-        from sparsekit.criteria.by_name import reads_data, with_data
+        from sparsekit.criteria.batches import DataDriven
+        from sparsekit.criteria.by_name import as_criterion, with_data
 
         named = name or ("fisher" if self.has_data else "magnitude")
-        found = find_object(named, registry)
+        found = as_criterion(find_object(named, registry))
         if self.has_data:
             return with_data(found, self.train, self.loss, limit=self._scoring_batches, progress=self.progress)
-        if reads_data(found):
+        if isinstance(found, DataDriven) and found.batches is None:
             raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
         return found

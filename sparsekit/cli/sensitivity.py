@@ -40,7 +40,6 @@ def _sensitivity(options: SensitivityOptions) -> None:
     import numpy as np
 
     from sparsekit.criteria.base import View, score_units
-    from sparsekit.criteria.by_name import as_criterion
     from sparsekit.pruning.sensitivity import SHARES, measure_sensitivity, output_error
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
@@ -61,7 +60,7 @@ def _sensitivity(options: SensitivityOptions) -> None:
         warnings.simplefilter("ignore", FixedUnitsWarning)
         graph = trace_units(job.model, *job.args, norm=options.norm, example_kwargs=job.kwargs)
     view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(options.seed)))
-    scores = score_units(as_criterion(job.criterion(options.criterion)), graph, view)
+    scores = score_units(job.criterion(options.criterion), graph, view)
     what = "change of the outputs" if job.metric is None else job.metric.__name__
     evaluate = job.metric or output_error(job.model, job.args, job.kwargs)
     found: dict[str, Sequence[tuple[float, float]]] = dict(known)

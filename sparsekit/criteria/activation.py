@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
-from sparsekit.criteria.gate_gradients import InputViews, sum_up, unit_readers
+from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import Order, along_axis, check_order
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -44,9 +44,9 @@ class Activation(DataDriven):
         with self._passes(model) as passes:
             for batch in passes:
                 args, kwargs, _ = split_batch(batch, keep_target=False)
-                with InputViews(set(axes), differentiable=False) as views:
+                with inputs_of(axes) as calls:
                     model(*args, **kwargs)
-                for layer, inputs in views.calls.items():
+                for layer, inputs in calls.items():
                     for x in inputs:
                         values = wide(x).movedim(axes[layer], -1).reshape(-1, x.shape[axes[layer]])
                         part = values.square().sum(0)

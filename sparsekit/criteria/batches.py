@@ -26,15 +26,6 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target rather than an input; the first that is there counts."""
 
 
-def as_mapping(batch: Batch) -> Mapping[str, Any] | None:
-    """Keyword inputs of a batch that has them; None of one that is no mapping and nothing like it."""
-    if isinstance(batch, Mapping):
-        return batch
-    if not isinstance(batch, (Tensor, tuple, list)) and callable(getattr(batch, "keys", None)):
-        return {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (it is no mapping)
-    return None
-
-
 def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Tell the inputs of a batch from its target.
 
@@ -48,17 +39,14 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
     Raises:
         DataError: the batch is none of these.
     """
-    named = as_mapping(batch)
-    if named is not None:
-        key = next((key for key in TARGETS if key in named), None)
-        inputs = {name: value for name, value in named.items() if keep_target or name != key}
-        return (), inputs, None if key is None else named[key]
+    if isinstance(batch, Mapping):
+        key = next((key for key in TARGETS if key in batch), None)
+        inputs = {name: value for name, value in batch.items() if keep_target or name != key}
+        return (), inputs, None if key is None else batch[key]
     if isinstance(batch, Tensor):
         return (batch,), {}, None
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return tuple(batch[:-1]), {}, batch[-1]
-    if isinstance(batch, (tuple, list)) and len(batch) == 1:
-        return tuple(batch), {}, None
+    if isinstance(batch, (tuple, list)) and batch:
+        return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
     raise DataError(
         f"a batch must be a tensor, a tuple (input, …, target) or a mapping of keyword inputs, got {type(batch).__name__};"
         " wrap your loader in a generator function that yields one of these"
@@ -119,8 +107,8 @@ def check_finite(name: str, values: Tensor, source: str) -> Tensor:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    named = as_mapping(batch)
-    return [leaf for leaf in tree_leaves(list(named.values()) if named else batch) if isinstance(leaf, Tensor)]
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def read_batches(

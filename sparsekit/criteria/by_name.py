@@ -1,8 +1,7 @@
 """as_criterion(), with_data(): a criterion by its name, for arguments that take either, and with the data that it reads."""
 
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from sparsekit.criteria import registry
 from sparsekit.criteria.base import Criterion
@@ -32,11 +31,6 @@ def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
     return made
 
 
-def reads_data(kind: object) -> bool:
-    """Whether a criterion's class takes batches."""
-    return isinstance(kind, type) and is_dataclass(kind) and "batches" in {item.name for item in fields(kind)}
-
-
 def with_data(
     criterion: Criterion | type | str | None,
     batches: Iterable[Batch],
@@ -44,21 +38,14 @@ def with_data(
     *,
     limit: int = 40,
     progress: bool = False,
-) -> Criterion | type:
-    """The criterion, with the data where it reads data and has none of its own; `Fisher` where none is given.
+) -> Criterion:
+    """`as_criterion`, with the data where it reads data and has none of its own; `Fisher` where none is given.
 
     `limit` is the number of batches to score on at most, unless the criterion has one itself.
-
-    Raises:
-        UnknownNameError: no such criterion.
     """
+    made = Fisher() if criterion is None else as_criterion(criterion)
+    if not isinstance(made, DataDriven) or made.batches is not None:
+        return made
     given = {"batches": batches, "loss": loss, "limit": limit, "progress": progress}
-    if isinstance(criterion, DataDriven) and criterion.batches is None:
-        unset = {"batches": None, "loss": None, "limit": None, "progress": False}
-        return replace(criterion, **{name: given[name] for name, value in unset.items() if getattr(criterion, name) is value})
-    kind: Any = Fisher if criterion is None else registry.find(criterion) if isinstance(criterion, str) else criterion
-    if not reads_data(kind):
-        return kind  # type: ignore[no-any-return]
-    names = {item.name for item in fields(kind)}
-    made: Criterion = kind(**{name: value for name, value in given.items() if name in names})
-    return made
+    unset = {"batches": None, "loss": None, "limit": None, "progress": False}
+    return replace(made, **{name: given[name] for name, value in unset.items() if getattr(made, name) is value})

@@ -4,11 +4,8 @@
 is also Σ x·∂L/∂x at their inputs, which one backward pass gives *for each example* without any gradient of a weight.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any, Literal, TypeAlias
 
@@ -27,19 +24,6 @@ Reduction = Literal["mean", "sum"]
 
 Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
 """A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
-
-
-@dataclass(frozen=True, eq=False)
-class Moments:
-    """What is known about ∂L/∂gate of the units of one group.
-
-    Args:
-        mean: float64 (units,), over examples, signed.
-        square: float64 (units,), the mean of the squares.
-    """
-
-    mean: Tensor
-    square: Tensor
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
@@ -86,32 +70,25 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] |
     return {name: readers(group) for name, group in graph.groups.items()}
 
 
-class InputViews:
-    """While active, notes the input of each call of some layers, and makes it carry gradients if it is to be differentiable."""
+@contextmanager
+def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> Iterator[dict[nn.Module, list[Tensor]]]:
+    """While active, note the input of each call of some layers, and let it carry gradients if it is to be differentiable."""
+    calls: dict[nn.Module, list[Tensor]] = {}
 
-    def __init__(self, layers: set[nn.Module], *, differentiable: bool) -> None:
-        self._layers = layers
-        self._differentiable = differentiable
-        self._hooks = ExitStack()
-        self.calls: dict[nn.Module, list[Tensor]] = {}
-
-    def __enter__(self) -> InputViews:
-        for layer in self._layers:
-            self._hooks.callback(layer.register_forward_pre_hook(self._note).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _note(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def note(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], Tensor):
             return None
         x = args[0]
-        if self._differentiable:
+        if differentiable:
             # A view of its own, so that what other layers do to the same tensor is not in its gradient.
             x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        self.calls.setdefault(layer, []).append(x)
+        calls.setdefault(layer, []).append(x)
         return (x, *args[1:])
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(note).remove)
+        yield calls
 
 
 def sum_up(parts: Sequence[Tensor]) -> Tensor:
@@ -121,7 +98,7 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
 
 def gate_moments(
     criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, reduction: Reduction = "mean"
-) -> dict[str, Moments]:
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Run the model over the criterion's batches and average ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
@@ -129,7 +106,7 @@ def gate_moments(
     mean square is estimated by B·g², which is exact in expectation where the mean is zero.
 
     Returns:
-        Group name → moments, on the CPU, float64.
+        Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
 
     Raises:
         InvalidValueError: a group's units have no part in the loss, or an unknown reduction.
@@ -144,10 +121,10 @@ def gate_moments(
     seen = 0
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
-            with InputViews(layers, differentiable=True) as views:
+            examples = example_count(batch)
+            with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
-                examples = example_count(batch)
-                gradients = _gate_gradients(loss, views, readers, gated, examples, reduction)
+                gradients = _gate_gradients(loss, calls, readers, gated, examples, reduction)
             seen += examples
             for name, rows in gradients.items():
                 rows = rows if rows.device.type == "mps" else rows.double()  # which has no float64
@@ -161,7 +138,7 @@ def gate_moments(
                 f"the loss does not depend on the units of group {name!r}; leave the group out with"
                 " sparsekit.graph.edit.without, or use a loss over all outputs"
             )
-    return {name: Moments(*(each.cpu().double() / seen for each in sums[name])) for name in graph.groups}
+    return {name: (sums[name][0].cpu().double() / seen, sums[name][1].cpu().double() / seen) for name in graph.groups}
 
 
 def gated_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
@@ -177,7 +154,7 @@ def gated_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn
 
 def _gate_gradients(
     loss: Tensor,
-    views: InputViews,
+    inputs: Mapping[nn.Module, list[Tensor]],
     readers: Mapping[str, list[Reader] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
@@ -191,10 +168,10 @@ def _gate_gradients(
     direct = {
         name: found
         for name, found in readers.items()
-        if found and all(_by_example(views.calls.get(module, []), axis, examples) for module, _, axis in found)
+        if found and all(_by_example(inputs.get(module, []), axis, examples) for module, _, axis in found)
     }
     wanted = {id(entry): entry for name, pairs in gated.items() if name not in direct for entry, _ in pairs}
-    calls = [(module, x) for module, inputs in views.calls.items() for x in inputs]
+    calls = [(module, x) for module, every in inputs.items() for x in every]
     targets = [*(x for _, x in calls), *wanted.values()]
     if not targets or not loss.requires_grad:
         return {}

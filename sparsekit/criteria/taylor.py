@@ -58,13 +58,13 @@ class Taylor(DataDriven):
             return {name: check_finite(name, s, "Taylor") for name, s in self._products(model, graph).items()}
         moments = gate_moments(self, model, graph, reduction=self.reduction)
         found = {}
-        for name, each in moments.items():
+        for name, (mean, square) in moments.items():
             if self.form == "cost":
-                values = -each.mean + 0.5 * each.square
+                values = -mean + 0.5 * square
             elif self.form == "signed":
-                values = -each.mean
+                values = -mean
             else:
-                values = each.mean.abs() if self.form == "absolute" else each.mean.square()
+                values = mean.abs() if self.form == "absolute" else mean.square()
             found[name] = check_finite(name, values, "Taylor")
         return found
 
@@ -114,4 +114,4 @@ class Fisher(DataDriven):
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
         moments = gate_moments(self, self._model(view, graph), graph, reduction=self.reduction)
-        return {name: check_finite(name, 0.5 * each.square, "Fisher") for name, each in moments.items()}
+        return {name: check_finite(name, 0.5 * square, "Fisher") for name, (_, square) in moments.items()}

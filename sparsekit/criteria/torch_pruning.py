@@ -20,7 +20,6 @@ from sparsekit.criteria.batches import (
     Batch,
     DataDriven,
     Loss,
-    as_mapping,
     call_model,
     check_finite,
     example_count,
@@ -211,10 +210,10 @@ class TorchPruning(DataDriven):
 
 def _examples(batch: Any) -> Iterator[Any]:
     """The batch one example at a time."""
-    examples, named = example_count(batch), as_mapping(batch)
+    examples = example_count(batch)
 
     def row(place: int) -> Callable[[Tensor], Tensor]:
         return lambda t: t[place : place + 1] if t.dim() and t.shape[0] == examples else t
 
     for place in range(examples):
-        yield tree_map_only(Tensor, row(place), batch if named is None else dict(named))
+        yield tree_map_only(Tensor, row(place), dict(batch) if isinstance(batch, Mapping) else batch)

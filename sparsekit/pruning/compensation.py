@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase
 from sparsekit.criteria.batches import Batch, read_batches, scoring, split_batch
-from sparsekit.criteria.gate_gradients import InputViews, owners_of
+from sparsekit.criteria.gate_gradients import inputs_of, owners_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -138,9 +138,9 @@ def compensate(
     with scoring(model), torch.no_grad():
         for batch in read_batches(batches, model, "Compensating", limit=limit, progress=progress):
             args, kwargs, _ = split_batch(batch, keep_target=False)
-            with InputViews(set(readers), differentiable=False) as views:
+            with inputs_of(readers) as calls:
                 model(*args, **kwargs)
-            for layer, inputs in views.calls.items():
+            for layer, inputs in calls.items():
                 for x in inputs:
                     fit, unseen = sums[layer]
                     rows, places = readers[layer].rows(x, generator)

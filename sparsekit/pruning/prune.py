@@ -142,7 +142,7 @@ def prune(
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     if repair not in (True, False, "compensate", "recalibrate"):
         raise InvalidValueError(f"repair must be True, False, 'compensate' or 'recalibrate', got {repair!r}")
-    chosen = as_criterion(criterion if batches is None else with_data(criterion, batches, loss, progress=progress))
+    chosen = as_criterion(criterion) if batches is None else with_data(criterion, batches, loss, progress=progress)
     keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
     # Where branches go, some limits name branches alone.
     of_widths = {each: pair for each, pair in width_limits.items() if depth is None or select_groups(model, graph, each)}
