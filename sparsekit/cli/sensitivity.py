@@ -63,16 +63,13 @@ def _sensitivity(options: SensitivityOptions) -> None:
     scores = score_units(job.criterion(options.criterion), graph, view)
     what = "change of the outputs" if job.metric is None else job.metric.__name__
     evaluate = job.metric or output_error(job.model, job.args, job.kwargs)
-    found: dict[str, Sequence[tuple[float, float]]] = dict(known)
-
-    def keep(name: str, pairs: Sequence[tuple[float, float]]) -> None:
-        found[name] = pairs
+    table: dict[str, Sequence[tuple[float, float]]] = dict(known)
+    for name, pairs in measure_sensitivity(
+        job.model, graph, scores, evaluate, shares=shares, known=known, progress=job.progress
+    ):
+        table[name] = pairs
         if out is not None:
-            _write(out, {"settings": settings, "metric": what, "table": found})
-
-    table = measure_sensitivity(
-        job.model, graph, scores, evaluate, shares=shares, known=known, on_group=keep, progress=job.progress
-    )
+            _write(out, {"settings": settings, "metric": what, "table": table})
     report = {
         "model": options.model,
         "metric": what,

@@ -45,14 +45,6 @@ class Pruned:
             for name, axes in self.graph.kept_indices(self.mask).items()
         }
 
-    def unit_mask(self) -> UnitMask:
-        """The mask, as `save_compact` asks for it."""
-        return self.mask
-
-    def compact(self) -> nn.Module:
-        """The smaller model, as `save_compact` asks for it."""
-        return self.model
-
     def measure_times(self, dense: nn.Module, *args: Any, runtimes: Sequence[str] = ("eager",), **kwargs: Any) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, the layers that take most, and why.
 
@@ -74,7 +66,7 @@ class Pruned:
         Raises:
             OSError: the file cannot be written.
         """
-        save_compact(self, path)
+        save_compact(self.model, path, graph=self.graph, mask=self.mask)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as a page that needs nothing else, with a picture of the widths by layer.

@@ -1,6 +1,6 @@
 """measure_sensitivity(): what narrowing each group alone does to a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ def measure_sensitivity(
     evaluate: Callable[[nn.Module], float],
     *,
     shares: Sequence[float] = SHARES,
-    known: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-    on_group: Callable[[str, Sequence[tuple[float, float]]], None] | None = None,
+    known: Collection[str] = (),
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     progress: bool = False,
-) -> dict[str, tuple[tuple[float, float], ...]]:
+) -> Iterator[tuple[str, tuple[tuple[float, float], ...]]]:
     """Narrow each group alone to some shares of its units, and measure by how much the model gets worse.
+
+    `dict(measure_sensitivity(...))` is the table of the allocation `Sensitivity`.
 
     Args:
         model: The dense model; not changed.
@@ -61,14 +62,13 @@ def measure_sensitivity(
         scores: Group name → float (units,): which units of a group go first.
         evaluate: Scores a model; larger is better, such as accuracy on validation data.
         shares: Shares of the units that stay, each in (0, 1].
-        known: Results of an earlier run, which are not measured again.
-        on_group: Called with the name and the result of a group as soon as it is measured, so that it can be kept.
+        known: Names of groups that are not measured again, since an earlier run has been there.
         rules: Rules for layers of your own.
         progress: Whether to draw a progress bar on stderr.
 
-    Returns:
-        Group name → pairs (share kept, score of the dense model − score), from the widest on. Of tied groups, which are
-        narrowed together, the first one.
+    Yields:
+        The name of a group and its pairs (share kept, score of the dense model − score), from the widest on, as soon as it is
+        measured. Of tied groups, which are narrowed together, the first one.
 
     Raises:
         InvalidValueError: a share outside (0, 1], or scores that do not fit the graph or hold NaN.
@@ -79,19 +79,13 @@ def measure_sensitivity(
     if not shares:
         raise InvalidValueError("sensitivity needs at least one share to measure at, such as 0.5")
     dense = evaluate(model)
-    found: dict[str, tuple[tuple[float, float], ...]] = {}
     full = {name: group.size for name, group in graph.groups.items()}
     for groups in track(graph.tied_sets, "Measuring groups", show=progress):
-        name = groups[0]
-        if known is not None and name in known:
-            found[name] = tuple((float(share), float(value)) for share, value in known[name])
+        if groups[0] in known:
             continue
         pairs = []
         for share in sorted(set(shares), reverse=True):
-            counts = {**full, **{group: keep_count(share, graph.groups[name].size) for group in groups}}
+            counts = {**full, **{group: keep_count(share, graph.groups[groups[0]].size) for group in groups}}
             small = compact(model, graph, choose(graph, scores, counts), rules=rules)
             pairs.append((float(share), dense - evaluate(small)))
-        found[name] = tuple(pairs)
-        if on_group is not None:
-            on_group(name, found[name])
-    return found
+        yield groups[0], tuple(pairs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,19 +47,6 @@ class NormMode(TorchFunctionMode):
         counter[0] += 1
         return self.meet(module, counter[0] - 1, call, lambda: func(*args, **kwargs))
 
-    @contextmanager
-    def frame(self, module: str) -> Iterator[None]:
-        """While a forward pass of `module` runs."""
-        self._frames.append((module, [0]))
-        try:
-            if len(self._frames) == 1:
-                with self:
-                    yield
-            else:
-                yield
-        finally:
-            self._frames.pop()
-
     def patch(self, module: nn.Module, name: str) -> None:
         """Intercept the calls in every forward pass of `module`, a private copy, under its name."""
         before = module.__dict__.get("forward")
@@ -77,8 +64,12 @@ class NormMode(TorchFunctionMode):
 
 
 def _framed(mode: NormMode, name: str, module: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
-    with mode.frame(name):
-        return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+    mode._frames.append((name, [0]))
+    try:
+        with mode if len(mode._frames) == 1 else nullcontext():
+            return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+    finally:
+        mode._frames.pop()
 
 
 # In inference these hand their weights to one fused kernel, past the modules inside, unless such a mode is active.

@@ -55,9 +55,7 @@ def _is_candidate(module: nn.Conv2d) -> bool:
     return one and module.stride != (1, 1) and module.padding in ((0, 0), "valid")
 
 
-def strided_pointwise(
-    images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], limit: int = LIMIT
-) -> Tensor:
+def strided_pointwise(images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int]) -> Tensor:
     """Convolve with kernel 1 and a stride, by a three-dimensional convolution where oneDNN would get it wrong.
 
     Args:
@@ -65,13 +63,12 @@ def strided_pointwise(
         weight: float (outputs, channels, 1, 1).
         bias: float (outputs,), or None.
         stride: Strides of height and width.
-        limit: The number of channels from which on oneDNN is right.
 
     Returns:
         What `F.conv2d(images, weight, bias, stride)` returns, up to rounding.
     """
     batch = images.unsqueeze(0) if images.dim() == 3 else images
-    safe = weight.shape[1] >= limit or images.device.type != "cpu"
+    safe = weight.shape[1] >= LIMIT or images.device.type != "cpu"
     if safe or not (_is_channels_last(batch) or (weight.shape[1] > 1 and _is_channels_last(weight))):
         return F.conv2d(images, weight, bias, stride)
     deep = F.conv3d(images.unsqueeze(-3), weight.unsqueeze(2), bias, (1, stride[0], stride[1]))
