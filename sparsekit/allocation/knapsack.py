@@ -1,6 +1,6 @@
 """Knapsack: the numbers of units with the largest worth in all whose costs fit, as a dynamic programme."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 from sparsekit.allocation.limits import Counts, Free, least_counts
 from sparsekit.allocation.within_budget import Problem, RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
-from sparsekit.errors import InvalidValueError
 
-_BINS = 2048
-_PASSES = 6
+_BINS, _PASSES, _CHOICES = 2048, 6, 33
+"""Of a programme: steps of the budget, times it is solved anew, and numbers of units of a group to choose from, evenly spaced;
+the rest of the budget is filled unit by unit."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,13 @@ class Knapsack(RankedWithinBudget):
         limits: Group name → (least, largest) share of its units that stays.
         multiple_of: What the counts are multiples of: one number, or kind or group name → number.
         scale: How scores of different groups are made comparable, as in `ranked_worth`.
-        choices: At most this number of choices for each group, evenly spaced; the rest of the budget is filled unit by unit.
 
     Raises:
-        InvalidValueError: a limit, multiple or scale that is not allowed, or fewer than two choices.
+        InvalidValueError: a limit, multiple or scale that is not allowed.
 
     Source: Shen et al., Structural pruning via latency-saliency knapsack, NeurIPS 2022 (arXiv 2210.06659), for the problem; the
     programme here is a multiple-choice knapsack solved anew around each solution.
     """
-
-    choices: int = 33
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.choices < 2:
-            raise InvalidValueError(f"a knapsack needs at least two choices for each group, got choices={self.choices}")
 
     def _find(self, problem: Problem) -> Counts:
         worth = ranked_worth(problem.graph, problem.scores, self.scale)
@@ -53,7 +45,7 @@ class Knapsack(RankedWithinBudget):
         def kept(counts: Counts) -> float:
             return float(sum(worth[name][:count].sum() for name, count in counts.items()))
 
-        chosen = {groups: _evenly(counts, self.choices) for groups, counts in problem.free.items()}
+        chosen = {groups: _evenly(counts) for groups, counts in problem.free.items()}
         values = {groups: np.cumsum(losses(groups, counts)) for groups, counts in chosen.items()}
         # From the walk, which fits; every solution that fits and is worth more takes its place.
         best = around = problem.walk(losses, by_cost=True)
@@ -71,11 +63,11 @@ class Knapsack(RankedWithinBudget):
         return best
 
 
-def _evenly(counts: Sequence[int], most: int) -> tuple[int, ...]:
-    """The first, the last and others between, at most `most`."""
-    if len(counts) <= most:
-        return tuple(counts)
-    return tuple(counts[round(place)] for place in np.linspace(0, len(counts) - 1, most))
+def _evenly(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The first, the last and others between."""
+    if len(counts) <= _CHOICES:
+        return counts
+    return tuple(counts[round(place)] for place in np.linspace(0, len(counts) - 1, _CHOICES))
 
 
 def _solve(

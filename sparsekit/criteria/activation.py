@@ -1,14 +1,14 @@
 """Activation: how strongly a unit is on, times the weights that read it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
 from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
-from sparsekit.criteria.weights import Order, along_axis, check_order
+from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -20,19 +20,9 @@ class Activation(DataDriven):
 
     No loss and no target is needed; a tuple's last item and a mapping's labels are not looked at.
 
-    Args:
-        order: 1 sums |w|·‖x‖, 2 takes the square root of the sum of squares: the size of what the unit adds to its readers
-            where inputs are uncorrelated.
-
     Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for
         single weights; summed over a unit's weights as in the structured variants that followed.
     """
-
-    order: Order = field(default=1, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_order(self.order)
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Run the batches forward and weigh: float64, at least 0."""
@@ -64,8 +54,7 @@ class Activation(DataDriven):
             parts = []
             for layer, piece, _ in each:
                 weight = wide(layer.get_parameter("weight").detach()).abs()
-                columns = along_axis(weight**self.order, piece.dim) * sizes[layer] ** self.order
+                columns = along_axis(weight, piece.dim) * sizes[layer]
                 parts.append(columns.cpu().double()[piece.index].sum(1))
-            total = sum_up(parts)
-            found[name] = check_finite(name, total if self.order == 1 else total.sqrt(), "Activation")
+            found[name] = check_finite(name, sum_up(parts), "Activation")
         return found

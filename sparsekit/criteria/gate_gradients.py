@@ -7,7 +7,7 @@ is also Σ x·∂L/∂x at their inputs, which one backward pass gives *for each
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
-
-Reduction = Literal["mean", "sum"]
 
 Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
 """A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
@@ -96,9 +94,7 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
     return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
-def gate_moments(
-    criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, reduction: Reduction = "mean"
-) -> dict[str, tuple[Tensor, Tensor]]:
+def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> dict[str, tuple[Tensor, Tensor]]:
     """Run the model over the criterion's batches and average ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
@@ -109,11 +105,13 @@ def gate_moments(
         Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss, or an unknown reduction.
+        InvalidValueError: a group's units have no part in the loss, or the loss is a sum over examples.
         MissingImportanceError, DataError: see `DataDriven`.
     """
-    if reduction not in ("mean", "sum"):
-        raise InvalidValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if getattr(criterion.loss, "reduction", "mean") != "mean":
+        raise InvalidValueError(
+            f"the loss must be the mean over the examples of the batch, got {criterion.loss}; set its reduction"
+        )
     readers, gated = unit_readers(model, graph), gated_entries(model, graph)
     layers = {module for found in readers.values() for module, _, _ in found or ()}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
@@ -124,7 +122,7 @@ def gate_moments(
             examples = example_count(batch)
             with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
-                gradients = _gate_gradients(loss, calls, readers, gated, examples, reduction)
+                gradients = _gate_gradients(loss, calls, readers, gated, examples)
             seen += examples
             for name, rows in gradients.items():
                 rows = rows if rows.device.type == "mps" else rows.double()  # which has no float64
@@ -158,7 +156,6 @@ def _gate_gradients(
     readers: Mapping[str, list[Reader] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
-    reduction: Reduction,
 ) -> dict[str, Tensor]:
     """One backward pass: group name → ∂L/∂gate, L the loss of an example.
 
@@ -193,11 +190,7 @@ def _gate_gradients(
             products = [(wide(e.detach()) * wide(of_weight[id(e)]), piece) for e, piece in pairs if id(e) in of_weight]
             parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1)[None] for each, piece in products]
         if parts:
-            found[name] = sum_up(parts)
-            if name in direct and reduction == "mean":
-                found[name] = found[name] * examples
-            elif name not in direct and reduction == "sum":
-                found[name] = found[name] / examples
+            found[name] = sum_up(parts) * examples if name in direct else sum_up(parts)
     return found
 
 

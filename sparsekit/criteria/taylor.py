@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count
-from sparsekit.criteria.gate_gradients import Reduction, gate_moments
+from sparsekit.criteria.gate_gradients import gate_moments
 from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -35,14 +35,12 @@ class Taylor(DataDriven):
 
     Args:
         form: Which of them.
-        reduction: Whether the loss is the "mean" or the "sum" over the examples of a batch.
 
     Source: Molchanov et al., Importance Estimation for Neural Network Pruning, CVPR 2019; the second term as in Theis et
         al., Faster gaze prediction with dense networks and Fisher pruning, arXiv 1801.05787.
     """
 
     form: Form = field(default="cost", kw_only=True)
-    reduction: Reduction = field(default="mean", kw_only=True)
 
     comparable: ClassVar[bool] = True
 
@@ -56,9 +54,8 @@ class Taylor(DataDriven):
         model = self._model(view, graph)
         if self.form == "products":
             return {name: check_finite(name, s, "Taylor") for name, s in self._products(model, graph).items()}
-        moments = gate_moments(self, model, graph, reduction=self.reduction)
         found = {}
-        for name, (mean, square) in moments.items():
+        for name, (mean, square) in gate_moments(self, model, graph).items():
             if self.form == "cost":
                 values = -mean + 0.5 * square
             elif self.form == "signed":
@@ -101,17 +98,12 @@ class Fisher(DataDriven):
     One gate acts on everything that a group ties together, such as all blocks of a residual stage, so that the square is
     taken of the sum over all of them.
 
-    Args:
-        reduction: Whether the loss is the "mean" or the "sum" over the examples of a batch.
-
     Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021.
     """
-
-    reduction: Reduction = field(default="mean", kw_only=True)
 
     comparable: ClassVar[bool] = True
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        moments = gate_moments(self, self._model(view, graph), graph, reduction=self.reduction)
+        moments = gate_moments(self, self._model(view, graph), graph)
         return {name: check_finite(name, 0.5 * square, "Fisher") for name, (_, square) in moments.items()}

@@ -17,12 +17,6 @@ from sparsekit.graph.state import StateDict
 Order = Literal[1, 2]
 
 
-def check_order(order: object) -> None:
-    """Raise InvalidValueError unless it is 1 or 2."""
-    if order not in (1, 2):
-        raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {order!r}")
-
-
 def own_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
     """Positions in `group.slices` of the parameters that make the units: side "out", floating point, not statistics."""
     return tuple(
@@ -96,7 +90,8 @@ class Magnitude:
     coupled: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_order(self.order)
+        if self.order not in (1, 2):
+            raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {self.order!r}")
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Sum up each unit's weights, in their dtype."""

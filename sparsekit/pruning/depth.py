@@ -224,13 +224,12 @@ def _without(
 ) -> Start:
     """The model without some branches, and everything that belongs to it."""
     if not names:
-        return replace(start, budget=budget, allocation=for_rest(start.allocation, budget, frozenset()))
+        return replace(start, budget=budget, allocation=for_rest(start.allocation, budget, start.graph, start.graph))
     model = remove_blocks(start.model, found, names, share=True)
     graph = remaining(start.graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
     metrics = budget.metrics if budget is not None else ()
     costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
-    gone = start.graph.groups.keys() - graph.groups.keys()
-    return Start(model, graph, costs, for_rest(start.allocation, budget, gone), budget)
+    return Start(model, graph, costs, for_rest(start.allocation, budget, start.graph, graph), budget)
 
 
 def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]], criterion: DataDriven) -> dict[str, float]:

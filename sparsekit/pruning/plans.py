@@ -3,7 +3,7 @@
 Budget, limits and multiples are no part of the protocol: an allocation has them if it is a dataclass with such fields.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -69,27 +69,18 @@ def as_allocation(
     return made
 
 
-def for_step(plan: Allocation, progress: float, dense: Mapping[str, float], graph: UnitGraph, units: UnitGraph) -> Allocation:
-    """The allocation for a step: a part of the budget in absolute numbers, and limits as shares of what is left.
+def for_rest(plan: Allocation, budget: Budget | None, before: UnitGraph, rest: UnitGraph) -> Allocation:
+    """An allocation for what is left: another budget, nothing about groups that are gone, and limits as shares of the rest.
 
     (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left.
     """
-    if not has_field(plan, "budget"):
-        return plan
-    budget: Budget = cast(Any, plan).budget
-    limits = dict(getattr(plan, "limits", {}))
-    for name in limits.keys() & graph.groups.keys():
-        times = graph.groups[name].size / units.groups[name].size
-        limits[name] = tuple(min(1.0, share * times) for share in limits[name])
-    part = Budget(**budget.limits(dense)) if progress >= 1.0 else budget.part(progress, dense)
-    return with_fields(plan, budget=part, limits=limits)
-
-
-def for_rest(plan: Allocation, budget: Budget | None, gone: Set[str]) -> Allocation:
-    """An allocation for what is left: the budget in absolute numbers, and nothing about groups that are gone."""
     changed: dict[str, Any] = {} if budget is None else {"budget": budget}
+    gone = before.groups.keys() - rest.groups.keys()
     own: dict[str, Any] = vars(plan) if is_dataclass(plan) else {}
     for item, value in own.items():
-        if isinstance(value, Mapping) and not gone.isdisjoint(value):
+        if isinstance(value, Mapping):
             changed[item] = {name: each for name, each in value.items() if name not in gone}
+    for name in changed.get("limits", {}).keys() & rest.groups.keys():
+        times = before.groups[name].size / rest.groups[name].size
+        changed["limits"][name] = tuple(min(1.0, share * times) for share in changed["limits"][name])
     return with_fields(plan, **changed)

@@ -21,7 +21,7 @@ from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.compensation import compensate, recalibrate
-from sparsekit.pruning.plans import for_step, has_field, with_fields
+from sparsekit.pruning.plans import for_rest, has_field, with_fields
 from sparsekit.pruning.report import GroupReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import copy_with
@@ -160,7 +160,10 @@ class Steps:
         for step in range(1, self.schedule.steps + 1):
             view = View(weights=small.state_dict(), model=small, generator=self.generator)
             scores = score_units(self.criterion, units, view)
-            part = for_step(self.start.allocation, self.schedule.progress(step), dense, self.start.graph, units)
+            budget: Budget | None = getattr(self.start.allocation, "budget", None)
+            if budget is not None:  # in absolute numbers
+                budget = Budget(**budget.part(self.schedule.progress(step), dense).limits(dense))
+            part = for_rest(self.start.allocation, budget, self.start.graph, units)
             whole = small
             chosen, small = self._cut(whole, units, scores, part, present, last=step == self.schedule.steps)
             if step == self.schedule.steps and isinstance(getattr(part, "multiple_of", None), Liked):

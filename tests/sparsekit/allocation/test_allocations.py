@@ -40,7 +40,7 @@ WITHIN = [
     Global(sk.Budget(params="60%", bytes=250), limits={"first": (0.5, 0.9)}, multiple_of={"feature": 2}, scale="none"),
     Isomorphic(HALF),
     Knapsack(HALF),
-    Knapsack(HALF, multiple_of=3, choices=3),
+    Knapsack(HALF, multiple_of=3),
     Sensitivity(HALF, TABLE),
     UniformWithin(HALF),
     UniformWithin(sk.Budget(bytes="70%"), multiple_of=4),
