@@ -108,9 +108,9 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
         InvalidValueError: a group's units have no part in the loss, or the loss is a sum over examples.
         MissingImportanceError, DataError: see `DataDriven`.
     """
-    if getattr(criterion.loss, "reduction", "mean") != "mean":
+    if getattr(criterion.loss, "reduction", None) == "sum":
         raise InvalidValueError(
-            f"the loss must be the mean over the examples of the batch, got {criterion.loss}; set its reduction"
+            f"the loss must be the mean over the examples of the batch, got {criterion.loss} with reduction='sum'; pass 'mean'"
         )
     readers, gated = unit_readers(model, graph), gated_entries(model, graph)
     layers = {module for found in readers.values() for module, _, _ in found or ()}

@@ -22,8 +22,8 @@ class Distillation:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
         temperature: T, above 0.
         share: Share of the teacher in the loss, in [0, 1].
-        kind: "logits" compares the distributions over the last axis of two-axis outputs, or over the axis of channels of
-            images; "values" takes the mean square of the difference, for regression.
+        kind: "logits" compares the distributions over the last axis of outputs of two or three axes, or over the axis of
+            channels of images and volumes; "values" takes the mean square of the difference, for regression.
 
     Raises:
         InvalidValueError: a number out of range, or another kind.
@@ -77,7 +77,7 @@ class Distillation:
             )
         if self.kind == "values":
             return (1 - self.share) * loss + self.share * F.mse_loss(own, teacher)
-        axis = 1 if own.dim() == 4 else -1
+        axis = 1 if own.dim() > 3 else -1
         student_log = F.log_softmax(own.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)
         teacher_log = F.log_softmax(teacher.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)
         divergence = F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)

@@ -14,44 +14,26 @@ _STYLE = """
 .sk-prune th { font-weight: 600; border-bottom: 2px solid #c9d1da; }
 .sk-prune th, .sk-prune td { padding: 3px 12px 3px 0; text-align: right; white-space: nowrap; }
 .sk-prune td { border-bottom: 1px solid #eceff3; } .sk-prune .t { text-align: left; white-space: normal; }
-.sk-prune code { font: 12px ui-monospace, monospace; } .sk-prune svg text { font: 11px ui-monospace, monospace; fill: #1b1f24; }
-.sk-prune .dim { fill: #6a7380 !important; }
+.sk-prune code { font: 12px ui-monospace, monospace; }
+.sk-prune .dense { min-width: 1px; background: #dbe5f0; } .sk-prune .kept { min-width: 1px; height: 13px; background: #2563a8; }
 """
-_BAR, _DENSE = "#2563a8", "#dbe5f0"
 _TEXTS = {"metric", "a pass of", "what", "step", "group", "kind", "module", "reason"}
 """Columns that are not numbers."""
 
 
-def draw_widths(layers: Sequence[LayerReport], *, what: str = "width") -> str:
-    """An SVG element: a bar for the output "width" or the "flops" of each layer, pale where dense and dark for what is kept."""
-    names = [_short(layer.name) for layer in layers]
-    left = 12 + 7 * max((len(name) for name in names), default=0)
-    row, wide, right = 18, 460, 270
-    pairs = [(layer.before, layer.after) if what == "width" else (layer.flops_before, layer.flops_after) for layer in layers]
-    most = max((before for before, _ in pairs), default=1) or 1
-    height = row * len(layers) + 4
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + right}" height="{height}"'
-        f' viewBox="0 0 {left + wide + right} {height}" role="img" aria-label="{what} of each layer before and after">'
-    ]
-    for place, (layer, name, (before, after)) in enumerate(zip(layers, names, pairs, strict=True)):
-        y = row * place + 2
-        numbers = (
-            f"{after:,} / {before:,}" if what == "width" else f"{format_cost('flops', after)} / {format_cost('flops', before)}"
-        )
-        share = f" ({after / before:.0%})" if before else ""
-        parts.append(
-            f"<g><title>{escape(layer.name)}: {escape(numbers)}{share}</title>"
-            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>'
-            f'<rect x="{left}" y="{y + 1}" width="{max(1.0, wide * before / most):.1f}" height="13" fill="{_DENSE}"/>'
-            f'<rect x="{left}" y="{y + 1}" width="{max(1.0, wide * after / most):.1f}" height="13" fill="{_BAR}"/>'
-            f'<text class="dim" x="{left + wide * before / most + 6:.1f}" y="{y + 12}">{escape(numbers)}{share}</text></g>'
-        )
-    return "".join([*parts, "</svg>"])
-
-
-def _short(name: str, most: int = 34) -> str:
-    return name if len(name) <= most else f"…{name[-most + 1 :]}"
+def draw_bars(layers: Sequence[LayerReport], what: str = "") -> str:
+    """A table with a bar for each layer, pale where dense and dark for what is kept: of its width, or of its "flops"."""
+    rows = [(layer.name, layer.flops_before, layer.flops_after) if what else (layer.name, layer.before, layer.after)
+            for layer in layers]  # fmt: skip
+    most = max((before for _, before, _ in rows), default=0) or 1
+    lines = (
+        f"<tr><td class=t><code>{escape(name)}</code></td><td><div class=dense style='width: {460 * before / most:.1f}px'>"
+        f"<div class=kept style='width: {after / (before or 1):.1%}'></div></div></td><td class=t>"
+        + (f"{format_cost(what, after)} / {format_cost(what, before)}" if what else f"{after:,} / {before:,}")
+        + (f" ({after / before:.0%})</td></tr>" if before else "</td></tr>")
+        for name, before, after in rows
+    )
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -72,7 +54,7 @@ def _title(report: PruneReport) -> str:
 
 def draw_summary(report: PruneReport) -> str:
     """Costs and widths, for a notebook."""
-    return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{draw_widths(report.layers)}</div>'
+    return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{draw_bars(report.layers)}</div>'
 
 
 def draw_page(report: PruneReport) -> str:
@@ -80,8 +62,8 @@ def draw_page(report: PruneReport) -> str:
     tables = {title: f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables().items()}
     groups, kept = tables.pop("Groups"), tables.pop("Kept whole", "")
     body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), *tables.values()]
-    body += ["<h2>Widths by layer</h2>", draw_widths(report.layers)]
-    body += ["<h2>FLOPs by layer, for one example</h2>", draw_widths(report.layers, what="flops")]
+    body += ["<h2>Widths by layer</h2>", draw_bars(report.layers)]
+    body += ["<h2>FLOPs by layer, for one example</h2>", draw_bars(report.layers, "flops")]
     body += [groups, "<p>What lies between two groups counts for both.</p>", kept]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(report.model)}, pruned</title></head>'

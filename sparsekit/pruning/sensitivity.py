@@ -11,7 +11,6 @@ from sparsekit.allocation.shares import check_ratio, keep_count
 from sparsekit.criteria.base import check_scores
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers import LayerRule
 from sparsekit.measure.clock import evaluated
 from sparsekit.progress import track
 from sparsekit.surgery.compaction import compact
@@ -47,9 +46,8 @@ def measure_sensitivity(
     scores: Mapping[str, Tensor],
     evaluate: Callable[[nn.Module], float],
     *,
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float],
     known: Collection[str] = (),
-    rules: Mapping[type[nn.Module], LayerRule] | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[str, tuple[tuple[float, float], ...]]]:
     """Narrow each group alone to some shares of its units, and measure by how much the model gets worse.
@@ -63,7 +61,6 @@ def measure_sensitivity(
         evaluate: Scores a model; larger is better, such as accuracy on validation data.
         shares: Shares of the units that stay, each in (0, 1].
         known: Names of groups that are not measured again, since an earlier run has been there.
-        rules: Rules for layers of your own.
         progress: Whether to draw a progress bar on stderr.
 
     Yields:
@@ -86,6 +83,6 @@ def measure_sensitivity(
         pairs = []
         for share in sorted(set(shares), reverse=True):
             counts = {**full, **{group: keep_count(share, graph.groups[groups[0]].size) for group in groups}}
-            small = compact(model, graph, choose(graph, scores, counts), rules=rules)
+            small = compact(model, graph, choose(graph, scores, counts))
             pairs.append((float(share), dense - evaluate(small)))
         yield groups[0], tuple(pairs)

@@ -1,16 +1,17 @@
 """compact() cuts masked units away, expand() puts them back."""
 
+import functools
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
-from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import named_entries, narrow_in_place, narrow_module, narrow_state
 
 
@@ -51,6 +52,27 @@ def compact(
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
     return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in mask.values()))
+
+
+def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
+    """Let `save_pretrained` of a compact model refuse, with the way out, where units were `cut`; return the same model.
+
+    Models of the package transformers have such a method. It would write a configuration with the widths of the dense model
+    beside the weights, which cannot be read again, and that shows only when somebody loads it.
+    """
+    if cut and callable(getattr(compact, "save_pretrained", None)) and hasattr(compact, "config"):
+        compact.save_pretrained = functools.partial(_refuse, type(compact).__name__)  # type: ignore[assignment]
+    return compact
+
+
+def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    """Stands, as a partial that can be copied and pickled, in place of `save_pretrained` on one compact model."""
+    raise UnsupportedModelError(
+        f"save_pretrained of this compact {model} would write a config with the widths of the dense model, which"
+        " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
+        " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
+        f" sparsekit.load_compact. Where you have changed the config yourself: {model}.save_pretrained(model, folder)"
+    )
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsekit.surgery.pretrained import guard_pretrained
+from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.rebuild import copy_with, named_entries
 
 

@@ -149,17 +149,16 @@ def _without_branches(path: str | os.PathLike[str], model: nn.Module, saved: Map
     lists = {name: values["kept_layers"] for name, (_, values) in saved.items() if "kept_layers" in values}
     if not parts and not lists:
         return model
-    known = dict(model.named_modules())
-    for part in parts:
-        if not part.module or part.module not in known:
-            raise CompactFileError(
-                f"{path} lacks a branch at {part.module!r}, where the factory makes nothing;"
-                " pass the factory of the dense model"
-            )
     model = copy_with(model, named_entries(model))
+    known = dict(model.named_modules())
+    for name in (part.module for part in parts):
+        if not name or name not in known:
+            raise CompactFileError(
+                f"{path} lacks a branch at {name!r}, where the factory makes nothing; pass the factory of the dense model"
+            )
     put_removed(model, parts)
     for name, kept in lists.items():
-        layers = dict(model.named_modules()).get(name)
+        layers = dict(model.named_modules()).get(name)  # whose numbers change with each list
         if not isinstance(layers, nn.ModuleList) or not max(kept, default=0) < len(layers):
             raise CompactFileError(
                 f"{path} has layers of a list at {name!r} that the factory does not make; pass the factory of the dense model"

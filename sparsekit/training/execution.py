@@ -13,8 +13,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
+from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import OptimizerState
-from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
 from sparsekit.training.widening import DenseModel, Probe, Widening, straight_through_gates

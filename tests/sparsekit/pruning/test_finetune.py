@@ -123,6 +123,15 @@ def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
     assert float(values) == pytest.approx(1.0)
 
 
+def test_classes_of_images_and_volumes_are_on_the_axis_of_channels() -> None:
+    student, teacher = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.eye(5, 3)
+    expected = Distillation(nn.Identity(), share=1.0).combine(torch.tensor(0.0), student, teacher)
+    for shape in ((1, 5), (1, 1, 5)):  # the examples as places of one image, and of one volume
+        own, other = (t.t().reshape(1, 3, *shape) for t in (student, teacher))
+        found = Distillation(nn.Identity(), share=1.0).combine(torch.tensor(0.0), own, other)
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_pruned_model_is_trained_on_with_mappings() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
