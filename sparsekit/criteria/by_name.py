@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from sparsekit.criteria import registry
 from sparsekit.criteria.base import Criterion
@@ -46,6 +47,6 @@ def with_data(
     made = Fisher() if criterion is None else as_criterion(criterion)
     if not isinstance(made, DataDriven) or made.batches is not None:
         return made
-    given = {"batches": batches, "loss": loss, "limit": limit, "progress": progress}
+    given: dict[str, Any] = {"batches": batches, "loss": loss, "limit": limit, "progress": progress}
     unset = {"batches": None, "loss": None, "limit": None, "progress": False}
     return replace(made, **{name: given[name] for name, value in unset.items() if getattr(made, name) is value})

@@ -4,10 +4,10 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 Metric = Callable[[nn.Module], float]
 """Scores a model in eval mode, without gradients; larger is better."""
+_Best: TypeAlias = tuple[dict[str, Tensor] | None, float | None, int]
+"""State, score and number of the best epoch so far."""
 
 
 @dataclass(frozen=True)
@@ -131,161 +133,125 @@ def finetune(
     elif not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     kind = parameters[0].device.type
-    run = _Run(
-        model=model,
-        loss=loss,
-        optimizer=optimizer,
-        scheduler=None if scheduler is None else scheduler(optimizer),
-        by_batch=scheduler_step == "batch",
-        scaler=torch.amp.GradScaler(kind, enabled=amp is torch.float16),
-        distillation=distillation,
-        regularizer=regularizer,
-        clip_norm=clip_norm,
-        autocast=lambda: torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext(),
-    )
-    path = None if checkpoint is None else Path(checkpoint)
-    teachers = [] if distillation is None else [distillation.teacher]
-    with evaluated(model, *teachers), torch_scope(np.random.default_rng(seed)):
-        if path is not None and resume and path.exists():
-            run.load(path, batches)
-        for epoch in range(len(run.history) + 1, epochs + 1):
-            begun = time.perf_counter()
-            mean = run.train(read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress))
-            score = None if validation is None else run.score(validation)
-            run.end_epoch(mean if score is None else -score)
-            rate = float(optimizer.param_groups[0]["lr"])
-            run.add(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
-            if path is not None:
-                run.save(path, batches)
-            if on_epoch is not None:
-                on_epoch(run.history[-1])
-        if run.best is not None:
-            model.load_state_dict(run.best)
-    return FineTuned(model, tuple(run.history), run.best_epoch or len(run.history))
+    schedule = None if scheduler is None else scheduler(optimizer)
+    follows_metric = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    by_batch = scheduler_step == "batch" and not follows_metric
+    scaler = torch.amp.GradScaler(kind, enabled=amp is torch.float16)
+    every = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler, "regularizer": regularizer}
+    parts = {name: part for name, part in every.items() if part is not None}
+    history: list[EpochRecord] = []
+    best: _Best = None, None, 0
 
+    def compute(batch: Batch, teacher: Distillation | None = None) -> Tensor:
+        args, kwargs, target = split_batch(batch, keep_target=loss is None)
+        with torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext():
+            taught = None if teacher is None else teacher.teach(args, kwargs)
+            outputs = model(*args, **kwargs)
+            value = loss_of(outputs, target, loss)
+            return value if teacher is None or taught is None else teacher.combine(value, outputs, taught)
 
-@dataclass
-class _Run:
-    """The parts of a training step, the records, and the best state so far."""
-
-    model: nn.Module
-    loss: Loss | None
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    by_batch: bool
-    scaler: torch.amp.GradScaler
-    distillation: Distillation | None
-    regularizer: UnitRegularizer | None
-    clip_norm: float | None
-    autocast: Callable[[], Any]
-    history: list[EpochRecord] = field(default_factory=list)
-    best: dict[str, Tensor] | None = None
-    best_score: float | None = None
-    best_epoch: int = 0
-
-    def train(self, batches: Iterator[Batch]) -> float:
+    def train(epoch: int) -> float:
         """One epoch; the mean loss over its batches."""
-        self.model.train()
-        total, count = 0.0, 0
-        for batch in batches:
-            value = self._step(batch)
-            if not math.isfinite(value) and not self.scaler.is_enabled():
+        model.train()
+        losses: list[float] = []
+        for batch in read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress):
+            value = compute(batch, distillation)
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(value).backward()
+            if clip_norm is not None or regularizer is not None:
+                scaler.unscale_(optimizer)
+            if regularizer is not None:
+                regularizer.add_gradients(model)
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            if schedule is not None and by_batch:
+                schedule.step()
+            losses.append(float(value.detach()))
+            if not math.isfinite(losses[-1]) and not scaler.is_enabled():
                 raise InvalidValueError(
-                    f"the loss is {value} in batch {count}; lower the learning rate, clip gradients with clip_norm=1.0,"
-                    " or look for NaN in the data"
+                    f"the loss is {losses[-1]} in batch {len(losses) - 1}; lower the learning rate, clip gradients with"
+                    " clip_norm=1.0, or look for NaN in the data"
                 )
-            total, count = total + value, count + 1
-        return total / count
+        return sum(losses) / len(losses)
 
-    def _loss(self, batch: Batch, distillation: Distillation | None = None) -> Tensor:
-        args, kwargs, target = split_batch(batch, keep_target=self.loss is None)
-        with self.autocast():
-            teacher = None if distillation is None else distillation.teach(args, kwargs)
-            outputs = self.model(*args, **kwargs)
-            value = loss_of(outputs, target, self.loss)
-            return value if distillation is None or teacher is None else distillation.combine(value, outputs, teacher)
-
-    def _step(self, batch: Batch) -> float:
-        value = self._loss(batch, self.distillation)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(value).backward()
-        if self.clip_norm is not None or self.regularizer is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.regularizer is not None:
-            self.regularizer.add_gradients(self.model)
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.by_batch and self.scheduler is not None and not self._follows_metric():
-            self.scheduler.step()
-        return float(value.detach())
-
-    def _follows_metric(self) -> bool:
-        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-    def end_epoch(self, loss: float) -> None:
-        if self.scheduler is not None and self._follows_metric():
-            self.scheduler.step(loss)
-        elif self.scheduler is not None and not self.by_batch:
-            self.scheduler.step()
-        if self.regularizer is not None:
-            self.regularizer.end_epoch()
-
-    def score(self, validation: Metric | Iterable[Batch]) -> float:
-        self.model.eval()
+    def validate() -> float | None:
+        if validation is None:
+            return None
+        model.eval()
         # What validation draws must not move the draws of training.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if callable(validation):
-                found = float(validation(self.model))
+                found = float(validation(model))
             else:
-                losses = [float(self._loss(batch)) for batch in read_batches(validation, self.model, "Validation")]
+                losses = [float(compute(batch)) for batch in read_batches(validation, model, "Validation")]
                 found = -sum(losses) / len(losses)
         if math.isnan(found):
             raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
         return found
 
-    def add(self, record: EpochRecord) -> None:
-        self.history.append(record)
-        if record.score is not None and (self.best_score is None or record.score > self.best_score):
-            self.best, self.best_score, self.best_epoch = clone(self.model.state_dict()), record.score, record.epoch
+    path = None if checkpoint is None else Path(checkpoint)
+    teachers = [] if distillation is None else [distillation.teacher]
+    with evaluated(model, *teachers), torch_scope(np.random.default_rng(seed)):
+        if path is not None and resume and path.exists():
+            history, best = _load(path, parts, batches)
+        for epoch in range(len(history) + 1, epochs + 1):
+            begun = time.perf_counter()
+            mean, score = train(epoch), validate()
+            if schedule is not None and follows_metric:
+                schedule.step(mean if score is None else -score)
+            elif schedule is not None and not by_batch:
+                schedule.step()
+            if regularizer is not None:
+                regularizer.end_epoch()
+            rate = float(optimizer.param_groups[0]["lr"])
+            history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
+            if score is not None and (best[1] is None or score > best[1]):
+                best = clone(model.state_dict()), score, epoch
+            if path is not None:
+                _save(path, parts, history, best, batches)
+            if on_epoch is not None:
+                on_epoch(history[-1])
+        if best[0] is not None:
+            model.load_state_dict(best[0])
+    return FineTuned(model, tuple(history), best[2] or len(history))
 
-    def _parts(self) -> dict[str, Any]:
-        """What has a state."""
-        found = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "regularizer")}
-        return {name: part for name, part in found.items() if part is not None}
 
-    def save(self, path: Path, batches: Any) -> None:
-        found = {
-            "state": {name: part.state_dict() for name, part in self._parts().items()},
-            "history": [asdict(record) for record in self.history],
-            "best": (self.best, self.best_score, self.best_epoch),
-            "rng": torch.random.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-            "loader": [generator.get_state() for generator in loader_generators(batches)],
-        }
-        write_checkpoint(path, found)
+def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best: _Best, batches: Any) -> None:
+    found = {
+        "state": {name: part.state_dict() for name, part in parts.items()},
+        "history": [asdict(record) for record in history],
+        "best": best,
+        "rng": torch.random.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "loader": [generator.get_state() for generator in loader_generators(batches)],
+    }
+    write_checkpoint(path, found)
 
-    def load(self, path: Path, batches: Any) -> None:
-        found = read_checkpoint(path)
-        own = {name: entry.shape for name, entry in self.model.state_dict().items()}
-        theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
-        if own != theirs:
-            differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-            raise InvalidValueError(
-                f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or"
-                " resume=False"
-            )
-        for name, part in self._parts().items():
-            if name in found["state"]:
-                part.load_state_dict(found["state"][name])
-        torch.default_generator.set_state(found["rng"])
-        if found["cuda"]:
-            torch.cuda.set_rng_state_all(found["cuda"])
-        for generator, state in zip(loader_generators(batches), found["loader"]):
-            generator.set_state(state)
-        self.history = [EpochRecord(**record) for record in found["history"]]
-        self.best, self.best_score, self.best_epoch = found["best"]
+
+def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
+    found = read_checkpoint(path)
+    own = {name: entry.shape for name, entry in parts["model"].state_dict().items()}
+    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
+    if own != theirs:
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise InvalidValueError(
+            f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or resume=False"
+        )
+    if parts.keys() != found["state"].keys():
+        raise InvalidValueError(
+            f"the checkpoint {path} is of a training with {', '.join(found['state'])}, this one has {', '.join(parts)}; pass"
+            " what it had, another file, or resume=False"
+        )
+    for name, part in parts.items():
+        part.load_state_dict(found["state"][name])
+    torch.default_generator.set_state(found["rng"])
+    if found["cuda"]:
+        torch.cuda.set_rng_state_all(found["cuda"])
+    for generator, state in zip(loader_generators(batches), found["loader"]):
+        generator.set_state(state)
+    return [EpochRecord(**record) for record in found["history"]], found["best"]
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

@@ -79,6 +79,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     ]
 
 
+def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path) -> None:
+    sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
+    with pytest.raises(InvalidValueError, match="this one has model, optimizer, scheduler, scaler"):
+        sk.finetune(
+            _model(), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run",
+            scheduler=lambda o: MultiStepLR(o, [1]),
+        )  # fmt: skip
+    with pytest.raises(InvalidValueError, match="is of another model: .* differ"):
+        sk.finetune(nn.Sequential(nn.Linear(6, 3)), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run")
+
+
 def test_the_weights_of_the_best_epoch_are_kept() -> None:
     seen: list[dict[str, Tensor]] = []
 
