@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -21,14 +21,14 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError
 from sparsekit.measure.cost import cost_model
 from sparsekit.pruning.plans import for_rest
-from sparsekit.pruning.selection import Selector, makers, select_groups, select_modules
+from sparsekit.pruning.selection import Selector, is_inside, makers, select_groups, select_modules
 from sparsekit.pruning.steps import Start
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.removed import Blocks, remove_blocks
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.residual import find_blocks
 
-_PLANS = 12  # numbers of branches that are tried
+_PLANS = 12  # about as many numbers of branches are tried, evenly spaced
 _SLACK = 0.01  # of a budget, for which it is worth to look which branches may stay after all
 _BATCHES = 8  # of the batches of a criterion, on which each branch is left out once
 
@@ -113,8 +113,10 @@ def go_shallow(
         worth = ranked_worth(start.graph, scores, "share_of_remaining")
         own = _sums(start, found, units, worth)
     flops = {name: sum(found.blocks[block].flops for block in blocks) for name, blocks in units.items()}
-    order = sorted(units, key=lambda name: (own[name] / max(1, flops[name]), name))
-    order = _allowed(order, held)[:most]
+    order: list[str] = []
+    for name in sorted(units, key=lambda name: (own[name] / max(1, flops[name]), name)):
+        if len(order) < most and all(name not in same or len(same.intersection(order)) < limit for same, limit in held):
+            order.append(name)
     if fewest > len(order):
         raise InvalidValueError(
             f"at most {largest:.0%} of {len(units)} may stay of kind {kind!r}, but keep and limits let only {len(order)} go"
@@ -123,14 +125,21 @@ def go_shallow(
 
     def plan(gone: Sequence[str]) -> tuple[float, Sequence[str], Start]:
         """What is lost where these go, and what is left; without an allocation within the budget it is an error."""
-        left = _without(start, calls[0], found, [block for name in gone for block in units[name]], absolute, rules)
-        counts = left.allocation.counts(left.graph, {n: scores[n] for n in left.graph.groups}, left.costs)
-        lost = sum(float(worth[name][counts[name] :].sum()) for name in left.graph.groups)
+        model, graph, costs = start.model, start.graph, start.costs
+        if gone:
+            model = remove_blocks(model, found, [block for name in gone for block in units[name]], share=True)
+            graph = remaining(graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
+            metrics = absolute.metrics if absolute is not None else ()
+            costs = cost_model(model, *calls[0].args, graph=graph, metrics=metrics, rules=rules, **calls[0].kwargs)
+        left = Start(model, graph, costs, for_rest(start.allocation, absolute, start.graph, graph), absolute)
+        counts = left.allocation.counts(graph, {name: scores[name] for name in graph.groups}, costs)
+        lost = sum(float(worth[name][counts[name] :].sum()) for name in graph.groups)
         return lost + sum(max(0.0, own[name]) for name in gone), gone, left
 
     tried: list[tuple[float, Sequence[str], Start]] = []
     refused = BudgetError("no number of branches was tried")
-    for number in _numbers(fewest, len(order) if absolute is not None else fewest):
+    last = len(order) if absolute is not None else fewest
+    for number in sorted({*range(fewest, last + 1, max(1, math.ceil((last - fewest) / _PLANS))), last}):
         try:
             tried.append(plan(order[:number]))
         except BudgetError as error:
@@ -143,7 +152,7 @@ def go_shallow(
             with contextlib.suppress(BudgetError):
                 other = plan([each for each in gone if each != name])
                 lost, gone, best = other if other[0] <= lost else (lost, gone, best)
-    rows = {name: tuple(module for block in blocks for module in found.blocks[block].modules) for name, blocks in units.items()}
+    rows = {name: _modules(found, blocks) for name, blocks in units.items()}
     told = f"{len(gone)} of {len(units)} residual {kind}s are gone{': ' if gone else ''}{', '.join(gone)}."
     return replace(best, kind=kind, branches=rows, gone=frozenset(gone), notes=(told,))
 
@@ -178,13 +187,10 @@ def _held(
         if selector in get_args(Kind):  # units of some width stay where they are, but not against a branch that goes whole
             return set()
         chosen = select_modules(model, selector, found.blocks)
-        inside = {
-            name: {*blocks, *(m for block in blocks for m in found.blocks[block].modules)} for name, blocks in units.items()
-        }
         return {
             name
-            for name, own in inside.items()
-            if name in chosen or any(a == b or a.startswith(f"{b}.") for a in chosen for b in own)
+            for name, blocks in units.items()
+            if name in chosen or any(is_inside(each, [*blocks, *_modules(found, blocks)]) for each in chosen)
         }
 
     held = [(meant(selector), 0) for selector in keep]
@@ -199,37 +205,9 @@ def _held(
     return held
 
 
-def _allowed(order: Sequence[str], held: Sequence[tuple[set[str], int]]) -> list[str]:
-    """The names of an order that may go one after the other."""
-    found: list[str] = []
-    for name in order:
-        if all(name not in same or len(same & set(found)) < most for same, most in held):
-            found.append(name)
-    return found
-
-
-def _numbers(least: int, most: int) -> list[int]:
-    """Numbers from `least` to `most`, both included, some dozen at most: from 0 to 24, every second one."""
-    step = max(1, math.ceil((most - least) / _PLANS))
-    return sorted({*range(least, most + 1, step), most})
-
-
-def _without(
-    start: Start,
-    call: ModelInputs,
-    found: Blocks,
-    names: Collection[str],
-    budget: Budget | None,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-) -> Start:
-    """The model without some branches, and everything that belongs to it."""
-    if not names:
-        return replace(start, budget=budget, allocation=for_rest(start.allocation, budget, start.graph, start.graph))
-    model = remove_blocks(start.model, found, names, share=True)
-    graph = remaining(start.graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
-    metrics = budget.metrics if budget is not None else ()
-    costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
-    return Start(model, graph, costs, for_rest(start.allocation, budget, start.graph, graph), budget)
+def _modules(found: Blocks, blocks: Sequence[str]) -> tuple[str, ...]:
+    """The outermost modules that run nothing but these branches."""
+    return tuple(module for block in blocks for module in found.blocks[block].modules)
 
 
 def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]], criterion: DataDriven) -> dict[str, float]:
@@ -255,10 +233,6 @@ def _sums(start: Start, found: Blocks, units: Mapping[str, tuple[str, ...]], wor
         own = [part.module for block in blocks for part in found.blocks[block].parts] or list(
             {part.module for part, inside in found.layers if set(inside) <= set(blocks)}
         )
-        inner = [
-            name
-            for name, modules in homes.items()
-            if all(any(m == root or m.startswith(f"{root}.") for root in own) for m in modules)
-        ]
+        inner = [name for name, modules in homes.items() if all(is_inside(module, own) for module in modules)]
         sums[unit] = sum(float(worth[name].sum()) for name in inner) if inner else math.inf
     return sums

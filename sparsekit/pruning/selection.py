@@ -17,6 +17,11 @@ Selector: TypeAlias = str | type[nn.Module] | nn.Module
 _KINDS = get_args(Kind)
 
 
+def is_inside(name: str, roots: Iterable[str]) -> bool:
+    """Whether a module of that name is one of the roots or inside of one; everything is inside of the model itself, ''."""
+    return any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
+
+
 def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
     """Group name → names of the modules that make its units, in the order of the slices."""
     return {
@@ -63,7 +68,7 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
     if isinstance(selector, str):
         if selector not in others and selector not in modules:
             return _matching(selector, {*modules, *others} - {""})
-        return {selector, *_inside(modules, (selector,))}
+        return {selector, *(name for name in modules if is_inside(name, (selector,)))}
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         chosen = {name for name, module in modules.items() if isinstance(module, selector)}
         if chosen:
@@ -73,7 +78,7 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
     if isinstance(selector, nn.Module):
         homes = [name for name, module in modules.items() if module is selector]
         if homes:
-            return set(_inside(modules, homes))
+            return {name for name in modules if is_inside(name, homes)}
         raise UnknownNameError(
             f"this {type(selector).__name__} is no module of the {type(model).__name__} that is pruned;"
             " pass a module of that very model, or its name"
@@ -81,10 +86,6 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
     raise InvalidValueError(
         f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
     )
-
-
-def _inside(modules: Mapping[str, nn.Module], roots: Iterable[str]) -> list[str]:
-    return [name for name in modules for root in roots if root in ("", name) or name.startswith(f"{root}.")]
 
 
 def _matching(pattern: str, names: set[str]) -> set[str]:

@@ -86,7 +86,7 @@ def test_a_checkpoint_of_other_parts_or_another_model_is_refused(tmp_path: Path)
             _model(), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run",
             scheduler=lambda o: MultiStepLR(o, [1]),
         )  # fmt: skip
-    with pytest.raises(InvalidValueError, match="is of another model: .* differ"):
+    with pytest.raises(InvalidValueError, match=r"is of another model: .* differ"):
         sk.finetune(nn.Sequential(nn.Linear(6, 3)), _loader(), F.cross_entropy, epochs=2, checkpoint=tmp_path / "run")
 
 
