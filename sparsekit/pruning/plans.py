@@ -36,31 +36,39 @@ def as_allocation(
         InvalidValueError: options that do not go together.
         UnknownNameError: no such allocation.
     """
-    if not isinstance(allocation, str):
-        if budget is not None and getattr(allocation, "budget", budget) != budget:
-            raise InvalidValueError(
-                f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
-            )
-        changed: dict[str, Any] = {}
-        for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
-            if value == unset:
-                continue
-            own = type(allocation).__name__
-            if not has_field(allocation, name):
-                raise InvalidValueError(f"{own} has no {name}; leave out keep, limits and multiple_of")
-            if getattr(allocation, name) != unset:
-                raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {own}")
-            changed[name] = value
-        return with_fields(allocation, **changed)
+    if isinstance(allocation, str):
+        made = _named(allocation, budget, criterion)
+    elif budget is not None and getattr(allocation, "budget", budget) != budget:
+        raise InvalidValueError(
+            f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
+        )
+    else:
+        made = allocation
+    changed: dict[str, Any] = {}
+    for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
+        if value == unset:
+            continue
+        own = type(made).__name__
+        if not has_field(made, name):
+            raise InvalidValueError(f"{own} has no {name}; leave out keep, limits and multiple_of")
+        if getattr(made, name) != unset:
+            raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {own}")
+        changed[name] = value
+    return with_fields(made, **changed)
+
+
+def _named(allocation: str, budget: Budget | None, criterion: Criterion) -> Allocation:
     name = "uniform_within" if allocation == "uniform" else allocation
     kind: Any = registry.find(name)
-    if has_field(kind, "budget") and budget is None:
-        raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
-    given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
+    given: dict[str, Any] = {}
+    if has_field(kind, "budget"):
+        if budget is None:
+            raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
+        given["budget"] = budget
     if name == "global" and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
         given["scale"] = "none"
     try:
-        made: Allocation = kind(**{key: value for key, value in given.items() if has_field(kind, key)})
+        made: Allocation = kind(**given)
     except TypeError as error:
         raise InvalidValueError(
             f"allocation {allocation!r} needs more than its name: {error}; build it, as in"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.limits import Liked, Limits, Multiples, check_multiples, free_counts, least_counts
+from sparsekit.allocation.limits import Liked, Multiples, check_multiples, free_counts, least_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.batches import Batch, Loss
@@ -146,8 +146,7 @@ def prune(
     keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
     # Where branches go, some limits name branches alone.
     of_widths = {each: pair for each, pair in width_limits.items() if depth is None or select_groups(model, graph, each)}
-    group_limits = read_limits(model, graph, keep, of_widths)
-    plan = as_allocation(allocation, wanted, group_limits, multiples, chosen)
+    plan = as_allocation(allocation, wanted, read_limits(model, graph, keep, of_widths), multiples, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
     if schedule.steps > 1 and (wanted is None or not has_field(plan, "budget")):
         raise InvalidValueError(
@@ -179,24 +178,16 @@ def prune(
         progress=progress,
     )
     small, mask, history = steps.run(finetune if cut else None)
-    report = _report(steps, small, mask, history, group_limits, multiples)
-    return Pruned(small if cut else model, mask, start.graph, report)
+    return Pruned(small if cut else model, mask, start.graph, _report(steps, small, mask, history))
 
 
-def _report(
-    steps: Steps,
-    small: nn.Module,
-    mask: UnitMask,
-    history: list[Mapping[str, float]],
-    limits: Limits,
-    multiple_of: Multiples,
-) -> PruneReport:
+def _report(steps: Steps, small: nn.Module, mask: UnitMask, history: list[Mapping[str, float]]) -> PruneReport:
     start, budget, dense, counts = steps.start, steps.asked, steps.costs.dense_costs(), mask.counts()
-    own_limits: Limits = {name: pair for name, pair in limits.items() if name in start.graph.groups}
-    own_limits = getattr(start.allocation, "limits", own_limits)
-    own_multiples: Multiples = getattr(start.allocation, "multiple_of", multiple_of)
+    multiple_of: Multiples = getattr(start.allocation, "multiple_of", 1)
     # What a device likes gives way where a budget asks for less.
-    free = free_counts(start.graph, own_limits, 1 if isinstance(own_multiples, Liked) else own_multiples)
+    free = free_counts(
+        start.graph, getattr(start.allocation, "limits", {}), 1 if isinstance(multiple_of, Liked) else multiple_of
+    )
     groups, layers = describe(start.graph, start.costs, counts)
     absolute = budget.limits(dense) if budget is not None else {}
     denormals = count_denormals(small)

@@ -174,6 +174,7 @@ class _Broken:
             InvalidValueError,
             "schedule of 2",
         ),
+        ({"allocation": "per_group", "keep": ["0"]}, InvalidValueError, "has no limits"),
         ({"allocation": sk.allocation.ByCost(sk.Budget(flops="30%"))}, InvalidValueError, "budget of its own"),
         ({"schedule": "linearly"}, UnknownNameError, "did you mean 'linear'"),
         ({"keep": ["nothing"]}, UnknownNameError, "selects nothing"),
