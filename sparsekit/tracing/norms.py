@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from sparsekit._torch import tree_leaves
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, NormNote, TensorLabels
-from sparsekit.surgery.kept_norms import NormMode
-from sparsekit.surgery.norm_calls import NormCall
+from sparsekit.surgery.kept_norms import NormCall, NormMode
 
 
 class NormRecorder(NormMode):
