@@ -23,11 +23,12 @@ from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training import learnable
 from sparsekit.training.widening import DenseModel, Probe, straight_through_gates, widened
 
 Example = tuple[tuple[Any, ...], Tensor | None]
-"""Inputs, and classes where the loss is a cross entropy; without them it is the mean square of the outputs."""
+"""Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
 
 
 def learnable_mask(*args: Any, execution: str = "compact", **kwargs: Any) -> LearnableMask:
@@ -51,11 +52,26 @@ def shake(masked: LearnableMask, seed: int) -> None:
 def train_step(masked: LearnableMask, optimizer: Optimizer, x: Any, y: Tensor | None) -> Tensor:
     """One step; returns the loss, with its graph."""
     outputs = masked(*x) if isinstance(x, tuple) else masked(x)
-    loss = (outputs.square().mean() if y is None else F.cross_entropy(outputs, y)) + 0.1 * masked.penalty()
+    if y is None:
+        loss = torch.stack([(each - 0.5).square().mean() for each in find_tensors(outputs) if each.requires_grad]).sum()
+    else:
+        loss = F.cross_entropy(outputs, y)
+    loss = loss + 0.1 * masked.penalty()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     return loss
+
+
+def batches_like(args: tuple[Any, ...]) -> Callable[[torch.Generator], Example]:
+    """Draws of inputs of the same shapes, in float64, and of the same range where they are token ids."""
+
+    def drawn(x: Tensor, generator: torch.Generator) -> Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        return x if x.dtype == torch.bool else torch.randint(int(x.max()) + 1, x.shape, generator=generator)
+
+    return lambda generator: (map_tensors(lambda x: drawn(x, generator), args), None)
 
 
 def train_alike(
@@ -106,7 +122,13 @@ def train_alike(
         for name in right:  # all but the order of the narrow units
             if not name.startswith(_PLACED):
                 one, other = left[name].double(), right[name].double()
-                torch.testing.assert_close(one, other, rtol=relative, atol=tolerance, msg=f"{name} differs in step {at}")
+                torch.testing.assert_close(
+                    one,
+                    other,
+                    rtol=relative,
+                    atol=tolerance,
+                    msg=lambda told, name=name, at=at: f"{name} differs in step {at}: {told}",
+                )
     assert seen >= changes
     return pair[0], pair[1]
 

@@ -216,8 +216,14 @@ def test_the_bandit_needs_numpy_alone() -> None:
             "import sparsekit_fl.deployment.apps as apps; assert apps.client and apps.server",
             ("ray", "flwr.simulation", "sparsekit_fl.server.loop"),
         ),
+        # A run that asks neither for privacy nor for a report.
+        (
+            "from sparsekit_fl.testing import *;"
+            "sparsekit_fl.run(sparsekit_fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))",
+            ("opacus", "pandas", "matplotlib", "flwr"),
+        ),
     ],
-    ids=["packages", "apps"],
+    ids=["packages", "apps", "run"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
     if "deployment" in program:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,90 +34,86 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs an example, with other constants where they are given, and returns what it prints."""
+
+    def run(name: str, *arguments: Any, **constants: int) -> str:
+        example = _load(name, monkeypatch)
+        for constant, value in constants.items():
+            monkeypatch.setattr(example, constant, value)
+        example.main(*arguments)
+        return capsys.readouterr().out
+
+    return run
+
+
+def _numbers(pattern: str, text: str) -> tuple[str, ...]:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return found.groups()
+
+
 def test_every_example_is_tested_here() -> None:
     assert {f"test_{path.stem}" for path in FOLDER.glob("*.py")} - globals().keys() == set()
 
 
 @pytest.mark.slow
-def test_watch_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    example = _load("watch_mask", monkeypatch)
-    monkeypatch.setattr(example, "STEPS", 600)
-    example.main(tmp_path)
-    ours, paper = re.findall(r"that see the signal (\d)", capsys.readouterr().out)
+def test_watch_mask(printed: Callable[..., str], tmp_path: Path) -> None:
+    ours, paper = re.findall(r"that see the signal (\d)", printed("watch_mask", tmp_path, STEPS=600))
     assert int(ours) == 4
     assert int(paper) < 4
     assert (tmp_path / "watch_mask.svg").stat().st_size > 5000
 
 
 @pytest.mark.slow
-def test_wrap_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = _load("wrap_module", monkeypatch)
-    monkeypatch.setattr(example, "EPOCHS", 4)
-    example.main()
-    out = capsys.readouterr().out
-    accuracy, density, gap = (
-        float(re.search(pattern, out).group(1))  # type: ignore[union-attr]
-        for pattern in (r"accuracy ([\d.]+)%", r"kept ([\d.]+)%", r"at most ([\d.e+-]+)")
-    )
-    assert accuracy > 95
-    assert density < 10
-    assert gap < 1e-4
+def test_wrap_module(printed: Callable[..., str]) -> None:
+    out = printed("wrap_module", EPOCHS=4)
+    assert float(*_numbers(r"accuracy ([\d.]+)%", out)) > 95
+    assert float(*_numbers(r"kept ([\d.]+)%", out)) < 10
+    assert float(*_numbers(r"at most ([\d.e+-]+)", out)) < 1e-4
     assert "times faster" in out
 
 
 @pytest.mark.slow
-def test_own_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("own_data", monkeypatch).main()
-    out = capsys.readouterr().out
+def test_own_data(printed: Callable[..., str]) -> None:
+    out = printed("own_data")
     scores = {name: float(share) for name, share in re.findall(r"^(\w+) +accuracy ([\d.]+)%", out, re.M)}
     assert set(scores) == {"fedlps", "fedavg"}
     assert scores["fedlps"] > 80
 
 
 @pytest.mark.slow
-def test_lora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora(printed: Callable[..., str]) -> None:
     for module in ("peft", "transformers"):
         pytest.importorskip(module, reason=f"{module} is not installed; pip install {module}")
-    _load("lora", monkeypatch).main(4)
-    out = capsys.readouterr().out
-    sent, whole, accuracy = re.search(r"([\d,]+) bytes, the whole model ([\d,]+)\naccuracy ([\d.]+)", out).groups()  # type: ignore[union-attr]
+    sent, whole, accuracy = _numbers(r"([\d,]+) bytes, the whole model ([\d,]+)\naccuracy ([\d.]+)", printed("lora", 4))
     assert int(sent.replace(",", "")) * 10 < int(whole.replace(",", ""))
     assert float(accuracy) > 0.8
 
 
-def test_new_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = _load("new_method", monkeypatch)
-    monkeypatch.setattr(example, "ROUNDS", 1)
-    example.main()
-    out = capsys.readouterr().out
+def test_new_method(printed: Callable[..., str]) -> None:
+    out = printed("new_method", ROUNDS=1)
     flops = {name: float(count) for name, count in re.findall(r"^(\w+) .* at ([\d.]+) GFLOPs", out, re.M)}
     assert flops["fedhalf"] < flops["fedavg"]
 
 
-def test_tune_lr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    example = _load("tune_lr", monkeypatch)
-    monkeypatch.setattr(example, "PULLS", 15)
-    example.main()
-    out = capsys.readouterr().out
+def test_tune_lr(printed: Callable[..., str]) -> None:
+    out = printed("tune_lr", PULLS=15)
     assert "best learning rate after 15 pulls" in out
-    found = re.search(r"([\d.]+)% +<- P-UCBV", out)
-    assert found is not None
-    assert float(found.group(1)) > 85
+    assert float(*_numbers(r"([\d.]+)% +<- P-UCBV", out)) > 85
 
 
-def test_tune_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("tune_database", monkeypatch).main()
-    out = capsys.readouterr().out
+def test_tune_database(printed: Callable[..., str]) -> None:
+    out = printed("tune_database")
     latencies = {int(size): float(ms) for size, ms in re.findall(r"(\d+) connections +([\d.]+) ms", out)}
-    tuned = re.search(r"(\d+) connections +([\d.]+) ms +<- tuned", out)
-    assert tuned is not None
-    assert 40 <= int(tuned[1]) <= 120
-    assert float(tuned[2]) < 1.1 * min(latencies.values())
+    connections, milliseconds = _numbers(r"(\d+) connections +([\d.]+) ms +<- tuned", out)
+    assert 40 <= int(connections) <= 120
+    assert float(milliseconds) < 1.1 * min(latencies.values())
 
 
-def test_tune_drifting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("tune_drifting", monkeypatch).main()
-    out = capsys.readouterr().out
+def test_tune_drifting(printed: Callable[..., str]) -> None:
+    out = printed("tune_drifting")
     found = re.findall(r"^  (.+?) +before the change .* after it ([\d.]+)", out, re.M)
     after = {name: float(lost) for name, lost in found}
     assert after["split-ucbv, discount 0.98"] < 0.6 * after["split-ucbv, no discount"]
@@ -125,15 +122,12 @@ def test_tune_drifting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert after["split-ucbv, discount 0.98"] < 0.3 * after["p-ucbv"]
 
 
-def test_layer_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("layer_rule", monkeypatch).main()
-    out = capsys.readouterr().out
+def test_layer_rule(printed: Callable[..., str]) -> None:
+    out = printed("layer_rule")
     assert "without the rules: groups {}" in out
     assert "with the rules: groups {'0': 32, '2': 24}" in out
     assert "compact: 8 features in and 6 out" in out
-    gap = re.search(r"at most ([\d.e+-]+)", out)
-    assert gap is not None
-    assert float(gap.group(1)) < 1e-5
+    assert float(*_numbers(r"at most ([\d.e+-]+)", out)) < 1e-5
 
 
 class TestRulesOfTheExample(RuleContract):
@@ -161,14 +155,12 @@ class TestRulesOfTheExample(RuleContract):
         return (torch.randn(2, 5, 3),)
 
 
-def test_own_criterion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("own_criterion", monkeypatch).main()
-    assert "kept {'0': 16, '2': 32, '4': 8}" in capsys.readouterr().out
+def test_own_criterion(printed: Callable[..., str]) -> None:
+    assert "kept {'0': 16, '2': 32, '4': 8}" in printed("own_criterion")
 
 
-def test_own_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    _load("own_engine", monkeypatch).main()
-    out = capsys.readouterr().out
+def test_own_engine(printed: Callable[..., str]) -> None:
+    out = printed("own_engine")
     assert "took longest" in out
     assert "the same bits: True" in out
 

@@ -38,24 +38,19 @@ def costed(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "flops"),
+    ("name", "ratio", "flops"),
     [
-        ("mnist", 2_788_128_000_000),
-        ("cifar10", 825_364_711_800_000),
-        ("cifar100", 4_934_262_225_600_000),
-        pytest.param("tiny-imagenet", 27_080_974_857_600_000, marks=pytest.mark.slow),
+        ("mnist", 1.0, 2_788_128_000_000),
+        ("cifar10", 1.0, 825_364_711_800_000),
+        ("cifar100", 1.0, 4_934_262_225_600_000),
+        pytest.param("tiny-imagenet", 1.0, 27_080_974_857_600_000, marks=pytest.mark.slow),
+        ("mnist", 0.5, 1_405_728_000_000),
+        ("cifar10", 0.5, 412_900_788_600_000),
     ],
 )
-def test_fedavgs_flops_are_those_of_table_one(name, flops) -> None:
-    passes, _, costs, _, _ = costed(name)
-    assert 3 * passes * rowmask_flops(costs) == flops
-
-
-@pytest.mark.parametrize(("name", "flops"), [("mnist", 1_405_728_000_000), ("cifar10", 412_900_788_600_000)])
-def test_the_flops_of_a_constant_ratio_of_one_half_are_those_of_table_two(name, flops) -> None:
+def test_the_flops_of_fedavg_and_of_half_of_its_units_are_those_of_tables_one_and_two(name, ratio, flops) -> None:
     passes, graph, costs, _, _ = costed(name)
-    mask = select(Ordered(), graph, 0.5, View())
-    assert 3 * passes * rowmask_flops(costs, mask) == flops
+    assert 3 * passes * rowmask_flops(costs, None if ratio == 1.0 else select(Ordered(), graph, ratio, View())) == flops
 
 
 def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:

@@ -5,75 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from masked import classifier, train_alike
+from masked import batches_like, train_alike
 from optimizers import Lookahead
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo_base import Lambda, hash_of
+from zoo import ZOO, build
+from zoo_base import Lambda
 from zoo_norms import KEPT
 
 import sparsekit as sk
 from sparsekit.criteria import Learned
 
-
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, bias=False),
-        nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4),
-    )  # fmt: skip
-
-
-def recurrent() -> nn.Module:
-    return Lambda(
-        lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(5, 8, num_layers=2, batch_first=True), head=nn.Linear(8, 4)
-    )
-
-
-def residual() -> nn.Module:
-    # A bias before a norm has a gradient of rounding noise.
-    return Lambda(
-        lambda m, x: m.head(((h := torch.tanh(m.stem(x))) + m.norm(m.conv(h))).mean((2, 3))),
-        stem=nn.Conv2d(3, 6, 3, padding=1), conv=nn.Conv2d(6, 6, 3, padding=1, bias=False), norm=nn.BatchNorm2d(6),
-        head=nn.Linear(6, 4),
-    )  # fmt: skip
-
-
-def attention() -> nn.Module:
-    block = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)
-    return Lambda(lambda m, x: m.head(m.block(m.inner(x)).mean(1)), inner=nn.Linear(5, 8), block=block, head=nn.Linear(8, 4))
-
-
-def tied() -> nn.Module:
-    """Two layers share one matrix."""
-    model = Lambda(
-        lambda m, x: m.one(h := torch.tanh(m.inner(x.flatten(1)))) - m.two(h.square()),
-        inner=nn.Linear(30, 7), one=nn.Linear(7, 4), two=nn.Linear(7, 4),
-    )  # fmt: skip
-    model.two.weight = model.one.weight
-    return model
-
-
-TEACHER = torch.randn(108, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-def _learnable(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
-    return (x,), (x.flatten(1) @ TEACHER[: x[0].numel()]).argmax(1)
-
-
-def images(generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
-    return _learnable(torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=generator))
-
-
-def sequences(generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
-    return _learnable(torch.randn(8, 6, 5, dtype=torch.float64, generator=generator))
-
-
-def vectors(generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
-    x = torch.randn(12, 6, dtype=torch.float64, generator=generator)
-    return (x,), torch.randint(0, 3, (12,), generator=generator)
-
+pytestmark = pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
 
 OPTIMIZERS: dict[str, Any] = {
+    "slowly": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5),
@@ -83,57 +29,50 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.LearnableMask, sk.LearnableMask]:
+    """An architecture of the zoo, trained both ways."""
+    model, args, _ = build(name, KEPT if options.get("norm") == "kept" else None)
+    return train_alike(model.double().train(), batches_like(args), OPTIMIZERS[optimizer], **options)
+
+
 @pytest.mark.parametrize(
-    ("model", "draw", "optimizer"),
+    ("name", "optimizer"),
     [
-        (convolutions, images, "momentum"),
-        (recurrent, sequences, "adam"),
-        (residual, images, "rmsprop"),
-        (tied, sequences, "adam"),
-        *((lambda: classifier()[0], vectors, name) for name in ("rprop", "adagrad", "lookahead")),
+        ("vgg-small", "momentum"), ("lstm-stacked", "adam"), ("residual", "rmsprop"), ("tied-autoencoder", "adam"),
+        ("mlp", "rprop"), ("mlp", "adagrad"), ("mlp", "lookahead"),
     ],
-)
-def test_importance_that_is_learned_by_gradients(model: Any, draw: Any, optimizer: str) -> None:
-    torch.manual_seed(0)
-    train_alike(
-        model().double(), draw, OPTIMIZERS[optimizer], steps=50, ratios={20: 0.3, 35: 0.8}, shaken=10, changes=5,
-        ratio=0.5, criterion=Learned(),
-    )  # fmt: skip
-
-
-EAGER = sk.LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
+)  # fmt: skip
+def test_importance_that_is_learned_by_gradients(name: str, optimizer: str) -> None:
+    options = {"ratios": {20: 0.3, 35: 0.8}, "shaken": 10, "changes": 5, "ratio": 0.5, "criterion": Learned()}
+    alike(name, optimizer, steps=50, **options)
 
 
 @pytest.mark.parametrize(
-    ("model", "draw", "optimizer"),
-    [(convolutions, images, "adam"), (recurrent, sequences, "momentum"), (attention, sequences, "adam")],
+    ("name", "optimizer", "norm"),
+    [("conv2d", "slowly", "fixed"), ("lstm", "adam", "fixed"), ("gpt", "adam", "fixed"), ("vit-fused-qkv", "slowly", "kept")],
 )
-def test_importance_that_is_measured_in_the_loss(model: Any, draw: Any, optimizer: str) -> None:
-    torch.manual_seed(0)
-    train_alike(
-        model().double(), draw, OPTIMIZERS[optimizer], steps=56, ratios={26: 0.3, 41: 0.7}, changes=4,
-        norm="kept", ratio=0.5, learning=EAGER, relative=1e-8,
-    )  # fmt: skip
+def test_importance_that_is_measured_in_the_loss(name: str, optimizer: str, norm: str) -> None:
+    eager = sk.LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
+    options = {"ratios": {26: 0.3, 41: 0.7}, "changes": 4, "ratio": 0.5, "learning": eager, "relative": 1e-8}
+    alike(name, optimizer, steps=56, norm=norm, **options)
 
 
-def test_widths_that_move_within_a_budget() -> None:
-    torch.manual_seed(0)
-    learning = sk.LossImportance(explore=1.0, samples=4, errors=0.0)
-    train_alike(
-        convolutions().double(), images, OPTIMIZERS["momentum"], steps=40, budget=sk.Budget(flops="40%"), learning=learning
-    )
+SWAPS = {"steps": 24, "changes": 0, "relative": 1e-5, "tolerance": 1e-7}
+NAMES = [name for name, each in ZOO.items() if each.groups and each.trains and name != "data-parallel" and not each.kwargs()]
+"""A DataParallel replaces weights by itself, and is refused."""
 
 
-def tokens(generator: torch.Generator) -> tuple[tuple[Any, ...], None]:
-    return (torch.randint(11, (3, 5), generator=generator),), None
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[::4])
+def test_swaps_in_any_architecture(name: str) -> None:
+    alike(name, "slowly", ratio=0.5, learning=sk.LossImportance(explore=1.0, samples=4, errors=0.0), **SWAPS)
 
 
-def pictures(generator: torch.Generator) -> tuple[tuple[Any, ...], None]:
-    return (torch.randn(3, 1, 6, 6, dtype=torch.float64, generator=generator),), None
-
-
-def rows(generator: torch.Generator) -> tuple[tuple[Any, ...], None]:
-    return (torch.randn(4, 3, dtype=torch.float64, generator=generator),), None
+@pytest.mark.parametrize(
+    "name", ["vgg-small", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[::6] if name != "vgg-small")]
+)
+def test_widths_that_move_within_a_budget(name: str) -> None:
+    alike(name, "slowly", budget="params=80%", learning=sk.LossImportance(explore=1.0, samples=4, errors=0.0), **SWAPS)
 
 
 DENSE_PASSES: dict[str, Any] = {
@@ -142,14 +81,11 @@ DENSE_PASSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "draw", "explore"),
-    [("gpt-tied", tokens, 1.0), ("convnext", pictures, 0.0), ("pool-former", pictures, 1.0), ("standardised", rows, 0.0)],
+    ("name", "explore"), [("gpt-tied", 1.0), ("convnext", 0.0), ("pool-former", 1.0), ("standardised", 0.0)]
 )
-def test_norms_over_kept_units_and_dense_passes(name: str, draw: Any, explore: float) -> None:
-    torch.manual_seed(hash_of(name))
-    model = KEPT[name].make().double()
-    compact, masked = train_alike(model, draw, OPTIMIZERS["momentum"], explore=explore, **DENSE_PASSES)
-    (example, _) = draw(torch.Generator().manual_seed(2))
+def test_norms_over_kept_units_and_dense_passes(name: str, explore: float) -> None:
+    compact, masked = alike(name, explore=explore, **DENSE_PASSES)
+    (example, _) = batches_like(build(name, KEPT)[1])(torch.Generator().manual_seed(2))
     torch.testing.assert_close(compact.compact()(*example), masked.compact()(*example), rtol=1e-9, atol=1e-9)
     assert all("forward" not in vars(module) for module in masked.compact().modules())
 
@@ -163,6 +99,7 @@ def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(explore: flo
         lambda m, x: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=False)),
         **{name: copy.deepcopy(child) for name, child in plain.named_children()},
     )
+    rows = batches_like((torch.zeros(4, 3),))
     expected, found = (
         train_alike(model.double(), rows, OPTIMIZERS["momentum"], explore=explore, **DENSE_PASSES)[0].state_dict()
         for model in (plain, saving)

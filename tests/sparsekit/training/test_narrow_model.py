@@ -1,8 +1,10 @@
 """NarrowModel: remasking loses nothing, carries optimiser state, and always equals a fresh compaction."""
 
+import functools
 from typing import Any
 
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import random_mask
@@ -10,57 +12,27 @@ from masked import shake
 from optimizers import Sam
 from torch import nn
 
-from sparsekit import LearnableMask, NarrowModel, compact, trace_units
+from sparsekit import LearnableMask, NarrowModel, UnitGraph, compact
 from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Learned
 
-
-class Tied(nn.Module):
-    """An embedding that feeds a recurrent layer, and two heads that share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.gru = nn.GRU(6, 7, num_layers=2, batch_first=True)
-        self.mid = nn.Linear(7, 9)
-        self.norm = nn.BatchNorm1d(9)
-        self.left = nn.Linear(9, 3)
-        self.right = nn.Linear(9, 3)
-        self.right.weight = self.left.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.mid(self.gru(self.embedding(tokens))[0][:, -1])))
-        return self.left(hidden) + self.right(hidden)
+NAMES = ["embedding-bag", "group-norm", "grouped", "gpt", "lstm-stacked", "resnet-small", "tied-autoencoder", "vgg-small"]
 
 
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(),
-        nn.Conv2d(6, 8, 3), nn.GroupNorm(4, 8), nn.Flatten(), nn.Linear(8 * 4, 3),
-    )  # fmt: skip
-
-
-CASES = [
-    (Tied, lambda: torch.randint(0, 11, (4, 5))),
-    (convolutional, lambda: torch.randn(4, 2, 8, 8)),
-]
-TRACED = []
-for _make, _inputs in CASES:
-    torch.manual_seed(0)
-    _model = _make().double()
-    _x = _inputs()
-    _x = _x.double() if _x.is_floating_point() else _x
-    TRACED.append((_model, _x, trace_units(_model, _x)))
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, Any, UnitGraph]:
+    model, (x,), _, graph = zoo.traced(name)
+    return model.double(), x.double() if x.is_floating_point() else x, graph
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    case=st.integers(0, len(TRACED) - 1),
+    name=st.sampled_from(NAMES),
     ratios=st.lists(st.sampled_from([0.2, 0.5, 0.5, 0.5, 0.9, 1.0]), min_size=2, max_size=6),
     seed=st.integers(0, 10_000),
 )
-def test_any_chain_of_rekeys_equals_a_fresh_compaction_and_loses_nothing(case, ratios, seed) -> None:
-    model, x, graph = TRACED[case]
+def test_any_chain_of_rekeys_equals_a_fresh_compaction_and_loses_nothing(name, ratios, seed) -> None:
+    model, x, graph = traced(name)
     narrow_model = NarrowModel(model, graph)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for step, ratio in enumerate(ratios):
@@ -76,7 +48,7 @@ def test_any_chain_of_rekeys_equals_a_fresh_compaction_and_loses_nothing(case, r
 
 
 def test_loading_another_state_reuses_the_module_and_never_writes_to_the_state() -> None:
-    model, x, graph = TRACED[1]
+    model, x, graph = traced("vgg-small")
     narrow_model = NarrowModel(model, graph)
     module, leaves = narrow_model.module, narrow_model.parameters()
     state = {name: value.detach().clone() * 2 for name, value in model.state_dict().items()}

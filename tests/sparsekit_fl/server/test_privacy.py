@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -224,17 +222,6 @@ def test_methods_whose_server_learns_past_the_noise_are_refused_and_the_others_r
     assert set(refused) == {"oort", "refl", "prunefl", "fedmp", "scaffold"}
     assert "does not sample uniformly" in refused["oort"]
     assert "TimelyRatio.observe" in refused["fedmp"]
-
-
-@pytest.mark.slow
-def test_opacus_is_imported_only_where_privacy_is_asked_for():
-    program = (
-        "import sys, sparsekit_fl as fl\n"
-        "from sparsekit_fl.testing import *\n"
-        "fl.run(fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))\n"
-        "sys.exit('opacus' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def after_one_round(config):
