@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from sparsekit.measure.budget import BudgetError
-from sparsekit.measure.cost import CostTracker
+from sparsekit.measure.volumes import CostTracker
 
 Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
 """Tied groups and their counts, ascending → what is lost from each count to the one before it; 0 at place 0."""

@@ -15,7 +15,8 @@ from torch import nn
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.flops import Call, Recorder, record_pass
-from sparsekit.measure.shapes import Axes, half_of_all, length, probe_shapes
+from sparsekit.measure.shapes import half_of_all, length, probe_shapes
+from sparsekit.measure.volumes import Axes
 from sparsekit.surgery.rebuild import narrow_module
 
 

@@ -7,16 +7,16 @@ One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model ex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, TraceError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.layers import LayerRule
@@ -25,92 +25,11 @@ from sparsekit.measure.budget import METRICS
 from sparsekit.measure.flops import entry_keys, record_pass
 from sparsekit.measure.latency import measure_table
 from sparsekit.measure.memory import measure_memory
-from sparsekit.measure.shapes import Array, Axes, Volumes
-from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.blocks import is_large, is_meta
-from sparsekit.tracing.inputs import find_tensors, map_tensors
-
-
-class Meter(Protocol):
-    """A cost that is no sum over the weights, such as the peak of the memory."""
-
-    def at(self, counts: Mapping[str, int]) -> float:
-        """The cost where the groups keep `counts` units."""
-        ...
-
-    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
-        """How far it leads towards `limit` if each of `groups` keeps `count` units: 0 if it does not help."""
-        ...
-
-
-class CostTracker:
-    """Costs at widths that change step by step, by arithmetic on the tensors that a step touches."""
-
-    def __init__(
-        self,
-        volumes: Volumes,
-        factors: Mapping[str, Array],
-        counts: Mapping[str, int],
-        metrics: Sequence[str],
-        meters: Mapping[str, Meter],
-    ) -> None:
-        """Start at `counts`.
-
-        Args:
-            volumes: The tensors that costs are sums over.
-            factors: Metric → float (tensors,), what an entry of each costs.
-            counts: Group name → units kept, for every group.
-            metrics: What is tracked.
-            meters: Metric → meter, for the others.
-        """
-        self.counts = dict(counts)
-        self._meters = {name: meter for name, meter in meters.items() if name in metrics}
-        self._metrics = tuple(name for name in metrics if name not in self._meters)
-        self._volumes = volumes
-        self._factors = np.array([factors[name] for name in self._metrics]).reshape(len(self._metrics), volumes.count)
-        self._lengths = volumes.lengths(counts)
-        self._entries = volumes.entries(self._lengths)
-        self._totals = self._factors @ self._entries
-        self._own: dict[tuple[str, ...], Array] = {}
-
-    def _change(self, groups: Sequence[str], count: int) -> tuple[Array, tuple[Any, Array, Array]]:
-        """What a step adds to each metric; the tensors that it touches, their lengths and entries after it."""
-        key = tuple(groups)
-        step = rows, _, entries = self._volumes.step(key, count - self.counts[key[0]], self._lengths)
-        if key not in self._own:
-            self._own[key] = self._factors[:, rows]
-        return self._own[key] @ (entries - self._entries[rows]), step
-
-    def totals(self) -> dict[str, float]:
-        """Metric → cost at the present widths."""
-        found = dict(zip(self._metrics, self._totals.tolist()))
-        return found | {name: meter.at(self.counts) for name, meter in self._meters.items()}
-
-    def change(self, groups: Sequence[str], count: int) -> dict[str, float]:
-        """Metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count` units."""
-        found = dict(zip(self._metrics, self._change(groups, count)[0].tolist()))
-        after = {**self.counts, **dict.fromkeys(groups, count)}
-        return found | {name: meter.at(after) - meter.at(self.counts) for name, meter in self._meters.items()}
-
-    def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        """What the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
-        total = 0.0
-        if self._metrics:
-            changes = zip(self._metrics, self._totals.tolist(), self._change(groups, count)[0].tolist())
-            total -= sum(
-                change / max(limits[name], 1e-300) for name, cost, change in changes if cost > limits.get(name, float("inf"))
-            )
-        for name, meter in self._meters.items():
-            if name in limits:
-                total += meter.gain(self.counts, groups, count, limits[name]) / max(limits[name], 1e-300)
-        return total
-
-    def move(self, groups: Sequence[str], count: int) -> None:
-        """Let each of `groups` keep `count` units from now on."""
-        change, (rows, lengths, entries) = self._change(groups, count)
-        self._totals = self._totals + change
-        self._lengths[rows], self._entries[rows] = lengths, entries
-        self.counts.update(dict.fromkeys(groups, count))
+from sparsekit.measure.shapes import without_data
+from sparsekit.measure.volumes import Axes, CostTracker, Meter, Sum, Volumes
+from sparsekit.surgery.rebuild import copy_with
+from sparsekit.tracing.blocks import is_large
+from sparsekit.tracing.inputs import find_tensors
 
 
 @dataclass(frozen=True)
@@ -144,10 +63,6 @@ class CostTerm:
     positions: Fraction
     bias: str | None
     moves: Lengths | None = None
-
-    def positions_at(self, counts: Mapping[str, int]) -> Fraction:
-        """Positions per pass where the groups keep `counts` units."""
-        return self.positions if self.moves is None else self.moves.at(counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +99,7 @@ class CostModel:
         Returns:
             State-dict key → entries.
         """
-        return self._sizes(self._counts(mask), sides)
-
-    def _sizes(self, counts: Mapping[str, int], sides: Collection[str] = ("out", "in")) -> dict[str, int]:
-        sizes: dict[str, int] = {}
+        counts, sizes = self._counts(mask), {}
         for name, shape in self.graph.shapes.items():
             kept = list(shape)
             for group, piece in self.graph.slices_of.get(name, ()):
@@ -207,25 +119,8 @@ class CostModel:
         Args:
             mask: What is kept; None keeps all.
         """
-        return int(self._pass_flops(self._counts(mask)) // self.examples)
-
-    def _pass_flops(self, counts: Mapping[str, int]) -> Fraction:
-        sizes = self._sizes(counts)
-        flops = sum((2 * term.positions_at(counts) * sizes[term.weight] for term in self.terms), Fraction(self._fixed_flops))
-        return flops + sum((product.at(counts) for product in self.products), Fraction(0))
-
-    @cached_property
-    def _fixed_flops(self) -> Fraction:
-        """Of `other_flops`, those that no mask changes."""
-        dense = self._counts(None)
-        return self.other_flops - sum((product.at(dense) for product in self.products), Fraction(0))
-
-    def narrowed(self, graph: UnitGraph) -> CostModel:
-        """The same costs on the graph of a narrow model of this one: numbers of units mean the same there."""
-        counts = {name: group.size for name, group in graph.groups.items()}
-        terms = tuple(replace(term, positions=term.positions_at(counts)) for term in self.terms)
-        other = self._fixed_flops + sum((product.at(counts) for product in self.products), Fraction(0))
-        return replace(self, graph=graph, terms=terms, other_flops=int(other))
+        flops = self._sums["flops"]
+        return int(flops.factors @ flops.volumes.at(self._counts(mask))) // flops.scale
 
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
         """All metrics of the narrow model, exact but for those of `meters`.
@@ -236,14 +131,7 @@ class CostModel:
         Returns:
             "flops" of one example, "params", "bytes", and the metrics of `meters`.
         """
-        sizes = self._sizes(counts)
-        found = {
-            "flops": float(self._pass_flops(counts) / self.examples),
-            "params": float(sum(sizes[name] for name in self.widths if name in self.parameters)),
-            "bytes": float(sum(sizes[name] * width for name, width in self.widths.items())),
-        }
-        found.update((name, meter.at(counts)) for name, meter in self.meters.items())
-        return found
+        return self.tracker(counts).totals()
 
     def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
         """State-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
@@ -251,13 +139,12 @@ class CostModel:
         Args:
             counts: Group name → units kept, for every group.
         """
-        sizes = self._sizes(counts)
-        found = {
-            name: {"flops": 0.0, "params": float(sizes[name] * (name in self.parameters)), "bytes": float(sizes[name] * width)}
-            for name, width in self.widths.items()
-        }
-        for term in self.terms:
-            found[term.weight]["flops"] += float(2 * term.positions_at(counts) * sizes[term.weight] / self.examples)
+        found = {name: dict.fromkeys(self._sums, 0.0) for name in self.widths}
+        entries = self._sums["flops"].volumes.at(counts)
+        for metric, meter in self._sums.items():
+            for (name, *_), cost in zip(self._parts, (meter.factors * entries / meter.scale).tolist(), strict=True):
+                if name is not None:
+                    found[name][metric] += cost
         return found
 
     def dense_costs(self) -> dict[str, float]:
@@ -265,31 +152,41 @@ class CostModel:
         return self.costs(self._counts(None))
 
     def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
-        """Costs at widths that change step by step; a step costs arithmetic on the tensors that it touches.
+        """Costs at widths that change step by step.
 
         Args:
             counts: Group name → units kept at the start, for every group.
             metrics: What is tracked; None tracks all.
         """
-        chosen = tuple(dict.fromkeys(metrics)) if metrics is not None else ("flops", "params", "bytes", *self.meters)
-        return CostTracker(*self._volumes, counts, chosen, self.meters)
+        every: dict[str, Meter] = {**self._sums, **self.meters}
+        return CostTracker({name: every[name] for name in (every if metrics is None else metrics)}, counts)
 
     @cached_property
-    def _volumes(self) -> tuple[Volumes, dict[str, Array]]:
-        """What costs are sums over, and metric → the cost of an entry of each."""
+    def _parts(self) -> list[tuple[str | None, Axes, Fraction]]:
+        """What costs are sums over: the weight, axes and FLOPs of an entry in a pass. Every entry of `widths` comes first."""
         flops = dict.fromkeys(self.widths, Fraction(0))
+        moving: list[tuple[str | None, Axes, Fraction]] = []
         for term in self.terms:
             if term.moves is None:
-                flops[term.weight] = flops.get(term.weight, Fraction(0)) + 2 * term.positions
-        parts: list[tuple[Axes, Fraction, int, int]] = [
-            (self._axes(name), each, int(name in self.parameters and name in self.widths), self.widths.get(name, 0))
-            for name, each in flops.items()
-        ]
-        parts += [((*self._axes(t.weight), *t.moves.axes), 2 * t.moves.factor, 0, 0) for t in self.terms if t.moves is not None]
-        parts += [(product.axes, product.factor, 0, 0) for product in self.products]
-        parts.append(((), self._fixed_flops, 0, 0))
-        factors = np.array([(float(each / self.examples), params, width) for _, each, params, width in parts]).T
-        return Volumes([axes for axes, *_ in parts], list(self.graph.groups)), dict(zip(("flops", "params", "bytes"), factors))
+                flops[term.weight] += 2 * term.positions
+            else:
+                moving.append((term.weight, (*self._axes(term.weight), *term.moves.axes), 2 * term.moves.factor))
+        dense = self._counts(None)
+        fixed = self.other_flops - sum((product.at(dense) for product in self.products), Fraction(0))
+        products = [(None, product.axes, product.factor) for product in self.products]
+        return [*((name, self._axes(name), each) for name, each in flops.items()), *moving, *products, (None, (), fixed)]
+
+    @cached_property
+    def _sums(self) -> dict[str, Sum]:
+        """Metric → meter, of those that are arithmetic; of numbers below 2 to the power of 53 exact."""
+        parts = self._parts
+        volumes = Volumes([axes for _, axes, _ in parts], list(self.graph.groups))
+        whole = math.lcm(*(each.denominator for *_, each in parts))
+        found = {"flops": Sum(volumes, np.array([float(each * whole) for *_, each in parts]), whole * self.examples)}
+        for metric, widths in (("params", dict.fromkeys(self.parameters, 1)), ("bytes", self.widths)):
+            factors = [float(widths.get(name, 0)) for name in self.widths]
+            found[metric] = Sum(volumes, np.array([*factors, *[0.0] * (len(parts) - len(factors))]))
+        return found
 
     def _axes(self, name: str) -> Axes:
         """The axes of the tensor under a key."""
@@ -300,20 +197,15 @@ class CostModel:
             axes[piece.dim] = whole - piece.span * self.graph.groups[group].size, spans
         return tuple(axes)
 
-    def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
-        """State-dict key → entries kept, tied ones once."""
-        if isinstance(mask, WeightMask):
-            return {name: int(mask[name].sum()) if name in mask else math.prod(self.graph.shapes[name]) for name in self.widths}
-        sizes = self.sizes(mask)
-        return {name: sizes[name] for name in self.widths}
-
     def cost(self, mask: UnitMask | WeightMask | None = None) -> Cost:
         """All numbers for the traced pass."""
-        entries = self.entries(mask)
+        entries = self.sizes(mask if isinstance(mask, UnitMask) else None)
+        if isinstance(mask, WeightMask):
+            entries |= {name: int(keep.sum()) for name, keep in mask.items()}
         return Cost(
             flops_compact=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
-            parameters=sum(count for name, count in entries.items() if name in self.parameters),
-            bytes=sum(count * self.widths[name] for name, count in entries.items()),
+            parameters=sum(entries[name] for name in self.widths if name in self.parameters),
+            bytes=sum(entries[name] * width for name, width in self.widths.items()),
         )
 
 
@@ -332,28 +224,11 @@ def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **examp
     Raises:
         TraceError: the model fails on the inputs.
     """
-    refused: TraceError | None = None
-    for copied, args, kwargs in _copies(model, example_inputs, example_kwargs):
-        try:
-            return _trace(copied, args, kwargs, graph)
-        except TraceError as error:  # on the meta device, a model that looks at values
-            refused = error
-    assert refused is not None
-    raise refused
-
-
-def _copies(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Copies to run, the cheaper first: FLOPs need no values, so that of a large model one without any will mostly do."""
-    if not is_large(model):
-        yield copy_with(model, {}).eval(), args, kwargs  # unlike a deep copy, it takes computed weights, as of weight norm
-        return
-    bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}
-    without_values = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta")
-    yield without_values.eval(), *map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
-    if not is_meta(model):
-        yield copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval(), args, kwargs
+    run = partial(_trace, graph=graph)
+    if is_large(model):
+        return without_data(model, example_inputs, example_kwargs, run)[-1]
+    # Unlike a deep copy, this one takes computed weights, as of weight norm.
+    return run(copy_with(model, {}).eval(), example_inputs, example_kwargs)
 
 
 def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:

@@ -146,10 +146,18 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     keys, state = entry_keys(model), model.state_dict()
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
+    attention = sdpa_kernel(SDPBackend.MATH)
+    with told_failure(), torch.no_grad(), without_fast_path(), attention, _recurrent_terms(model, recorder, keys), recorder:
+        model(*args, **kwargs)
+    return recorder
+
+
+@contextmanager
+def told_failure() -> Iterator[None]:
+    """Say of an error in a pass that the model failed on the example inputs."""
     try:
-        attention = sdpa_kernel(SDPBackend.MATH)
-        with torch.no_grad(), without_fast_path(), attention, _recurrent_terms(model, recorder, keys), recorder:
-            model(*args, **kwargs)
+        yield
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
-    return recorder

@@ -20,7 +20,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import gather, narrow_shape
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.measure.clock import LatencyCache, device_of, stopwatch
-from sparsekit.measure.shapes import Array, Axes, Volumes, probe_shapes, shape_at, without_data
+from sparsekit.measure.shapes import probe_shapes, shape_at, without_data
+from sparsekit.measure.volumes import Array, Axes, Meter, Volumes
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
@@ -39,8 +40,8 @@ class _Call:
     output: tuple[int, ...]
 
 
-class LatencyMeter:
-    """Milliseconds of a forward pass at given widths."""
+class LatencyMeter(Meter):
+    """Milliseconds of a forward pass."""
 
     def __init__(
         self,
@@ -63,9 +64,8 @@ class LatencyMeter:
             tables: float (calls, points, points): milliseconds.
             whole_ms: Time of the whole dense model.
         """
-        self._inputs = Volumes([axes for some in inputs for axes in some], leaders)
+        self.volumes = Volumes([*(axes for some in inputs for axes in some), *outputs], leaders)
         self._owner = np.array([call for call, some in enumerate(inputs) for _ in some], dtype=np.int64)
-        self._outputs = Volumes(outputs, leaders)
         self._grid = grid
         total = float(tables[:, -1, -1].sum())
         self.table_error = (total - whole_ms) / whole_ms
@@ -73,32 +73,15 @@ class LatencyMeter:
         # Layers run one by one may take longer than in a row; then the table is scaled to the whole.
         self._tables = tables * min(1.0, whole_ms / total) if total > 0 else tables
         self._rest = max(0.0, whole_ms - float(self._tables[:, -1, -1].sum()))
-        self._dense = self._entries(dense)
-        self._last: tuple[tuple[int, ...], float] | None = None
+        self._dense = self._sides(self.volumes.at(dense))
 
-    def _entries(self, counts: Mapping[str, int]) -> tuple[Array, Array]:
+    def _sides(self, entries: Array) -> tuple[Array, Array]:
         """float (calls,) each: the entries that calls get and return."""
-        given = np.bincount(self._owner, self._inputs.at(counts), len(self._tables)).astype(np.float64)
-        return given, self._outputs.at(counts)
+        given, made = np.split(entries, [len(self._owner)])
+        return np.bincount(self._owner, given, len(self._tables)).astype(np.float64), made
 
-    def at(self, counts: Mapping[str, int]) -> float:
-        """Milliseconds where the groups keep `counts` units."""
-        key = tuple(counts[name] for name in self._outputs.groups)
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._predict(counts)
-        return self._last[1]
-
-    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
-        """By how many milliseconds the step comes nearer to the limit."""
-        old = self.at(counts)
-        if old <= limit:
-            return 0.0
-        kept, new = self._last, self.at({**counts, **dict.fromkeys(groups, count)})
-        self._last = kept
-        return old - new
-
-    def _predict(self, counts: Mapping[str, int]) -> float:
-        now, rows = self._entries(counts), np.arange(len(self._tables))
+    def read(self, entries: Array) -> float:
+        now, rows = self._sides(entries), np.arange(len(self._tables))
         places, weights = [], []
         for side in (0, 1):
             grid = self._grid[:, side]
@@ -135,8 +118,7 @@ def measure_table(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
 ) -> LatencyMeter:
     """Measure the layers of the dense model at some widths, on the batch that is meant, or read what was measured before."""
-    copied = copy_with(model, {}).eval()
-    light, given, named, calls = without_data(copied, args, kwargs, partial(_calls, rules=rules))
+    light, given, named, calls = without_data(model, args, kwargs, partial(_calls, rules=rules))
 
     def shapes(module: nn.Module) -> list[tuple[int, ...]]:
         found = _calls(module, given, named, rules)
@@ -147,7 +129,7 @@ def measure_table(
     for call in calls:
         inputs.append(tuple(next(flat) for _ in find_tensors([call.args, call.kwargs])))
         outputs.append(next(flat))
-    device = device_of(copied)
+    copied, device = copy_with(model, {}).eval(), device_of(model)
     layers = _Layers(copied, graph, rules, LatencyCache(device), device)
     points = [layers.table(*parts) for parts in zip(calls, inputs, outputs, strict=True)]
     layers.cache.save()

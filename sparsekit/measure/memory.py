@@ -5,7 +5,7 @@ inputs are not counted, nor is scratch memory inside an operator.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sparsekit._torch import DispatchMode, storage_id, tree_leaves, without_fast_path
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.measure.shapes import Array, Volumes, probe_shapes, without_data
-from sparsekit.surgery.rebuild import copy_with
+from sparsekit.measure.shapes import probe_shapes, without_data
+from sparsekit.measure.volumes import Array, Meter, Volumes
 from sparsekit.tracing.inputs import find_tensors
 
 
@@ -64,8 +64,8 @@ class _Lives(DispatchMode):
             del self.holders[place]
 
 
-class MemoryMeter:
-    """Peak bytes of the activations at given widths."""
+class MemoryMeter(Meter):
+    """Peak bytes of the activations."""
 
     def __init__(self, volumes: Volumes, alive: Array) -> None:
         """Set up the meter.
@@ -74,29 +74,16 @@ class MemoryMeter:
             volumes: The bytes of each tensor.
             alive: float (moments, tensors), 1 where a tensor is alive.
         """
-        self._volumes, self._alive = volumes, alive
-        self._at: tuple[tuple[int, ...], Array, Array, Array] | None = None  # counts asked for last; lengths, bytes and moments
+        self.volumes, self._alive = volumes, alive
 
-    def _state(self, counts: Mapping[str, int]) -> tuple[Array, Array, Array]:
-        own = tuple(counts[name] for name in self._volumes.groups)
-        if self._at is None or self._at[0] != own:
-            lengths = self._volumes.lengths(counts)
-            sizes = self._volumes.entries(lengths)
-            self._at = own, lengths, sizes, self._alive @ sizes
-        return self._at[1:]
+    def read(self, entries: Array) -> float:
+        return float((self._alive @ entries).max(initial=0.0))
 
-    def at(self, counts: Mapping[str, int]) -> float:
-        """Peak bytes where the groups keep `counts` units."""
-        return float(self._state(counts)[-1].max(initial=0.0))
-
-    def gain(self, counts: Mapping[str, int], groups: Sequence[str], count: int, limit: float) -> float:
+    def gain(self, now: Array, then: Array, limit: float) -> float:
         """By how many bytes the moments above the limit come down together, per such moment."""
-        lengths, sizes, moments = self._state(counts)
+        moments = self._alive @ now
         above = moments > limit
-        if not above.any():
-            return 0.0
-        rows, _, after = self._volumes.step(tuple(groups), count - counts[groups[0]], lengths)
-        down = self._alive[above][:, rows] @ (sizes[rows] - after)
+        down = self._alive[above] @ (now - then)
         return float(np.minimum(down, moments[above] - limit).sum() / above.sum())
 
 
@@ -112,7 +99,6 @@ def measure_memory(
     Raises:
         TraceError: the model fails on the inputs.
     """
-    copied = copy_with(model, {}).eval()
 
     def lives(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Lives:
         known = {storage_id(entry) for entry in [*module.parameters(), *module.buffers()]}
@@ -121,7 +107,7 @@ def measure_memory(
             module(*args, **kwargs)
         return watch
 
-    light, *call, dense = without_data(copied, args, kwargs, lives)
+    light, *call, dense = without_data(model, args, kwargs, lives)
     shapes = probe_shapes(light, graph, lambda module: lives(module, *call).shapes, rules)
     in_bytes = [((width, {}), *axes) for width, axes in zip(dense.widths, shapes, strict=True)]
     # A moment whose tensors are all alive at the next one too is no peak.

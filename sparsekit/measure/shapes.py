@@ -7,25 +7,20 @@ them side by side, an axis flattened with others.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, count
 from math import comb
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
+from sparsekit.measure.flops import told_failure
+from sparsekit.measure.volumes import Axes
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.tracing.blocks import is_meta
 from sparsekit.tracing.inputs import map_tensors
 
 T = TypeVar("T")
-
-Array: TypeAlias = npt.NDArray[np.float64]
-
-Axes: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
-"""A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
 
 
 def length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
@@ -38,75 +33,26 @@ def shape_at(axes: Axes, counts: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(max(int(bool(axis[1])), round(length(axis, counts))) for axis in axes)
 
 
-class Volumes:
-    """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
-
-    def __init__(self, shapes: Sequence[Axes], groups: Sequence[str]) -> None:
-        """Set up arrays.
-
-        Args:
-            shapes: Of the tensors.
-            groups: Names of the groups that they follow, of tied ones the first.
-        """
-        rank = max([1, *map(len, shapes)])
-        self.groups, self.count = tuple(groups), len(shapes)
-        self._fixed: Array = np.ones((len(shapes), rank))
-        self._spans: Array = np.zeros((len(shapes), rank, len(self.groups)))
-        columns = {name: column for column, name in enumerate(self.groups)}
-        for row, axes in enumerate(shapes):
-            for dim, (fixed, spans) in enumerate(axes):
-                self._fixed[row, dim] = fixed
-                for name, each in spans.items():
-                    self._spans[row, dim, columns[name]] += each
-        self._least: Array = np.asarray(self._spans.any(2), dtype=np.float64)  # an axis of units keeps a position
-        self._touched: dict[tuple[str, ...], tuple[npt.NDArray[np.int64], Array, Array]] = {}
-
-    def lengths(self, counts: Mapping[str, int]) -> Array:
-        """float (tensors, axes)."""
-        return self._fixed + self._spans @ np.array([counts[name] for name in self.groups], dtype=np.float64)
-
-    def entries(self, lengths: Array) -> Array:
-        """float (tensors,): the numbers of entries at such lengths."""
-        found: Array = np.maximum(np.round(lengths), self._least).prod(1)
-        return found
-
-    def at(self, counts: Mapping[str, int]) -> Array:
-        """float (tensors,): the numbers of entries where the groups keep `counts` units."""
-        return self.entries(self.lengths(counts))
-
-    def step(self, groups: tuple[str, ...], units: int, lengths: Array) -> tuple[npt.NDArray[np.int64], Array, Array]:
-        """Which tensors change where each of `groups` gets so many units more, and to which lengths and entries.
-
-        Returns:
-            int64 (changed,), their places; float (changed, axes); float (changed,).
-        """
-        if groups not in self._touched:
-            columns = [self.groups.index(name) for name in groups if name in self.groups]
-            spans: Array = self._spans[:, :, columns].sum(2)
-            changed = np.flatnonzero(spans.any(1))
-            self._touched[groups] = changed, spans[changed], self._least[changed]
-        rows, each, least = self._touched[groups]
-        after = lengths[rows] + each * units
-        return rows, after, np.maximum(np.round(after), least).prod(1)
-
-
 def without_data(
-    copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[nn.Module, Any, Any], T]
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[nn.Module, Any, Any], T]
 ) -> tuple[nn.Module, Any, Any, T]:
-    """A model, its inputs, and what `run` makes of them: on the meta device, where a pass costs no arithmetic, or as given.
+    """A model in eval mode, its inputs, and what `run` makes of them: on the meta device, where a pass costs no arithmetic, or
+    as given. The model shares its parameters with the given one.
 
     Raises:
         TraceError: the model fails on the inputs.
     """
-    entries = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(copied).items()}
-    light = (copy_with(copied, entries), *map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs))))
-    try:
-        return *light, run(*light)
-    except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any; then it runs with them
+    bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}  # tied ones stay tied
+    copied = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta")
+    light = (copied.eval(), *map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs))))
+    with told_failure():
         try:
-            return copied, args, dict(kwargs), run(copied, args, dict(kwargs))
-        except Exception as error:
-            raise TraceError(f"the model failed on the example inputs: {error}") from error
+            return *light, run(*light)
+        except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any; then it runs with them
+            if is_meta(model):
+                raise
+        whole = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
+        return whole, args, dict(kwargs), run(whole, args, dict(kwargs))
 
 
 def probe_shapes(

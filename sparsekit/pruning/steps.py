@@ -148,7 +148,7 @@ class Steps:
     def run(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
         """The small model, its mask of the dense model, and the costs after each step."""
         small, units, mask = self.start.model, self.start.graph, UnitMask.full(self.start.graph)
-        dense, present = self.start.costs.dense_costs(), self.start.costs
+        dense = self.start.costs.dense_costs()
         history: list[Mapping[str, float]] = []
         if self.cut:
             self._score("of the dense model", self.dense)
@@ -165,9 +165,9 @@ class Steps:
                 budget = Budget(**budget.part(self.schedule.progress(step), dense).limits(dense))
             part = for_rest(self.start.allocation, budget, self.start.graph, units)
             whole = small
-            chosen, small = self._cut(whole, units, scores, part, present, last=step == self.schedule.steps)
+            chosen, small = self._cut(whole, units, scores, part, last=step == self.schedule.steps)
             if step == self.schedule.steps and isinstance(getattr(part, "multiple_of", None), Liked):
-                self.unrounded = with_fields(part, multiple_of=1).counts(units, scores, present)
+                self.unrounded = with_fields(part, multiple_of=1).counts(units, scores, self.start.costs)
             when = "" if self.schedule.steps == 1 else f" of step {step}"
             if small is not whole:
                 self._score(f"after the cut{when}", small)
@@ -175,7 +175,6 @@ class Steps:
             mask = _inside(mask, chosen)
             history.append(self.start.costs.costs(mask.counts()))
             units = narrow(self.start.graph, mask)
-            present = self.start.costs.narrowed(units)
             if finetune is not None:
                 trained = finetune(small, step)
                 small = trained if isinstance(trained, nn.Module) else small
@@ -204,11 +203,11 @@ class Steps:
         units: UnitGraph,
         scores: Mapping[str, Tensor],
         allocation: Allocation,
-        costs: CostModel,
         *,
         last: bool,
     ) -> tuple[UnitMask, nn.Module]:
-        limits = self.start.budget.limits(self.start.costs.dense_costs()) if last and self.start.budget is not None else {}
+        costs = self.start.costs  # numbers of units mean the same in a narrow model
+        limits = self.start.budget.limits(costs.dense_costs()) if last and self.start.budget is not None else {}
         limit_ms = limits.pop("latency_ms", None)
 
         def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
@@ -234,7 +233,7 @@ class Steps:
         else:
             found, after = timed(allocation)
             _check_within({"latency_ms": limit_ms}, {"latency_ms": after}, allocation)
-        meter, counts = self.start.costs.meters["latency_ms"], found[0].counts()
+        meter, counts = costs.meters["latency_ms"], found[0].counts()
         self.latency_ms = after
         self.measured |= {
             "latency_ms before": self.costs.dense_costs()["latency_ms"],

@@ -13,6 +13,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.measure.clock import LatencyCache, cache_folder
 from sparsekit.measure.latency import measure_latency, measure_table
+from sparsekit.measure.volumes import CostTracker
 from sparsekit.pruning.steps import meet_latency
 
 
@@ -37,8 +38,9 @@ def test_the_table_is_that_of_the_whole_model_and_falls_with_the_widths() -> Non
     times = [meter.at({name: max(1, int(share * count)) for name, count in counts.items()}) for share in (1, 0.7, 0.4, 0.1)]
     assert times == sorted(times, reverse=True)
     assert times[0] > 0
-    assert meter.gain(counts, ("0",), 4, 0.0) > 0
-    assert meter.gain(counts, ("0",), 4, 1e9) == 0
+    tracker = CostTracker({"latency_ms": meter}, counts)
+    assert tracker.gain(("0",), 4, {"latency_ms": 0.0}) > 0
+    assert tracker.gain(("0",), 4, {"latency_ms": 1e9}) == 0
 
 
 def test_what_was_measured_is_read_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
