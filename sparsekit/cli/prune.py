@@ -136,7 +136,7 @@ class PruneJob(Job):
         from sparsekit.tracing.inputs import ModelInputs
 
         options = self.options
-        budget: Budget | None = Budget.parse(options.budget)
+        budget: Budget | None = Budget.of(options.budget)
         plan: Any = options.allocation
         name, _, table = options.allocation.partition("=")
         if name == "sensitivity":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from numbers import Real
@@ -106,39 +106,27 @@ class Budget:
                          for name, end in limits.items()})  # fmt: skip
 
     @staticmethod
-    def of(budget: Budget | Mapping[str, str | float] | str) -> Budget:
-        """Return a budget as it is, or read one: `"flops=50%,params=2e6"`, or metric → share or number.
+    def of(budget: Budget | Mapping[str, str | float] | str | Sequence[str]) -> Budget:
+        """Return a budget as it is, or read one: `"flops=50%,params=2e6"`, several such texts, or metric → share or number.
 
         Args:
             budget: In any of these forms.
 
         Raises:
-            InvalidValueError: none of them, or a value that is neither a share nor a number.
+            InvalidValueError: none of them, no metric, one given twice, or a value that is neither a share nor a number.
             UnknownNameError: a metric that does not exist.
         """
         if isinstance(budget, Budget):
             return budget
-        if isinstance(budget, str):
-            return Budget.parse(budget)
         if isinstance(budget, Mapping):
-            return Budget.parse([f"{name}={value}" for name, value in budget.items()])
-        raise InvalidValueError(
-            f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}'
-        )
-
-    @staticmethod
-    def parse(text: str | Iterable[str]) -> Budget:
-        """Read `flops=50%,latency_ms=4` or several such texts.
-
-        Args:
-            text: Pairs of metric and value, with commas between.
-
-        Raises:
-            InvalidValueError: no pair, a value that is neither a share nor a number, or a metric given twice.
-            UnknownNameError: a metric that does not exist.
-        """
+            budget = [f"{name}={value}" for name, value in budget.items()]
+        if not isinstance(budget, Sequence) or not all(isinstance(text, str) for text in budget):
+            raise InvalidValueError(
+                f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}'
+            )
+        texts = [budget] if isinstance(budget, str) else budget
         found: dict[str, str | float] = {}
-        for pair in [part for item in ([text] if isinstance(text, str) else text) for part in item.split(",") if part.strip()]:
+        for pair in (part for text in texts for part in text.split(",") if part.strip()):
             name, sign, value = (part.strip() for part in pair.partition("="))
             if not sign or not value:
                 raise InvalidValueError(f"a budget is written as metric=value, as in flops=50% or latency_ms=4, got {pair!r}")

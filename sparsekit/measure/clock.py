@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 from torch import nn
 
@@ -55,13 +55,7 @@ def evaluated(*models: nn.Module) -> Iterator[None]:
 def cache_folder() -> Path:
     """Where measurements are kept: `SPARSEKIT_CACHE`, else the cache folder of the platform."""
     own = os.environ.get("SPARSEKIT_CACHE")
-    if own:
-        return Path(own)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "sparsekit" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "sparsekit"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekit"
+    return Path(own).expanduser() if own else platformdirs.user_cache_path("sparsekit", appauthor=False)
 
 
 def device_name(device: torch.device) -> str:
@@ -75,8 +69,8 @@ def device_name(device: torch.device) -> str:
     return f"{device.type}, {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-class LatencyCache:
-    """Key → seconds, for one device. A folder that cannot be read or written costs the memory, not the measurement."""
+class LatencyCache(dict[str, float]):
+    """What was timed → seconds, for one device. A folder that cannot be read or written costs the memory, not the measurement."""
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         """Open the cache of a device.
@@ -85,41 +79,28 @@ class LatencyCache:
             device: Where layers run.
             folder: None takes `cache_folder()`.
         """
+        super().__init__()
         self.name = device_name(device)
         digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
         self.path = (folder if folder is not None else cache_folder()) / "latency" / f"{digest}.json"
-        self._seconds: dict[str, float] = {}
-        self._new = False
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            self._seconds = {str(key): float(value) for key, value in found["seconds"].items()}
+            self.update((str(key), float(value)) for key, value in found["seconds"].items())
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _logger.warning("measured latencies in %s cannot be read (%s); layers are measured again", self.path, error)
-
-    def get(self, key: str) -> float | None:
-        """Seconds that were measured before."""
-        return self._seconds.get(_digest(key))
-
-    def put(self, key: str, seconds: float) -> None:
-        """Note a measurement; `save` writes it."""
-        self._seconds[_digest(key)] = seconds
-        self._new = True
+        self._read = dict(self)
 
     def save(self) -> None:
         """Write what is new, at once or not at all; an unwritable folder is only logged."""
-        if not self._new:
+        if self == self._read:
             return
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"device": self.name, "seconds": self._seconds}), encoding="utf-8")
+            temporary.write_text(json.dumps({"device": self.name, "seconds": self}), encoding="utf-8")
             temporary.replace(self.path)
         except OSError as error:
             _logger.warning("measured latencies cannot be kept: %s; set SPARSEKIT_CACHE to a folder that can be written", error)
-        self._new = False
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+        self._read = dict(self)

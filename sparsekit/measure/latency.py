@@ -238,7 +238,7 @@ class _Layers:
                 return 0.0  # a layer that cannot run alone is part of what the table does not explain
             whole = [tuple(tensor.shape) for tensor in find_tensors([call.args, call.kwargs])]
             return self._time(call, whole, dict.fromkeys(lost, 0))
-        self.cache.put(key, found / 1000)
+        self.cache[key] = found / 1000
         return found
 
     def _kept(self, name: str, keep: Mapping[str, Tensor]) -> dict[int, Tensor]:

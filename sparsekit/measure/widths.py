@@ -37,13 +37,10 @@ def best_multiple(device: torch.device, dtype: torch.dtype) -> int:
         torch.set_num_threads(1)  # a vector is as wide with many
         log = LatencyCache(device)
         widths = [_WIDTH, *(_WIDTH - step // 2 for step in _STEPS)]
-        known = {width: log.get(_key(width, dtype)) for width in widths}
-        times = {width: seconds for width, seconds in known.items() if seconds is not None}
-        if len(times) < len(widths):
-            times = _measure(widths, device, dtype)
-            for width, seconds in times.items():
-                log.put(_key(width, dtype), seconds)
+        if not all(_key(width, dtype) in log for width in widths):
+            log.update((_key(width, dtype), seconds) for width, seconds in _measure(widths, device, dtype).items())
             log.save()
+        times = {width: log[_key(width, dtype)] for width in widths}
     except (RuntimeError, NotImplementedError, TypeError):
         return 1
     finally:

@@ -59,7 +59,7 @@ def test_a_damaged_or_unwritable_cache_is_told_and_does_not_stop_anything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = LatencyCache(torch.device("cpu"), tmp_path)
-    cache.put("layer", 0.5)
+    cache["layer"] = 0.5
     cache.save()
     assert LatencyCache(torch.device("cpu"), tmp_path).get("layer") == 0.5
     cache.path.write_text("{", encoding="utf-8")
@@ -67,7 +67,7 @@ def test_a_damaged_or_unwritable_cache_is_told_and_does_not_stop_anything(
     assert "measured again" in caplog.text
     (tmp_path / "file").write_text("", encoding="utf-8")
     blocked = LatencyCache(torch.device("cpu"), tmp_path / "file")
-    blocked.put("layer", 0.5)
+    blocked["layer"] = 0.5
     blocked.save()
     assert "SPARSEKIT_CACHE" in caplog.text
 

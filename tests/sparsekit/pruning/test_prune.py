@@ -158,6 +158,7 @@ class _Broken:
         ({"budget": {"flops": 1}}, sk.BudgetError, "is the least"),
         ({"budget": {"flop": "50%"}}, UnknownNameError, "did you mean 'flops'"),
         ({"budget": 0.5}, InvalidValueError, "must be a Budget"),
+        ({"budget": (0.5,)}, InvalidValueError, "must be a Budget"),
         ({"budget": None}, InvalidValueError, "needs a budget"),
         ({"criterion": "magnitud"}, UnknownNameError, "did you mean 'magnitude'"),
         ({"criterion": "learned"}, MissingImportanceError, "importance"),
