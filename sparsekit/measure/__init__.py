@@ -1,7 +1,7 @@
 """What a model costs."""
 
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
-from sparsekit.measure.cost import Cost, CostModel, CostTerm, cost_model, count_cost, trace_cost
+from sparsekit.measure.cost import Cost, CostModel, CostTerm, cost_model, count_cost
 
 __all__ = [
     "Budget",
@@ -12,5 +12,4 @@ __all__ = [
     "cost_model",
     "count_cost",
     "format_cost",
-    "trace_cost",
 ]

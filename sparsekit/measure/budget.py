@@ -11,15 +11,6 @@ from numbers import Real
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-METRICS: Mapping[str, str] = {
-    "flops": "FLOPs of a forward pass, per example; one multiply-add is 2",
-    "params": "parameters, tied ones once",
-    "bytes": "bytes of all parameters and buffers, as a saved file holds them",
-    "memory": "bytes of the activations at their peak, in a forward pass of the example inputs without gradients",
-    "latency_ms": "milliseconds of a forward pass of the example inputs on this device",
-}
-"""Name of a metric → what is counted."""
-
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
@@ -140,6 +131,9 @@ class Budget:
     def __str__(self) -> str:
         values = ((name, getattr(self, name)) for name in self.metrics)
         return ", ".join(f"{name} ≤ {value if isinstance(value, str) else format_cost(name, value)}" for name, value in values)
+
+
+METRICS = tuple(field.name for field in fields(Budget))
 
 
 def _number(name: str, text: str) -> float:

@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
 
 
 class LatencyCache(dict[str, float]):
-    """What was timed → seconds, for one device. A folder that cannot be read or written costs the memory, not the measurement."""
+    """What was timed → seconds, for one device. A folder that cannot be read or written costs the memory alone."""
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         """Open the cache of a device.

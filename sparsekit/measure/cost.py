@@ -209,28 +209,6 @@ class CostModel:
         )
 
 
-def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **example_kwargs: Any) -> CostModel:
-    """Run the model once and note which weight is used at how many positions.
-
-    Args:
-        model: The dense model; not changed.
-        *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
-        graph: Its units.
-        **example_kwargs: Keyword inputs.
-
-    Returns:
-        The cost model.
-
-    Raises:
-        TraceError: the model fails on the inputs.
-    """
-    run = partial(_trace, graph=graph)
-    if is_large(model):
-        return without_data(model, example_inputs, example_kwargs, run)[-1]
-    # Unlike a deep copy, this one takes computed weights, as of weight norm.
-    return run(copy_with(model, {}).eval(), example_inputs, example_kwargs)
-
-
 def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
     recorder = record_pass(copied, args, kwargs)
@@ -280,19 +258,17 @@ def count_cost(
         InvalidValueError: a mask without a graph.
         ForeignMaskError: the mask belongs to another graph.
     """
-    if graph is None:
-        if mask is not None:
-            raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
-        graph = UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()})
     if mask is not None:
+        if graph is None:
+            raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
         mask.check(graph)
-    return trace_cost(model, *example_inputs, graph=graph, **example_kwargs).cost(mask)
+    return measure_costs(model, example_inputs, example_kwargs, graph).cost(mask)
 
 
 def cost_model(
     model: nn.Module,
     *example_inputs: Any,
-    graph: UnitGraph,
+    graph: UnitGraph | None = None,
     metrics: Iterable[str] = (),
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     **example_kwargs: Any,
@@ -304,7 +280,7 @@ def cost_model(
     Args:
         model: The dense model; not changed.
         *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
-        graph: Its units.
+        graph: Its units; None for costs of the whole model alone.
         metrics: What is needed, such as `budget.metrics`.
         rules: Rules for layers of your own, as given to `trace_units`.
         **example_kwargs: Keyword inputs.
@@ -316,14 +292,32 @@ def cost_model(
         TraceError: the model fails on the inputs.
         UnknownNameError: no such metric.
     """
+    return measure_costs(model, example_inputs, example_kwargs, graph, metrics, rules)
+
+
+def measure_costs(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    graph: UnitGraph | None,
+    metrics: Iterable[str] = (),
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+) -> CostModel:
+    """The same for inputs of any names, those of the options of `cost_model` among them."""
     chosen = tuple(metrics)
     for name in chosen:
         if name not in METRICS:
             raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
-    costs = trace_cost(model, *example_inputs, graph=graph, **example_kwargs)
+    if graph is None:
+        graph = UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    run = partial(_trace, graph=graph)
+    if is_large(model):
+        *_, costs = without_data(model, args, kwargs, run)
+    else:  # unlike a deep copy, this one takes computed weights, as of weight norm
+        costs = run(copy_with(model, {}).eval(), args, kwargs)
     meters: dict[str, Meter] = {}
     if "memory" in chosen:
-        meters["memory"] = measure_memory(model, example_inputs, example_kwargs, graph, rules)
+        meters["memory"] = measure_memory(model, args, kwargs, graph, rules)
     if "latency_ms" in chosen:
-        meters["latency_ms"] = measure_table(model, example_inputs, example_kwargs, graph, rules)
+        meters["latency_ms"] = measure_table(model, args, kwargs, graph, rules)
     return replace(costs, meters=meters) if meters else costs

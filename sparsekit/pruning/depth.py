@@ -19,7 +19,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError
-from sparsekit.measure.cost import cost_model
+from sparsekit.measure.cost import measure_costs
 from sparsekit.pruning.plans import for_rest
 from sparsekit.pruning.selection import Selector, is_inside, makers, select_groups, select_modules
 from sparsekit.pruning.steps import Start
@@ -130,7 +130,7 @@ def go_shallow(
             model = remove_blocks(model, found, [block for name in gone for block in units[name]], share=True)
             graph = remaining(graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
             metrics = absolute.metrics if absolute is not None else ()
-            costs = cost_model(model, *calls[0].args, graph=graph, metrics=metrics, rules=rules, **calls[0].kwargs)
+            costs = measure_costs(model, calls[0].args, calls[0].kwargs, graph, metrics, rules)
         left = Start(model, graph, costs, for_rest(start.allocation, absolute, start.graph, graph), absolute)
         counts = left.allocation.counts(graph, {name: scores[name] for name in graph.groups}, costs)
         lost = sum(float(worth[name][counts[name] :].sum()) for name in graph.groups)

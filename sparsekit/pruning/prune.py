@@ -19,7 +19,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import cost_model
+from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.widths import best_multiple
 from sparsekit.pruning.depth import go_shallow, read_depth
 from sparsekit.pruning.plans import as_allocation, has_field
@@ -154,7 +154,7 @@ def prune(
             f" {type(plan).__name__} has none"
         )
     metrics = wanted.metrics if wanted else ()
-    costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
+    costs = measure_costs(model, call.args, call.kwargs, graph, metrics, rules)
     draws = generator if generator is not None else torch_generator(np.random.default_rng(0))
     start = Start(model, graph, costs, plan, wanted)
     if depth is not None:

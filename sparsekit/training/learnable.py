@@ -21,7 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, cost_model
+from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.checkpoint import load_entries, saved_entries
@@ -433,10 +433,10 @@ def costs_of(
     """What numbers of units cost, in FLOPs and in the metrics of a budget, in the first call of the example inputs.
 
     Returns:
-        None where it is not known and no budget asks: without inputs, or where one has the name of an option of `cost_model`.
+        None without inputs and budget.
 
     Raises:
-        InvalidValueError: a budget asks, and it is not known.
+        InvalidValueError: a budget without inputs.
     """
     if example_inputs is None:
         if budget is not None:
@@ -445,15 +445,8 @@ def costs_of(
             )
         return None
     call = ModelInputs.several(example_inputs)[0]
-    taken = sorted(call.kwargs.keys() & {"model", "graph", "metrics", "rules"})
-    if taken:
-        if budget is None:
-            return None
-        raise InvalidValueError(
-            f"a budget cannot be counted for a model with a keyword input named {taken[0]!r}; pass the inputs by position"
-        )
     with eager():  # counting is no reason to compile
-        return cost_model(model, *call.args, graph=graph, metrics=() if budget is None else budget.metrics, **call.kwargs)
+        return measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics)
 
 
 def _load(

@@ -15,7 +15,7 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph, clone
-from sparsekit.measure import CostModel, trace_cost
+from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit_fl.client.optimizer import check_training
@@ -89,7 +89,7 @@ class RunSpec:
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
         for policy in method.policies().values():
             policy.check(problem, graph)
-        costs = trace_cost(model, *problem.example_inputs, graph=graph)
+        costs = cost_model(model, *problem.example_inputs, graph=graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
         return RunSpec(

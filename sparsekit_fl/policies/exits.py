@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import Layer, UnitGraph, prefix_entries
+from sparsekit.graph import Layer, prefix_entries
 from sparsekit.layers import is_convolution
-from sparsekit.measure import trace_cost
+from sparsekit.measure import cost_model
 from sparsekit.tracing import trace_layers
 from sparsekit_fl.client.costs import part_flops
 
@@ -189,7 +189,7 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
             f"exits need a model that gives one tensor (N, …, outputs), {type(model).__name__} gives"
             f" {tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__}"
         )
-    costs = trace_cost(model, *inputs, graph=UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()}))
+    costs = cost_model(model, *inputs)
     work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
     shares = [flops / max(1, costs.forward_flops(None)) for flops in work]
     parameters = dict(model.named_parameters())

@@ -7,7 +7,7 @@ import pytest
 from sparsekit import select, trace_units
 from sparsekit.criteria import Ordered, View
 from sparsekit.graph.layers import layer_weights
-from sparsekit.measure.cost import trace_cost
+from sparsekit.measure.cost import cost_model
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.paper.presets import PRESETS
@@ -34,7 +34,7 @@ def costed(name: str):
     graph = trace_units(model, x)
     batches = -(-examples // preset.training.batch_size)
     passes = preset.rounds * preset.cohort * preset.training.local_epochs * batches * preset.training.batch_size
-    return passes, graph, trace_cost(model, x, graph=graph), model, x
+    return passes, graph, cost_model(model, x, graph=graph), model, x
 
 
 @pytest.mark.parametrize(

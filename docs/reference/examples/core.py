@@ -492,8 +492,8 @@ print(by_entry.counts()["4.weight"])
 # sparsekit.layers.is_convolution
 convolutions = [module for module in model.modules() if sk.layers.is_convolution(module)]
 
-# sparsekit.measure.CostModel, sparsekit.measure.CostTerm, sparsekit.measure.trace_cost
-costs: sk.measure.CostModel = sk.measure.trace_cost(model, x[:1], graph=graph)
+# sparsekit.measure.CostModel, sparsekit.measure.CostTerm
+costs: sk.measure.CostModel = sk.cost_model(model, x[:1], graph=graph)
 first: sk.measure.CostTerm = costs.terms[0]
 print(first.weight, costs.forward_flops(mask), costs.forward_flops(None))
 

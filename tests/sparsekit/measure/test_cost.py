@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsekit as sk
-from sparsekit.measure.cost import trace_cost
 
 
 def _mlp() -> nn.Module:
@@ -109,7 +108,7 @@ def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
 def test_a_large_model_costs_what_a_copy_of_it_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs, graph = zoo.traced(name)
     half = sk.UnitMask({g: torch.arange(group.size) < (group.size + 1) // 2 for g, group in graph.groups.items()})
-    whole = trace_cost(model, *args, graph=graph, **kwargs).cost(half) if not graph.ties else None
+    whole = sk.cost_model(model, *args, graph=graph, **kwargs).cost(half) if not graph.ties else None
     monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
     if whole is not None:
-        assert trace_cost(model, *args, graph=graph, **kwargs).cost(half) == whole
+        assert sk.cost_model(model, *args, graph=graph, **kwargs).cost(half) == whole

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
 
 import sparsekit as sk
@@ -60,3 +61,10 @@ def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:
     for name, keep in masked.unit_mask().items():
         if not keep.all():
             assert scores[name][keep].min() >= scores[name][~keep].max()
+
+
+def test_inputs_may_have_the_names_of_options_of_the_cost_model() -> None:
+    model = zoo.Lambda(lambda m, graph, rules: m.b(m.a(graph + rules).relu()), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    inputs = {"graph": torch.randn(2, 4), "rules": torch.randn(2, 4)}
+    assert sum(sk.LearnableMask(model, inputs, budget="params=50%").unit_mask()["a"]) == 3
+    assert sum(sk.prune(model, inputs, budget="params=50%").mask["a"]) == 3

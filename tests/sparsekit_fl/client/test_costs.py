@@ -10,7 +10,7 @@ import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.budget import BudgetError
-from sparsekit.measure.cost import CostModel, trace_cost
+from sparsekit.measure.cost import CostModel, cost_model
 from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
@@ -139,7 +139,7 @@ def test_what_cannot_be_met_or_meant_is_refused(given: dict[str, Any], error: ty
 def _mlp() -> CostModel:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     x = torch.zeros(5, 4)
-    return trace_cost(model, x, graph=sk.trace_units(model, x))
+    return cost_model(model, x, graph=sk.trace_units(model, x))
 
 
 def test_each_bias_entry_adds_one_flop_per_position() -> None:
@@ -162,7 +162,7 @@ def test_the_flops_of_a_part_are_those_of_its_weights() -> None:
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 9, 5)
     )
     x = torch.zeros(3, 2, 6, 6)
-    costs = trace_cost(model, x, graph=sk.trace_units(model, x))
+    costs = cost_model(model, x, graph=sk.trace_units(model, x))
     convolution, linear = 2 * 36 * 4 * 2 * 9, 2 * 36 * 5
     assert part_flops(costs, {"0.weight"}) == convolution
     assert part_flops(costs, {"5.weight", "5.bias", "1.weight"}) == linear
