@@ -1,43 +1,98 @@
 """Registry: a name finds an object, from a table or from an installed entry point, imported when asked for."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
 
-__all__ = ["Registry", "load_object"]
+__all__ = ["Registry", "load_object", "ran"]
 
 
 def load_object(path: str) -> Any:
-    """Import `package.module:attribute` and return the attribute.
+    """Import `package.module:attribute`, or run `path/to/file.py:attribute`, and return the attribute.
 
     Args:
-        path: A module path, a colon, and a (dotted) attribute path.
+        path: A module or a file, a colon, and a (dotted) attribute path.
 
     Returns:
         The object.
 
     Raises:
-        InvalidValueError: the text has no colon, or nothing of that name can be imported.
+        InvalidValueError: the text has no colon, nothing of that name can be imported, or the module fails.
     """
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise InvalidValueError(f"expected 'package.module:name', got {path!r}")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise InvalidValueError(
-            f"cannot import module {module_name!r} of {path!r}: {error}; is it installed, or on PYTHONPATH?"
-        ) from error
+    place, _, attribute = path.rpartition(":")
+    if not place or not attribute:
+        raise InvalidValueError(f"expected 'package.module:name' or 'path/to/file.py:name', got {path!r}")
+    found: Any = ran(place, lambda: _run_file(place) if place.endswith(".py") else _import(place))
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
             public = [name for name in vars(found) if not name.startswith("_")]
-            raise InvalidValueError(f"{module_name!r} has no {part!r}; {nearest(part, public)}") from None
+            raise InvalidValueError(f"{place!r} has no {part!r}; {nearest(part, public)}") from None
     return found
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InvalidValueError(f"cannot import module {name!r}: {error}; is it installed, or on PYTHONPATH?") from error
+
+
+def _run_file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        raise InvalidValueError(f"there is no file {place!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    first = sys.modules.setdefault(path.stem, module) is module  # data classes look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if first:
+            del sys.modules[path.stem]  # or else half a module would be imported by that name
+        raise
+    return module
+
+
+def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "mend it, or name another") -> Any:
+    """Run a user's code and say in a line what failed in it.
+
+    Args:
+        name: As the user wrote it.
+        code: What to call.
+        how: How it is called, for messages.
+        advice: What to do where it cannot be called like that.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        InvalidValueError: it failed, or cannot be called like that.
+    """
+    try:
+        return code()
+    except SparsekitError:  # which says what to do
+        raise
+    except Exception as error:  # the user's code may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TypeError) and len(frames) == 1:
+            raise InvalidValueError(f"{name!r} cannot be called{how}: {error}; {advice}") from error
+        if isinstance(error, SyntaxError):
+            told, file, line = error.msg, error.filename, error.lineno
+        else:
+            told, file, line = str(error), frames[-1].filename, frames[-1].lineno
+        raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({file}, line {line})") from error
 
 
 class Registry(Mapping[str, Any]):
@@ -72,12 +127,14 @@ class Registry(Mapping[str, Any]):
         return load_object(target)
 
     def find(self, text: str) -> Any:
-        """What a user named: `package.module:object`, or a name of this registry.
+        """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
 
         Raises:
-            InvalidValueError: nothing of that path can be imported.
+            InvalidValueError: nothing of that path can be imported, or the module fails.
             UnknownNameError: no such name.
         """
+        if text.endswith(".py"):
+            raise InvalidValueError(f"{text!r} is a file; name what to take from it, as in {text}:make")
         return load_object(text) if ":" in text else self[text]
 
     def __iter__(self) -> Iterator[str]:
@@ -87,4 +144,4 @@ class Registry(Mapping[str, Any]):
         return len(self._targets())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._targets()
+        return name in self._table or name in self._targets()

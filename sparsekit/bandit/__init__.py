@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sparsekit.bandit.base import Bandit, Box, BoxPull, Interval, Pull
 from sparsekit.bandit.eucb import EUCB
 from sparsekit.bandit.logged import Arm
-from sparsekit.bandit.make import make_bandit, registry, restore_bandit
+from sparsekit.bandit.make import make_bandit, registry
 from sparsekit.bandit.pucbv import PUCBV
 from sparsekit.bandit.split_ucbv import SplitUCBV
 from sparsekit.lazy import lazy_names
@@ -35,5 +35,4 @@ __all__ = [
     "SplitUCBV",
     "make_bandit",
     "registry",
-    "restore_bandit",
 ]

@@ -21,8 +21,6 @@ Trial = TypeVar("Trial", Pull, BoxPull)
 LARGEST_REWARD = 1e100
 """Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison."""
 
-_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-
 
 class LoggedBandit(ABC, Generic[Trial]):
     """What the bandits here share: open and told pulls, their checks, and a state.
@@ -44,7 +42,8 @@ class LoggedBandit(ABC, Generic[Trial]):
         self.space = space
         self._settings = dict(settings)
         self._rng = rng
-        self._start = generator_state(rng)
+        # PCG64's integers have 128 bits, which JSON allows.
+        self._start: dict[str, Any] = json.loads(json.dumps(rng.bit_generator.state, default=lambda value: value.tolist()))
         self._log: list[dict[str, Any]] = []
         self._open: dict[int, Any] = {}
         self._told: list[tuple[Trial, float]] = []
@@ -176,16 +175,18 @@ class LoggedBandit(ABC, Generic[Trial]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; see `Bandit.load_state_dict`.
 
-        The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
+        The generator passed to the constructor is left alone from here on: the bandit gets one of its own, of the same kind.
         """
         try:
             mine, theirs = {"space": asdict(self.space), **self._settings}, dict(state["settings"])
-            differing = [key for key in mine if theirs.get(key) != mine[key]]
+            differing = [key for key in mine | theirs if key not in mine or theirs.get(key) != mine[key]]
             if differing:
-                shown = ", ".join(f"{key} {theirs.get(key)!r} (here {mine[key]!r})" for key in differing)
+                shown = ", ".join(f"{key} {theirs.get(key)!r} (here {mine.get(key)!r})" for key in differing)
                 raise InvalidValueError(f"the state comes from a bandit with other settings: {shown}; build one with these")
+            bits = type(self._rng.bit_generator)(0)
+            bits.state = dict(state["generator"])
             kind: Any = type(self)
-            fresh = kind(self.space, rng=generator_from_state(state["generator"]), **self._settings)
+            fresh = kind(self.space, rng=np.random.Generator(bits), **self._settings)
             for entry in state["log"]:
                 fresh._redo(dict(entry))
         except InvalidValueError:
@@ -206,26 +207,6 @@ class LoggedBandit(ABC, Generic[Trial]):
         else:
             id = entry.pop("forget")
             self.forget(self._pull(id, self._open.get(id, {})))
-
-
-def generator_state(rng: np.random.Generator) -> dict[str, Any]:
-    """The state of a generator in plain JSON values (PCG64's integers have 128 bits, which JSON allows)."""
-    plain: dict[str, Any] = json.loads(json.dumps(rng.bit_generator.state, default=lambda value: value.tolist()))
-    return plain
-
-
-def generator_from_state(state: Mapping[str, Any]) -> np.random.Generator:
-    """A new generator that goes on where `generator_state` was taken.
-
-    Raises:
-        InvalidValueError: not the state of one of numpy's bit generators.
-    """
-    name = state.get("bit_generator")
-    if name not in _BIT_GENERATORS:
-        raise InvalidValueError(f"bit_generator must be one of {', '.join(_BIT_GENERATORS)}, got {name!r}")
-    bits: np.random.BitGenerator = getattr(np.random, str(name))(0)
-    bits.state = dict(state)
-    return np.random.Generator(bits)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""make_bandit: a bandit by its name, so that a command line can choose one; restore_bandit: one from its saved state."""
+"""make_bandit: a bandit by its name, so that a command line can choose one."""
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Bandit, Box, Interval
+from sparsekit.bandit.base import Bandit
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 
@@ -59,37 +58,3 @@ def make_bandit(name: str, space: Any, *, rng: np.random.Generator, horizon: flo
         what = type(made).__name__
         raise InvalidValueError(f"{name!r} must make a bandit, with ask, tell, forget, best and a state, got {what}")
     return made
-
-
-def restore_bandit(state: Mapping[str, Any]) -> Bandit:
-    """The bandit whose `state_dict` this is: of the registry, the one that takes exactly the settings in it.
-
-    Args:
-        state: Plain JSON values, with the settings under "settings".
-
-    Returns:
-        A bandit that goes on with the same bits.
-
-    Raises:
-        InvalidValueError: not the state of a bandit of the registry, or malformed.
-    """
-    try:
-        settings = dict(state["settings"])
-        space = _space(settings.pop("space"))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValueError(f"not a bandit's state: {error!r}; pass what state_dict() gave") from error
-    for name in registry:
-        found = registry[name]
-        if set(inspect.signature(found).parameters) - {"space", "rng"} == set(settings):
-            bandit: Bandit = found(space, rng=np.random.default_rng(0), **settings)
-            bandit.load_state_dict(state)
-            return bandit
-    raise InvalidValueError(
-        f"no bandit has the settings {', '.join(sorted(settings))}; build it, and pass it instead of its state"
-    )
-
-
-def _space(value: Mapping[str, Any]) -> Interval | Box:
-    """An interval or a box from its JSON values."""
-    inner = value.get("intervals")
-    return Interval(**value) if inner is None else Box({name: Interval(**interval) for name, interval in inner.items()})

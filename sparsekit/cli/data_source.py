@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.model_options import CutOptions
-from sparsekit.cli.model_source import find_object, load_with_inputs, ran
+from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.registry import Registry
+from sparsekit.registry import Registry, load_object, ran
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,7 @@ def load_data(options: CutOptions) -> tuple[Iterable[Any], Iterable[Any] | None]
         return (), None
     from torch import nn
 
-    found = find_object(text, data_sets)
+    found = data_sets.find(text)
     if callable(found) and not isinstance(found, Iterable):
         offered = {name: getattr(options, name) for name in ("data_dir", "batch_size", "seed")}
         takes = inspect.signature(found).parameters
@@ -72,7 +72,7 @@ def find_loss(text: str) -> Callable[..., Any] | None:
     """A loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model computes."""
     if text == "outputs":
         return None
-    found = find_object(text, losses)
+    found = losses.find(text)
     if not callable(found):
         raise InvalidValueError(f"--loss {text} must be a function of outputs and target, got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ def find_metric(
         loss: The loss that "loss" stands for.
     """
     if text is not None and ":" in text:
-        found = find_object(text, Registry("metric", {}, group="sparsekit.metrics"))
+        found = load_object(text)
         return _named(text.rpartition(":")[2], lambda model: float(found(model)))
     if text not in (None, "accuracy", "loss"):
         raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
@@ -129,8 +129,13 @@ def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
     if target is None:
         raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
     outputs = model(*args, **kwargs)
-    outputs = getattr(outputs, "logits", outputs)
-    return int((outputs.argmax(1) == target).sum()), target.numel()
+    found = getattr(outputs, "logits", outputs).argmax(1)
+    if found.shape != target.shape:  # which would broadcast
+        raise DataError(
+            f"accuracy needs the index of a class for each of {tuple(found.shape)} outputs, got targets {tuple(target.shape)};"
+            " pass --metric loss, or package.module:metric"
+        )
+    return int((found == target).sum()), target.numel()
 
 
 def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tuple[float, int]:
@@ -158,7 +163,7 @@ class Job:
         from sparsekit.criteria.by_name import as_criterion, with_data
 
         named = name or ("fisher" if self.has_data else "magnitude")
-        found = as_criterion(find_object(named, registry))
+        found = as_criterion(registry.find(named))
         if self.has_data:
             return with_data(found, self.train, self.loss, limit=self._scoring_batches, progress=self.progress)
         if isinstance(found, DataDriven) and found.batches is None:

@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import click
@@ -22,11 +21,11 @@ from typer.core import TyperGroup
 from sparsekit.cli.output import log_to
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
-from sparsekit.registry import load_object
+from sparsekit.registry import Registry, load_object
 from sparsekit.version import __version__
 
-COMMANDS_GROUP = "sparsekit.commands"
-"""Entry points by which other packages add commands."""
+commands = Registry("command", {name: listed.path for name, listed in COMMANDS.items()}, group="sparsekit.commands")
+"""Ours and those of other packages: a `typer.Typer` each."""
 
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended."""
@@ -38,7 +37,7 @@ class _Commands(TyperGroup):
     _summarised = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_places())
+        return list(commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that is asked for; for an unknown one say what was probably meant."""
@@ -55,17 +54,15 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if self._summarised and cmd_name in COMMANDS:
             return click.Command(cmd_name, help=COMMANDS[cmd_name].summary)
-        # The metadata of all installed packages is read only for what the table has not.
-        path = COMMANDS[cmd_name].path if cmd_name in COMMANDS else _places().get(cmd_name)
-        if path is None:
+        if cmd_name not in commands:
             return None
         try:
-            found = load_object(path)
+            found = commands[cmd_name]
             if not isinstance(found, typer.Typer):
-                raise InvalidValueError(f"{path} must be a typer.Typer, got {type(found).__name__}")
+                raise InvalidValueError(f"{cmd_name} must be a typer.Typer, got {type(found).__name__}")
             command = typer.main.get_command(found)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
-            return _broken_command(cmd_name, path, error)
+            return _broken_command(cmd_name, error)
         command.name = cmd_name
         return command
 
@@ -79,13 +76,8 @@ def _meant(name: str, commands: Sequence[str]) -> str:
     return nearest(name, commands)
 
 
-def _places() -> dict[str, str]:
-    others = {point.name: point.value for point in entry_points(group=COMMANDS_GROUP)}
-    return {**others, **{name: listed.path for name, listed in COMMANDS.items()}}
-
-
-def _broken_command(name: str, path: str, error: Exception) -> click.Command:
-    reason = f"the command {name!r} of {path} cannot be loaded: {error}; reinstall or remove the package that it comes from"
+def _broken_command(name: str, error: Exception) -> click.Command:
+    reason = f"the command {name!r} cannot be loaded: {error}; reinstall or remove the package that it comes from"
     if name in COMMANDS and isinstance(error.__cause__, ModuleNotFoundError):
         reason = f"sparsekit {name} needs {error.__cause__.name}; install it with {install_hint('fl')}"
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.table import MODELS
-from sparsekit.errors import InvalidValueError, SparsekitError, nearest
-from sparsekit.registry import Registry
+from sparsekit.errors import InvalidValueError
+from sparsekit.registry import Registry, ran
 
 if TYPE_CHECKING:
     import torch
@@ -25,53 +22,6 @@ models = Registry("model", MODELS, group="sparsekit.models")
 
 _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-
-
-def find_object(text: str, registry: Registry) -> Any:
-    """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of the registry."""
-    place, colon, attribute = text.rpartition(":")
-    if not colon and text.endswith(".py"):
-        raise InvalidValueError(f"{text!r} is a file; name what to take from it, as in {text}:make")
-    if not colon or not place.endswith(".py"):
-        return registry.find(text)
-    path = Path(place)
-    if not path.is_file():
-        raise InvalidValueError(f"there is no file {place!r} to take {attribute!r} from")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # data classes look their module up
-    ran(place, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
-    if not hasattr(module, attribute):
-        raise InvalidValueError(
-            f"{place!r} has no {attribute!r}; {nearest(attribute, [n for n in vars(module) if n[0] != '_'])}"
-        )
-    return getattr(module, attribute)
-
-
-def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "mend it, or name another") -> Any:
-    """Run a user's code and say in a line what failed in it.
-
-    Args:
-        name: As the user wrote it.
-        code: What to call.
-        how: How it is called, for messages.
-        advice: What to do where it cannot be called like that.
-    """
-    try:
-        return code()
-    except SparsekitError:  # which says what to do
-        raise
-    except Exception as error:  # the user's code may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, TypeError) and len(frames) == 1:
-            raise InvalidValueError(f"{name!r} cannot be called{how}: {error}; {advice}") from error
-        if isinstance(error, SyntaxError):
-            told, file, line = error.msg, error.filename, error.lineno
-        else:
-            told, file, line = str(error), frames[-1].filename, frames[-1].lineno
-        raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({file}, line {line})") from error
 
 
 def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -91,7 +41,7 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
     """Build a model, and the example inputs that its factory brings along, if any."""
     from torch import nn
 
-    factory = find_object(name, models)
+    factory = models.find(name)
     if isinstance(factory, nn.Module) or not callable(factory):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
     made = ran(name, factory, how=" without arguments", advice="wrap it in a function")

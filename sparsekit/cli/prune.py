@@ -83,6 +83,8 @@ def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
     for text in texts:
         name, equals, pair = text.rpartition("=")
         least, colon, largest = pair.partition(":")
+        if name in found:
+            raise InvalidValueError(f"--limit names {name} twice; give it once")
         try:
             found[name] = float(least), float(largest) if colon else 1.0
         except ValueError:
@@ -107,6 +109,8 @@ def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | Literal["auto
             return int(number)
         if not kind:
             raise InvalidValueError(f"--multiple-of {text} needs a kind where there are several, as in channel={text}")
+        if kind in found:
+            raise InvalidValueError(f"--multiple-of names {kind} twice; give it once")
         found[kind] = int(number)
     return found or 1
 

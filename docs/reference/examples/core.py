@@ -235,10 +235,7 @@ box.tell(sk.bandit.BoxPull(pull.id, {"lr": 0.5}), 1.0)
 sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
 
 # sparsekit.bandit.make_bandit
-sk.bandit.make_bandit("split-ucbv", sk.Interval(0.0, 1.0), rng=rng)
-
-# sparsekit.bandit.restore_bandit
-again = sk.bandit.restore_bandit(bandit.state_dict())  # plain JSON values
+again = sk.bandit.make_bandit("p-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 
 # sparsekit.criteria.Activation, sparsekit.criteria.Fisher, sparsekit.criteria.Taylor
 loss = nn.functional.cross_entropy

@@ -69,6 +69,10 @@ def once():
 def meta():
     return [(torch.randn(4, 1, 8, 8, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))]
 
+def soft():
+    pairs = [(torch.randn(3, 1, 8, 8), torch.full((3, 3), 1 / 3))]
+    return pairs, pairs
+
 def nan():
     return [(torch.full((4, 1, 8, 8), float("nan")), torch.zeros(4, dtype=torch.long))]
 """

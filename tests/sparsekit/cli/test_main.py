@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import typer
 
+from sparsekit import registry
 from sparsekit.cli import main as cli
 from sparsekit.errors import InvalidValueError
 
@@ -33,8 +34,8 @@ def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    points = [EntryPoint(name, value, cli.COMMANDS_GROUP) for name, value in values.items()]
-    monkeypatch.setattr(cli, "entry_points", lambda group: points)
+    points = [EntryPoint(name, value, cli.commands.group) for name, value in values.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
 
 
 hello = typer.Typer()

@@ -47,6 +47,8 @@ LINES = {
         ("nets.py:inner", "'nets.py:inner' failed with TypeError"),
         ("nets.py:missing", "'nets.py:missing' failed with FileNotFoundError"),
         ("broken.py:make", "'broken.py' failed with SyntaxError"),
+        ("broken:make", "'broken' failed with SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("no.py:make", "there is no file 'no.py'"),
         (
             "needs.py:make",
             "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)",
@@ -71,7 +73,9 @@ LINES = {
         ("--batch-size 0", "'--batch-size': 0 is not in the range x>=1"),
         ("--norm none", "'--norm': 'none' is not one of 'fixed', 'kept'"),
         ("--limit 3", "LAYER=LEAST:LARGEST"),
+        ("--limit 0=.5 --limit 0=.7", "--limit names 0 twice"),
         ("--multiple-of x", "KIND=number"),
+        ("--multiple-of head=2 --multiple-of head=4", "--multiple-of names head twice"),
         ("--schedule linear=0", "got steps=0"),
         ("--schedule linear=x", "as in cubic=3"),
         ("--device gpu", "must name a device"),
@@ -88,6 +92,7 @@ LINES = {
         ("--dataset nets.py:once", "read again"),
         ("--dataset nets.py:meta --criterion taylor", "meta"),
         ("--dataset nets.py:nan --criterion taylor", "NaN"),
+        ("--dataset nets.py:soft --criterion magnitude", "the index of a class for each of (3,) outputs, got targets (3, 3)"),
         ("--dataset imagenet", "unknown data set"),
         ("--dataset nets.py:bachtes", "did you mean 'batches'"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
@@ -109,6 +114,7 @@ LINES = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, nets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     shutil.copy(nets, "nets.py")
     Path("broken.py").write_text("def make(:\n")
     Path("needs.py").write_text("\nimport no_such_package\n")

@@ -8,7 +8,7 @@ import pytest
 from personal import server_context
 
 import sparsekit_fl as fl
-from sparsekit.bandit import registry, restore_bandit
+from sparsekit.bandit import registry
 from sparsekit_fl.methods.fedmp import TimelyRatio
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
@@ -27,7 +27,7 @@ def told(name: str) -> list[tuple[float, float]]:
             client_id=7, ratio=ratio, metrics={"accuracy": accuracy, "initial_accuracy": 0.1}, cost=SimpleNamespace(seconds=2.0)
         )
         policy.observe(ctx, [update])
-    return [(pull.value, reward) for pull, reward in restore_bandit(memory["7"]["bandit"]).told]  # type: ignore[attr-defined]
+    return [(pull.value, reward) for pull, reward in policy._bandit(ctx, memory["7"], seed=0).told]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", sorted(registry))
