@@ -16,6 +16,7 @@ from typing import Any
 
 from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
@@ -34,7 +35,7 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """One trial, and its state on disk.
+    """One trial.
 
     Args:
         method: The method as the user wrote it.
@@ -42,8 +43,6 @@ class Task:
         options: Options with the seed and the level of this trial.
         folder: Folder for its files; None keeps nothing.
         described: Settings that make a trial the same one: `config` and `policies`, plain JSON values.
-        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up; else None.
-        resume: Its folder holds a part of it.
     """
 
     method: str
@@ -51,8 +50,6 @@ class Task:
     options: RunOptions
     folder: Path | None
     described: Mapping[str, Any] = field(default_factory=lambda: {"config": {}, "policies": {}})
-    trial: Trial | None = None
-    resume: bool = False
 
     @property
     def label(self) -> str:
@@ -68,12 +65,15 @@ def _experiment(options: RunOptions) -> Experiment:
     return Experiment.of(options)
 
 
-def _set_up(task: Task, *, first: bool) -> Task:
+def _set_up(task: Task, *, first: bool) -> Task | Trial:
     """Load a task's data and read its folder.
 
     Args:
         task: What to run, those of one level and seed beside each other.
         first: It is the very first one; where that cannot be set up, the options are wrong.
+
+    Returns:
+        What to run or to go on with; a trial where there is nothing to run: it is finished, or cannot even be set up.
 
     Raises:
         ResumeError: a folder holds a trial of other settings.
@@ -84,37 +84,23 @@ def _set_up(task: Task, *, first: bool) -> Task:
     except SparsekitError as error:
         if first:
             raise
-        return replace(task, trial=_failed(task, error))
+        return _failed(task, error)
     method = make_method(task.method)
     config = {**method.configure(experiment.config).to_dict(), "experiment": dict(experiment.described)}
     task = replace(task, described=json.loads(json.dumps({"config": config, "policies": method.describe()})))
-    resume = task.folder is not None and holds_run(task.folder)
-    return replace(task, trial=_finished(task, experiment), resume=resume)
-
-
-def _finished(task: Task, experiment: Experiment) -> Trial | None:
-    """Return the finished trial in a task's folder; None for one to run or to go on with."""
-    if task.folder is None:
-        return None
-    unfinished = task.folder / TRIAL_FILE
-    if (task.folder / "result.json").exists():
-        saved = Trial.of(read_result(task.folder))
-    elif unfinished.exists() and (task.folder / "checkpoint.safetensors").exists():
-        saved = Trial.of(json.loads(unfinished.read_text(encoding="utf-8")))
-    else:
-        # Without a finished round there is nothing to lose.
-        return None
+    if task.folder is None or not (task.folder / "result.json").exists():
+        # A half-finished one has a checkpoint, with which the run compares all this.
+        return task
+    raw = read_result(task.folder)
+    saved = Trial.of(raw)
     changed = differences({"config": dict(saved.config), "policies": dict(saved.policies)}, task.described)
     if changed:
         raise ResumeError(
             f"{task.folder} holds {task.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    if saved.result is None:
-        # Its checkpoint says by which code and on which data; the run looks there.
-        return None
     where = f"{task.label} in {task.folder}"
-    check_fingerprint(saved.result["fingerprint"], experiment.fingerprint, where=where, accept_code=task.options.accept_code)
+    check_fingerprint(raw["fingerprint"], experiment.fingerprint, where=where, accept_code=task.options.accept_code)
     return saved
 
 
@@ -149,11 +135,19 @@ def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
         ResumeError: its folder holds a trial of other settings.
         BrokenPipeError: nobody listens any more.
     """
+
+    class Begun(Callback):
+        """Notes the trial in its folder, once that is known to hold no other."""
+
+        def on_run_start(self, run: RunView) -> None:
+            del run
+            _record(task, None)
+
     try:
-        _record(task, None)
         options = task.options.replaced(out=task.folder)
-        callbacks = [*options.loggers(), Events(send)]
-        result = _experiment(task.options).run(make_method(task.method), options, callbacks, resume=task.resume)
+        callbacks = [Begun(), *options.loggers(), Events(send)]
+        resume = task.folder is not None and holds_run(task.folder)
+        result = _experiment(task.options).run(make_method(task.method), options, callbacks, resume=resume)
         if task.folder is not None:
             (task.folder / TRIAL_FILE).unlink(missing_ok=True)
         return Trial.of(result.to_dict())
@@ -185,15 +179,17 @@ def run_trials(tasks: Sequence[Task], board: TrialsProgress, *, jobs: int) -> Ge
         pending = deque(tasks)
         while pending or len(children):
             while pending and len(children) < jobs:
-                task = _set_up(pending.popleft(), first=len(pending) == len(tasks) - 1)
-                label, trial = task.label, task.trial
-                if trial is None:
+                task = pending.popleft()
+                found, label = _set_up(task, first=len(pending) == len(tasks) - 1), task.label
+                if isinstance(found, Task):
                     board.begin(label)
                     if jobs > 1:
-                        children.start(_run_one, task, task=task)
+                        children.start(_run_one, found, task=found)
                         continue
-                    trial = _ended(task, partial(board.event, label))
-                board.end(label, trial, ran=task.trial is None)
+                    trial = _ended(found, partial(board.event, label))
+                else:
+                    trial = found
+                board.end(label, trial, ran=trial is not found)
                 yield trial
             for child, event in children.poll(_POLL_SECONDS):
                 label = child.task.label

@@ -159,7 +159,14 @@ def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
             assert trial.pop("wall_seconds") > 0
     assert at_once["trials"] == alone["trials"]
 
-    # Its first round was saved, so only the second is run.
+    # Its first round was saved, so other options are refused, and change nothing there.
+    before = (tmp_path / "out/killed-seed0/trial.json").read_text()
+    half = ["compare", methods[1], "--seeds", "1", *TINY, "--jobs", "2", "--lr", "0.01", "--out", str(tmp_path / "out")]
+    assert execute(half) == 2
+    assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
+    assert (tmp_path / "out/killed-seed0/trial.json").read_text() == before
+
+    # And only the second is run.
     (tmp_path / "mended").touch()
     assert execute(command) == 0
     assert "failed" not in capsys.readouterr().out
