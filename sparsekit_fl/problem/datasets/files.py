@@ -1,18 +1,18 @@
 """Where the files of a data set are: in the user's directory, or fetched once from the hub; what was decoded is kept."""
 
+import contextlib
 import hashlib
 import importlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import platformdirs
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from sparsekit.errors import DataError, install_hint
 
@@ -96,10 +96,8 @@ def _fetched(name: str, repo: str, prefixes: Sequence[str], both_ways: str) -> P
         raise DataError(f"cannot fetch {name!r} from the hub data set {repo}: {error}; {both_ways}") from error
 
 
-# Raised when the arrays change their meaning: older entries are then not found.
+# Raised when the tensors change their meaning: older entries are then not found.
 _FORMAT = 1
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def cache_directory() -> Path:
@@ -118,53 +116,40 @@ def cache_directory() -> Path:
     return platformdirs.user_cache_path("sparsekit", appauthor=False)
 
 
-def cached_arrays(name: str, files: Sequence[Path], decode: Callable[[], Arrays]) -> Arrays:
-    """Arrays decoded from files, from the cache if these files were decoded before.
+def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors decoded from files, from the cache if these files were decoded before.
 
     A cache that cannot be read or written costs time, never the run.
 
     Args:
         name: The beginning of the entry's name.
-        files: What the arrays are decoded from; their names, sizes and times of change are the key.
-        decode: Makes the arrays; called only if the cache has none.
+        files: What the tensors are decoded from; their names, sizes and times of change are the key.
+        decode: Makes the tensors; called only if the cache has none.
 
     Returns:
-        Name → array. From the cache they are memory maps, copy-on-write: processes share the pages, files never change.
+        Name → tensor. From the cache they are maps of the file, copy-on-write: processes share the pages, files never change.
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
     try:
-        entry = cache_directory() / f"{name}-{key}"
+        entry = cache_directory() / f"{name}-{key}.safetensors"
     except RuntimeError:  # no home directory
         return decode()
-    found = _read(entry)
-    if found is not None:
-        return found
-    _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
-    arrays = decode()
-    _write(entry, arrays)
-    return _read(entry) or arrays
-
-
-def _read(entry: Path) -> Arrays | None:
     try:
-        return {path.stem: np.load(path, mmap_mode="c", allow_pickle=False) for path in sorted(entry.glob("*.npy"))} or None
-    except (OSError, ValueError, EOFError) as error:
+        return dict(load_file(entry))
+    except FileNotFoundError:
+        _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
+    except (OSError, SafetensorError) as error:
         _log.warning("cache entry %s cannot be read (%s); decoding again", entry, error)
-        shutil.rmtree(entry, ignore_errors=True)
-        return None
-
-
-def _write(entry: Path, arrays: Arrays) -> None:
-    staging = None
+    tensors = decode()
+    staging = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
-        for name, array in arrays.items():
-            np.save(staging / f"{name}.npy", array, allow_pickle=False)
-        os.replace(staging, entry)  # atomic; fails if another process was faster, whose entry is as good
-    except OSError as error:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-        if not entry.is_dir():
-            _log.info("decoded arrays are not kept: %s; set SPARSEKIT_CACHE to a writable directory", error)
+        save_file(tensors, staging)
+        staging.replace(entry)
+        return dict(load_file(entry))
+    except (OSError, SafetensorError) as error:
+        _log.info("what was decoded is not kept: %s; set SPARSEKIT_CACHE to a writable directory", error)
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        return tensors

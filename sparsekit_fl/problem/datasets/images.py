@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource, pixels_of
-from sparsekit_fl.problem.datasets.files import Arrays, cached_arrays, find_split_files
+from sparsekit_fl.problem.datasets.files import cached_tensors, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
@@ -37,11 +38,11 @@ def _load(
 ) -> DataSource:
     """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every picture."""
     files = find_split_files(name, root, repo=repo, aliases=aliases, test_names=test_names)
-    arrays = (
-        cached_arrays(f"{name}-{split}", own, partial(read_images, own, shape))
+    pools = (
+        cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
         for split, own in zip(("train", "test"), files, strict=True)
     )
-    train, test = (TensorData((torch.from_numpy(one["images"]),), torch.from_numpy(one["labels"])) for one in arrays)
+    train, test = (TensorData((pool["images"],), pool["labels"]) for pool in pools)
     return DataSource(name=name, kind="image", train=train, test=test, classes=classes, mean=mean, std=std)
 
 
@@ -76,7 +77,7 @@ def tiny_imagenet(root: Path | str | None = None) -> DataSource:
     )  # fmt: skip
 
 
-def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> Arrays:
+def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:
     """Decode all pictures of some parquet files.
 
     Args:
@@ -103,7 +104,8 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> Arrays:
             decoded[row] = _decode(pillow, cell["bytes"] if isinstance(cell, dict) else cell, shape, f"row {row} of {path}")
         images.append(decoded)
         labels.append(np.asarray(table[_pick(table.column_names, _LABEL_COLUMNS, path)].to_pylist(), dtype=np.int64))
-    return {"images": images[0] if len(images) == 1 else np.concatenate(images), "labels": np.concatenate(labels)}
+    every = images[0] if len(images) == 1 else np.concatenate(images)
+    return {"images": torch.from_numpy(every), "labels": torch.from_numpy(np.concatenate(labels))}
 
 
 def _pick(columns: Sequence[str], wanted: Sequence[str], path: Path) -> str:

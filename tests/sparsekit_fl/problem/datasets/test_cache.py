@@ -1,10 +1,10 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
-from sparsekit_fl.problem.datasets.files import cache_directory, cached_arrays
+from sparsekit_fl.problem.datasets.files import cache_directory, cached_tensors
 
 
 def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
@@ -15,17 +15,20 @@ def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
     file.write_bytes(b"one")
     calls = []
 
-    def read() -> dict[str, np.ndarray]:
-        def decode() -> dict[str, np.ndarray]:
+    def read() -> dict[str, torch.Tensor]:
+        def decode() -> dict[str, torch.Tensor]:
             calls.append(None)
-            return {"images": np.arange(6, dtype=np.uint8).reshape(2, 3), "labels": np.asarray([4, 5])}
+            return {"images": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "labels": torch.tensor([4, 5])}
 
-        return cached_arrays("own", [file], decode)
+        return cached_tensors("own", [file], decode)
 
     first, second = read(), read()
     assert len(calls) == 1
     assert second["images"].tolist() == first["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert isinstance(second["labels"], np.memmap)
+    second["images"][0] = 9
+    assert read()["images"].tolist() == first["images"].tolist(), "whoever writes to a tensor changes no file"
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or "own-" in maps.read_text(), "processes share the pages"
 
     file.write_bytes(b"another")
     read()
@@ -34,7 +37,11 @@ def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
     read()
     assert len(calls) == 3
 
-    for part in cache_directory().rglob("images.npy"):
-        part.write_bytes(b"rubbish")
+    for entry in cache_directory().iterdir():
+        entry.write_bytes(b"rubbish")
     assert read()["images"].shape == (2, 3)
     assert len(calls) == 4
+
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(file))
+    assert read()["images"].tolist() == [[0, 1, 2], [3, 4, 5]], "no folder to write to costs time, never the run"
+    assert len(calls) == 5
