@@ -58,11 +58,8 @@ class Crop(Checked):
         batch, _, height, width = inputs.shape
         padded = F.pad(inputs, [self.padding] * 4)
         top, left = (_draw(batch, 2 * self.padding + 1, generator).to(inputs.device) for _ in range(2))
-        rows = (top[:, None] + torch.arange(height, device=inputs.device))[:, None, :, None]
-        columns = (left[:, None] + torch.arange(width, device=inputs.device))[:, None, None, :]
-        places = torch.arange(batch, device=inputs.device)[:, None, None, None]
-        channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
-        return padded[places, channels, rows, columns]
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (batch, C, top, left, H, W)
+        return windows[torch.arange(batch, device=inputs.device), :, top, left]
 
 
 @dataclass(frozen=True)
