@@ -177,10 +177,14 @@ def check_fit(problem: Problem, client: Client) -> None:
 
     Raises:
         DataError: the data do not fit the model, the loss or a metric; the message says which and how.
+        InvalidValueError: the model's factory makes no module.
         TraceError: the model fails on its own example inputs.
     """
     with torch_scope(np.random.default_rng(0)), torch.no_grad():
-        model = problem.model().eval()
+        model = problem.model()
+        if not isinstance(model, nn.Module):
+            raise InvalidValueError(f"model must build a torch.nn.Module, got {type(model).__name__}; return the module")
+        model.eval()
         try:
             model(*problem.example_inputs)
         except Exception as error:

@@ -1,7 +1,7 @@
 """ModelSpec: how a network is built for a data set, and which data it takes."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -92,9 +92,11 @@ class ModelSpec:
         """
         takes = takes or InputShape(self.kind or "image", self.example)
         outputs = self.classes if classes is None else classes
-        words: dict[str, object] = {"classes": outputs}
+        words: dict[str, Any] = {"classes": outputs}
         words |= {"vocabulary": outputs} if takes.kind == "tokens" else {"channels": takes.shape[0], "size": takes.shape[1:]}
-        return partial(_build, self.build, {word: words[word] for word in _accepted(self.build, words)}, self.name)
+        accepted = inspect.signature(self.build).parameters
+        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
 
     def example_inputs(self) -> tuple[Tensor]:
         """One example for a network built by `factory()` with no data set in mind: zeros, or tokens drawn always the same."""
@@ -107,23 +109,6 @@ class ModelSpec:
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
         """A network with no data set in mind and its example inputs: what `sparsekit units` shows."""
         return self.factory()(), self.example_inputs()
-
-
-def _accepted(build: Callable[..., Any], words: Iterable[str]) -> list[str]:
-    try:
-        parameters = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return [word for word in words if every or word in named]
-
-
-def _build(build: Callable[..., nn.Module], words: Mapping[str, object], name: str) -> nn.Module:
-    model = build(**words)
-    if not isinstance(model, nn.Module):
-        raise InvalidValueError(f"the factory {name!r} must return a torch.nn.Module, got {type(model).__name__}")
-    return model
 
 
 def factory_spec(name: str, found: Any) -> ModelSpec:

@@ -37,6 +37,7 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
         ({"loss": "mse"}, client(), InvalidValueError, "loss must be callable"),
         ({"example_inputs": ()}, client(), InvalidValueError, "example_inputs"),
         ({"metrics": {}}, client(), InvalidValueError, "metrics must map"),
+        ({"model": dict}, client(), InvalidValueError, "must build a torch.nn.Module, got dict"),
         ({}, client(width=4), DataError, r"does not take the data of client 5 .*\(2, 4\)"),
         ({}, client(label=2), DataError, "label 2, but the model has 2 outputs"),
         ({"loss": lambda outputs, targets: outputs}, client(), DataError, "scalar"),

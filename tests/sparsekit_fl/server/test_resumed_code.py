@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path
         begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=fl.Capability(**change)), *others])
 
 
-def test_a_factory_of_ones_own_counts_where_the_command_line_has_wrapped_it(tmp_path: Path) -> None:
+def test_a_factory_that_is_found_by_its_path_counts_and_so_does_one_that_another_is_given(tmp_path: Path) -> None:
     found = []
     for width in (5, 7):
         names: dict[str, Any] = {"__name__": "mine_to_wrap"}
@@ -128,8 +129,8 @@ def test_a_factory_of_ones_own_counts_where_the_command_line_has_wrapped_it(tmp_
         file.write_text(f"from torch import nn\n\ndef net(classes):\n    return nn.Linear({width}, classes)\n")
         exec(compile(file.read_text(), str(file), "exec"), names)
         wrapped = factory_spec("mine_to_wrap:net", names["net"]).factory(takes=InputShape("image", (1, 8, 8)))
-        found.append(own_code({"model": wrapped}))
-    assert found[0] != found[1]
+        found.append((own_code({"model": wrapped}), own_code({"model": partial(map, names["net"])})))
+    assert all(one != other for one, other in zip(*found, strict=True))
 
 
 def test_classes_of_a_notebook_are_the_users_own_though_they_lie_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
