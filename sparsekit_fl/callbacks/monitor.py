@@ -8,7 +8,7 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, headline
-from sparsekit_fl.results.state.models import best_file, save_whole
+from sparsekit_fl.results.state.models import model_path, save_whole
 from sparsekit_fl.results.state.storage import write_atomically
 
 
@@ -161,7 +161,7 @@ class BestCheckpoint(Monitoring):
     def _followed(self, run: RunView, better: bool) -> None:
         if run.out is None or not better:
             return
-        path = best_file(run.out)
+        path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
         note = {"round": run.round, "monitor": self.text, "value": self._best}

@@ -27,7 +27,7 @@ from sparsekit_fl.policies.context import Roster
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Capability, Client
-from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
+from sparsekit_fl.results.state.models import model_path, save_whole, write_recipe
 from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.streams import Streams
 
@@ -185,10 +185,10 @@ class ClientExecutor:
         """
         if self.home is None:
             return None
-        models = global_file(self.home).parent
+        models = model_path(self.home, "global").parent
         if shared is not self._global:
             models.mkdir(parents=True, exist_ok=True)
-            save_whole(global_file(self.home), self.spec.model({**self.spec.initial, **shared}))
+            save_whole(model_path(self.home, "global"), self.spec.model({**self.spec.initial, **shared}))
             write_recipe(self.home, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
             self._global = shared
         return models

@@ -19,7 +19,7 @@ from sparsekit_fl.problem.datasets.base import ImageTransform, pixels_of
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.state.models import best_file, client_file, global_file, read_recipe
+from sparsekit_fl.results.state.models import model_path, read_recipe
 
 
 def load_model(out: Path | str, which: str | int = "global", *, model: Factory | None = None) -> nn.Module:
@@ -53,22 +53,23 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
     Raises:
         DataError: there is none.
     """
-    whole = global_file(out)
+    whole = model_path(out, "global")
     if not whole.exists():
         raise DataError(f"{out} holds no finished run: {whole} is not there; pass the --out folder, or resume the run first")
     if which == "global":
         return whole
     if which == "best":
-        if not best_file(out).exists():
+        best = model_path(out, "best")
+        if not best.exists():
             raise DataError(f"{out} holds no best model; run with callbacks=[BestCheckpoint()] (--log best), or take 'global'")
-        return best_file(out)
+        return best
     if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
         raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
     client_id = int(which)
     known = recipe.get("clients")
     if known is not None and client_id not in known:
         raise DataError(f"the run in {out} has no client {client_id}; it has {len(known)}, from {min(known)} to {max(known)}")
-    own = client_file(out, client_id)
+    own = model_path(out, client_id)
     if own.exists():
         return own
     if not recipe.get("personal", True):

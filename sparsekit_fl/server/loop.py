@@ -31,7 +31,7 @@ from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
-from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
+from sparsekit_fl.results.state.models import model_path, save_whole, write_recipe
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.checkpoint import RunFolder, Saved, describe_run
 from sparsekit_fl.server.server import Server
@@ -278,7 +278,7 @@ class Rounds:
             extended=self.saved.extended,
         )
         if self.folder is not None and self._export is not None:
-            save_whole(global_file(self.folder.path), self._model())
+            save_whole(model_path(self.folder.path, "global"), self._model())
             # A pool may leave personal models on their devices.
             recipe = {**spec.recipe, "personal": getattr(self._pool, "exports", True), "clients": list(self.clients)}
             write_recipe(self.folder.path, recipe)

@@ -25,19 +25,9 @@ _CHECKPOINT = "checkpoint.safetensors"
 _MOST_NAMED = 5
 
 
-def global_file(out: Path) -> Path:
-    """Return where a run keeps its global model."""
-    return out / "models" / "global.safetensors"
-
-
-def best_file(out: Path) -> Path:
-    """Return where a run keeps the global model of its best evaluation."""
-    return out / "models" / "best.safetensors"
-
-
-def client_file(out: Path, client_id: int) -> Path:
-    """Return where a run keeps the personal model of a client, where that differs from the global one."""
-    return out / "models" / f"client-{client_id}.safetensors"
+def model_path(out: Path, which: str | int) -> Path:
+    """Return where a run keeps its "global" model, the "best" one, of its best evaluation, or by its id that of a client."""
+    return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 
 def save_whole(path: Path, model: nn.Module) -> None:
@@ -118,7 +108,7 @@ def _known(name: str, fresh: StateDict) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
-        candidates = (global_file(path), path / _CHECKPOINT)
+        candidates = (model_path(path, "global"), path / _CHECKPOINT)
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
             raise DataError(f"{path} holds no run to start from; expected {candidates[0]} or {candidates[1].name}")
