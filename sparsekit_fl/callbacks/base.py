@@ -16,10 +16,6 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.scores import RoundRecord, RoundScores
 
 
-def _no_state() -> StateDict:
-    return {}
-
-
 def _no_model() -> nn.Module:
     raise InvalidValueError("this view belongs to no run, so it has no model")
 
@@ -50,7 +46,7 @@ class RunView:
     out: Path | None = None
     metrics: tuple[str, ...] = ("accuracy", "loss")
     lower: frozenset[str] = frozenset({"loss"})
-    state: Callable[[], StateDict] = _no_state
+    state: Callable[[], StateDict] = dict
     model: Callable[[], nn.Module] = _no_model
     stopped: str = ""
 

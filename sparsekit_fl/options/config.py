@@ -30,6 +30,7 @@ Upload = Literal["float32", "bfloat16"]
 Amp = Literal["off", "bfloat16", "float16"]
 """In which data type forward passes are computed."""
 
+_UNSET = "the preset's, or torch's if you change the optimizer"
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
 _ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
@@ -67,20 +68,10 @@ class TrainingConfig(Checked):
         Count, Option("Passes over a client's training data per round, E in the papers.", TRAIN, preset=True, flag="epochs")
     ] = 5
     batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
-    lr: Annotated[
-        NonNegative,
-        Option("Learning rate of round 1.", TRAIN, preset=True, unset="the preset's, or torch's if you change the optimizer"),
-    ] = None  # type: ignore[assignment]  # a number once made
+    # A number once made, as is the weight decay.
+    lr: Annotated[NonNegative, Option("Learning rate of round 1.", TRAIN, preset=True, unset=_UNSET)] = None  # type: ignore[assignment]
     momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD and RMSprop.", TRAIN, preset=True)] = 0.0
-    weight_decay: Annotated[
-        NonNegative,
-        Option(
-            "Weight decay of the optimizer.",
-            TRAIN,
-            preset=True,
-            unset="the preset's, or torch's if you change the optimizer",
-        ),
-    ] = None  # type: ignore[assignment]  # a number once made
+    weight_decay: Annotated[NonNegative, Option("Weight decay of the optimizer.", TRAIN, preset=True, unset=_UNSET)] = None  # type: ignore[assignment]
     clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step.", TRAIN, preset=True)] = None
     optimizer: Annotated[
         str,

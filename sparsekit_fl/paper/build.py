@@ -132,11 +132,9 @@ def build_task(
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
     check_fit(problem, roster[0])
-    chosen = partition or preset.partition
-    kept = dict(preset.options) if chosen == preset.partition else {}
     # The level decides all that the preset says of shards, so what it overrides is not reported.
-    kept = kept if lack_classes is None else {"lack_classes": lack_classes}
-    described |= {"model": name, "clients": count, "partition": chosen, "partition_options": {**kept, **(options or {})}}
+    kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
+    described |= {"model": name, "clients": count, "partition": kind, "partition_options": {**kept, **(options or {})}}
     return Task(problem, roster, described, source.test)
 
 

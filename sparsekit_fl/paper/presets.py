@@ -73,12 +73,8 @@ class Preset:
         return RunConfig(training=training, **own | {name: value for name, value in given.items() if name not in trains})
 
 
-def _preset(name: str, row: dict[str, Any]) -> Preset:
-    return Preset(name=name, training=TrainingConfig(**row.pop("training")), **row)
-
-
 PRESETS: Mapping[str, Preset] = {
-    name: _preset(name, row)
+    name: Preset(**row | {"name": name, "training": TrainingConfig(**row["training"])})
     for name, row in tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8")).items()
 }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph import along
 from sparsekit.registry import load_object
-from sparsekit_fl.options.checked import Checked, Count, Hint, Share
+from sparsekit_fl.options.checked import Checked, Count, Hint, Share, choices, parse_value
 
 
 class Augment(Protocol):
@@ -116,8 +115,8 @@ class Augmentations:
         return inputs
 
 
-AUGMENTATIONS: dict[str, Callable[..., Augment]] = {"crop": Crop, "flip": Flip, "erase": Erase, "noise": Noise}
-"""Name → class."""
+AUGMENTATIONS: dict[str, type[Any]] = {"crop": Crop, "flip": Flip, "erase": Erase, "noise": Noise}
+"""Name → class, whose one field is the number behind the name."""
 
 
 def make_augment(text: str) -> Augment:
@@ -134,11 +133,9 @@ def make_augment(text: str) -> Augment:
 def _named(text: str) -> Augment:
     name, colon, number = text.partition(":")
     if name in AUGMENTATIONS:
-        try:
-            arguments = () if not colon else (int(number),) if name == "crop" else (float(number),)
-        except ValueError:
-            raise InvalidValueError(f"augmentation {name!r} takes a number, got {number!r}") from None
-        return AUGMENTATIONS[name](*arguments)
+        kind = AUGMENTATIONS[name]
+        (choice,) = choices(kind)
+        return kind(parse_value(choice.hint, number, name=f"{choice.name} of {name!r}")) if colon else kind()
     if not colon:
         raise UnknownNameError(f"unknown augmentation {text!r}; {nearest(text, AUGMENTATIONS)}, or package.module:object")
     found = load_object(text)

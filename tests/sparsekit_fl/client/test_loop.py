@@ -280,7 +280,7 @@ def test_augmentations_are_read_from_text():
         make_augment("flop")
     with pytest.raises(InvalidValueError, match="share must be in"):
         make_augment("erase:2")
-    with pytest.raises(InvalidValueError, match="takes a number"):
+    with pytest.raises(InvalidValueError, match="padding of 'crop' must be an integer >= 1, got 'x'"):
         make_augment("crop:x")
 
 
