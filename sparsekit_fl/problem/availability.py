@@ -38,6 +38,11 @@ class Availability(Checked):
                     raise InvalidValueError(
                         f"client {client_id} is there from round {start} to {stop}; expected 1 <= start < stop"
                     )
+                if self.period and stop > self.period + 1:
+                    raise InvalidValueError(
+                        f"client {client_id} is there until round {stop}, beyond the period of {self.period}; split what"
+                        f" crosses its end into [{start}, {self.period + 1}] and [1, {stop - self.period}]"
+                    )
 
     @staticmethod
     def read(path: Path | str) -> Availability:

@@ -7,7 +7,7 @@ import pytest
 from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.problem.availability import Availability
@@ -61,3 +61,6 @@ def test_a_trace_repeats_after_its_period(tmp_path):
     path.write_text('{"period": 2, "clients": {"0": [[1, 2]], "1": [[2, 3]]}}')
     trace = Availability.read(path)
     assert [trace.among([0, 1, 2], round) for round in (1, 2, 3, 4)] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+    path.write_text('{"period": 24, "clients": {"3": [[20, 30]]}}')
+    with pytest.raises(DataError, match=r"client 3 .* beyond the period of 24; split .* into \[20, 25\] and \[1, 6\]"):
+        Availability.read(path)
