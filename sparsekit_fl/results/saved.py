@@ -295,6 +295,7 @@ def _difference(model: nn.Module, inputs: Sequence[Tensor], path: Path) -> float
     given = dict(zip(names, (tensor.numpy() for tensor in inputs), strict=True))
     ours, theirs = predict(model, inputs), torch.from_numpy(session.run(None, given)[0])
     found = float((ours - theirs).abs().max()) if ours.numel() else 0.0
-    if found > _TOLERANCE * max(1.0, float(ours.abs().max())):
+    # A difference that is not a number is no small one.
+    if not found <= _TOLERANCE * max(1.0, float(ours.abs().max())):
         raise DataError(f"ONNX Runtime gives other outputs than torch with {path}: they differ by {found:g}")
     return found

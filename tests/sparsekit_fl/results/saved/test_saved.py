@@ -1,7 +1,9 @@
 """Models of a finished run: loaded narrow and ready, predicted with and exported, also from the command line."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
+from sparsekit_fl.results import saved
 from sparsekit_fl.results.saved import predict, read_inputs
 from sparsekit_fl.results.state.models import read_recipe
 from sparsekit_fl.testing import TinyNet, tiny_clients
@@ -143,6 +146,17 @@ def test_export_writes_onnx_that_gives_the_outputs_of_torch(
     assert np.allclose(theirs, predict(model, (batch,)).numpy(), atol=1e-4)
     assert execute(["export", str(digits)]) == 2
     assert "--onnx or --pt2" in capsys.readouterr().err
+
+
+def test_outputs_that_are_not_numbers_are_others_than_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = SimpleNamespace(
+        get_inputs=lambda: [SimpleNamespace(name="x")], run=lambda *_: [np.full((1, 3), np.nan, np.float32)]
+    )
+    runtime = SimpleNamespace(InferenceSession=lambda *_, **__: session)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)  # type: ignore[arg-type]
+    monkeypatch.setattr(saved, "export_onnx", lambda *_: None)
+    with pytest.raises(DataError, match="gives other outputs than torch .*: they differ by nan"):
+        saved.export_model(TinyNet(), (torch.zeros(1, 6),), tmp_path / "x.onnx", onnx=True)
 
 
 def test_export_writes_a_program_that_torch_loads(digits: Path, tmp_path: Path) -> None:
