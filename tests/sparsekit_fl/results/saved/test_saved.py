@@ -155,7 +155,7 @@ def test_outputs_that_are_not_numbers_are_others_than_those_of_torch(tmp_path: P
     runtime = SimpleNamespace(InferenceSession=lambda *_, **__: session)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)  # type: ignore[arg-type]
     monkeypatch.setattr(saved, "export_onnx", lambda *_: None)
-    with pytest.raises(DataError, match="gives other outputs than torch .*: they differ by nan"):
+    with pytest.raises(DataError, match=r"gives other outputs than torch .*: they differ by nan"):
         saved.export_model(TinyNet(), (torch.zeros(1, 6),), tmp_path / "x.onnx", onnx=True)
 
 
