@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,7 @@ class Augmentations:
         return inputs
 
 
-AUGMENTATIONS: dict[str, type[Any]] = {"crop": Crop, "flip": Flip, "erase": Erase, "noise": Noise}
+AUGMENTATIONS: dict[str, type[Flip | Crop | Erase | Noise]] = {"crop": Crop, "flip": Flip, "erase": Erase, "noise": Noise}
 """Name → class, whose one field is the number behind the name."""
 
 
@@ -134,8 +134,8 @@ def _named(text: str) -> Augment:
     name, colon, number = text.partition(":")
     if name in AUGMENTATIONS:
         kind = AUGMENTATIONS[name]
-        (choice,) = choices(kind)
-        return kind(parse_value(choice.hint, number, name=f"{choice.name} of {name!r}")) if colon else kind()
+        (choice,) = choices(kind)  # type: ignore[arg-type]  # classes are hashable
+        return kind(*([parse_value(choice.hint, number, name=f"{choice.name} of {name!r}")] if colon else []))
     if not colon:
         raise UnknownNameError(f"unknown augmentation {text!r}; {nearest(text, AUGMENTATIONS)}, or package.module:object")
     found = load_object(text)
