@@ -104,7 +104,7 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int, 
 def _engine(name: str) -> Engine:
     if name.startswith("embedded-"):
         return Embedded(int(name.removeprefix("embedded-")))
-    from sparsekit_fl.engines.flower import Flower
+    from sparsekit_fl.engines.flower.simulation import Flower
 
     return Flower(workers=WORKERS)
 

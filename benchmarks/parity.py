@@ -36,7 +36,7 @@ from replies import Changed
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine, Reply
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower import Flower
+from sparsekit_fl.engines.flower.simulation import Flower
 from sparsekit_fl.engines.flower.wire import read as read_message
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods import registry

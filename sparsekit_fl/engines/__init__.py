@@ -32,7 +32,7 @@ registry = Registry(
     {
         "cohort": "sparsekit_fl.engines.cohort:Cohort",
         "embedded": "sparsekit_fl.engines.embedded:Embedded",
-        "flower": "sparsekit_fl.engines.flower:Flower",
+        "flower": "sparsekit_fl.engines.flower.simulation:Flower",
     },
     group="sparsekit_fl.engines",
 )

@@ -5,13 +5,13 @@ by the simulated clock a client is under way for as long as its capability says 
 of workers and any resume give the same bits. By the wall clock clients come in when they do.
 """
 
-import heapq
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,18 +223,14 @@ class Simulated(Asynchronous):
 
     def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
         super().__init__(server, pool, told)
-        self._memory = server.state.memory.setdefault("asynchronous", {"now": 0.0, "order": 0, "flights": []})
+        # Who is under way, in the order of their starts: when each comes in, the step that it started in, its update.
+        self._memory = server.state.memory.setdefault("asynchronous", {"now": 0.0, "flights": []})
+        self._flights: list[dict[str, Any]] = self._memory["flights"]
         self._waiting: deque[Update] = deque()
-        # (end, order of the start, step of the start, update)
-        self._flying: list[tuple[float, int, int, Update]] = [
-            (float(one["end"]), int(one["order"]), int(one["base"]), decode_update(one["update"].numpy().tobytes()))
-            for one in self._memory["flights"]
-        ]
-        heapq.heapify(self._flying)
 
     @property
     def under_way(self) -> list[int]:
-        return sorted(update.client_id for update in (*(one[-1] for one in self._flying), *self._waiting))
+        return sorted([*(one["client"] for one in self._flights), *(update.client_id for update in self._waiting)])
 
     def _now(self) -> float:
         return float(self._memory["now"])
@@ -250,32 +246,27 @@ class Simulated(Asynchronous):
                 update = self._receive(step, assignment, reply)
                 if update is not None:
                     self._waiting.append(update)
-        while self._waiting and len(self._flying) < self._cohort:
+        while self._waiting and len(self._flights) < self._cohort:
             self._fly(step)
 
     def _fly(self, step: Step) -> None:
-        update, order = self._waiting.popleft(), int(self._memory["order"])
-        heapq.heappush(self._flying, (self._now() + update.cost.simulated_seconds, order, step.round, update))
-        self._memory["order"] = order + 1
+        update = self._waiting.popleft()
+        sent = torch.from_numpy(np.frombuffer(encode_update(update), dtype=np.uint8).copy())
+        end = self._now() + update.cost.simulated_seconds
+        self._flights.append({"client": update.client_id, "end": end, "base": step.round, "update": sent})
 
     def _arrive(self, step: Step) -> None:
-        self._memory["now"], _, base, update = heapq.heappop(self._flying)
-        step.landed.append((update, step.round - base))
+        ends = [one["end"] for one in self._flights]
+        first = self._flights.pop(ends.index(min(ends)))  # of equals the one that started first
+        self._memory["now"] = first["end"]
+        step.landed.append((decode_update(first["update"].numpy().tobytes()), step.round - first["base"]))
 
     def step(self, round: int, memory_rounds: MemoryRounds) -> Step:
         step = super().step(round, memory_rounds)
         while self._waiting:
             # Who did not start in this step has trained for nothing else: it starts now.
             self._fly(step)
-        self._memory["flights"] = [
-            {"client": update.client_id, "end": end, "order": order, "base": base, "update": _packed(update)}
-            for end, order, base, update in sorted(self._flying, key=lambda one: one[:2])
-        ]
         return step
-
-
-def _packed(update: Update) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(encode_update(update), dtype=np.uint8).copy())
 
 
 class Wall(Asynchronous):

@@ -1,15 +1,11 @@
-"""Flower as the engine: the same runs through its Ray simulation, or on devices that it connects."""
+"""Flower as the engine: the same runs through its Ray simulation, or on devices that it connects.
 
-from __future__ import annotations
+Nothing is imported here: a SuperNode starts a process for every message, which needs no simulation and no Ray.
+"""
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from sparsekit_fl.engines.flower.simulation import Flower
-
-__all__ = ["QUIET", "Flower", "be_quiet"]
+__all__ = ["QUIET", "be_quiet"]
 
 # Set by default, never over what the user set: no telemetry, usage reports or update checks. The report URL is a closed port
 # of this machine: Ray posts a "disabled" report even where reports are switched off.
@@ -34,10 +30,3 @@ def be_quiet() -> None:
 
 # Flower and Ray read their switches when they are imported, so this comes before everything that imports them.
 be_quiet()
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a SuperNode starts a process for every message, which needs no simulation and no Ray.
-    if name == "Flower":
-        return importlib.import_module(f"{__name__}.simulation").Flower
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -57,12 +57,12 @@ def described(clients: Iterable[Client]) -> dict[str, bytes]:
     return {"clients": json.dumps(rows).encode()}
 
 
-def read_clients(message: Message, ours: Mapping[str, str] | None = None) -> dict[int, Client]:
+def read_clients(message: Message, ours: Mapping[str, str]) -> dict[int, Client]:
     """The inverse of `described`.
 
     Args:
         message: A node's answer, whatever it is.
-        ours: From `introduced_by`, what the node must have in common with the server; None takes any.
+        ours: From `introduced_by`, what the node must have in common with the server.
 
     Returns:
         Client id → client, with sizes instead of data; at least one.
@@ -87,20 +87,12 @@ def read_clients(message: Message, ours: Mapping[str, str] | None = None) -> dic
         raise DataError(f"it describes a client badly: {error}") from error
     if len(clients) != len(rows):
         raise DataError("it names a client twice")
-    if ours is not None:
-        _check_code(header.get("identity"), ours)
+    theirs = header.get("identity")
+    for name, wanted in ours.items():
+        told = str(theirs.get(name) if isinstance(theirs, dict) else None)[:_LETTERS]
+        if told != wanted:
+            raise DataError(f"{_SAME[name].format(told, wanted)} on both")
     return clients
-
-
-def _check_code(theirs: object, ours: Mapping[str, str]) -> None:
-    if not isinstance(theirs, dict) or "sparsekit" not in theirs:
-        raise DataError(
-            f"it does not say by which version it was made, so it is an older one; install sparsekit {ours['sparsekit']} there"
-        )
-    for name, what in _SAME.items():
-        told = str(theirs.get(name))[:_LETTERS]
-        if told != ours[name]:
-            raise DataError(f"{what.format(told, ours[name])} on both")
 
 
 _log = logging.getLogger(__name__)
@@ -124,8 +116,8 @@ class Nodes(Carrier):
         grid: Flower's grid.
         wanted: Number of SuperNodes to wait for.
         wait_seconds: Seconds to wait, for them and for clients that too many of a round lack.
-        identity: What a node must have in common with the server, from `introduction.introduced_by`; a node of other code, or
-            with another model, is not used. None takes any.
+        identity: What a node must have in common with the server, from `introduced_by`; a node of other code, or with another
+            model, is not used.
         allowed: Name under which a SuperNode's key was registered → the clients that it may have. Other nodes, and nodes
             that claim more, are not used. None believes what nodes say.
     """
@@ -136,7 +128,7 @@ class Nodes(Carrier):
         *,
         wanted: int,
         wait_seconds: float,
-        identity: Mapping[str, str] | None = None,
+        identity: Mapping[str, str],
         allowed: Mapping[str, Collection[int]] | None = None,
     ) -> None:
         self.grid = grid

@@ -69,7 +69,7 @@ class FakeGrid:
 
 
 def found(grid: FakeGrid, **options: Any) -> Nodes:
-    return Nodes(grid, **{"wanted": len(grid.nodes), "wait_seconds": 1, **options})  # type: ignore[arg-type]
+    return Nodes(grid, **{"wanted": len(grid.nodes), "wait_seconds": 1, "identity": {}, **options})  # type: ignore[arg-type]
 
 
 def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -> None:
@@ -233,7 +233,7 @@ def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None
     def answer(message: Message, _: Any) -> Message:
         return Message(content({}, **described(roster)), reply_to=message)
 
-    nodes = Nodes(LocalGrid(app, nodes=1, rng=np.random.default_rng(0)), wanted=1, wait_seconds=1)
+    nodes = Nodes(LocalGrid(app, nodes=1, rng=np.random.default_rng(0)), wanted=1, wait_seconds=1, identity={})
     found = nodes.introduce()
     assert [_facts(client) for client in found.values()] == [_facts(client) for client in roster]
     assert nodes.node_of(3 * 11_999) == 1000
@@ -273,13 +273,13 @@ def _rows(**changed: Any) -> list[list[Any]]:
 def test_a_malformed_introduction_is_refused(clients: Any, message: str) -> None:
     said = {} if clients is None else {"clients": json.dumps(clients).encode()}
     with pytest.raises(DataError, match=message):
-        read_clients(_said(**said))
+        read_clients(_said(**said), {})
 
 
 def test_bytes_that_are_no_introduction_are_refused() -> None:
     for payload in (b"\xff\x00", b"[" * 10**5, b"[[1,"):
         with pytest.raises(DataError, match="badly"):
-            read_clients(_said(clients=payload))
+            read_clients(_said(clients=payload), {})
 
 
 OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
@@ -300,7 +300,7 @@ def test_a_node_of_the_same_code_and_model_is_used() -> None:
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ({}, "does not say by which version"),
+        ({}, "it has sparsekit None, the server 1.0"),
         ({"identity": {**OURS, "sparsekit": "0.9"}}, "it has sparsekit 0.9, the server 1.0"),
         ({"identity": {**OURS, "code": "ccc"}}, "has other code .digest ccc."),
         ({"identity": {**OURS, "graph": "ddd"}}, "its model has other units .digest ddd."),

@@ -19,7 +19,7 @@ from fault_deployment import free_port, program, until
 from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl.engines.flower import Flower
+from sparsekit_fl.engines.flower.simulation import Flower
 from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.server.loop import run
