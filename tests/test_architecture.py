@@ -270,8 +270,10 @@ def test_every_file_of_a_shelf_is_in_its_table(folder: str) -> None:
     home, name, helpers = REGISTRIES[folder]
     registry = getattr(importlib.import_module(home), name)
     # A table may name what lies elsewhere, such as the paper's ablations.
-    here = [target.split(":")[0] for target in registry._table.values() if target.startswith(f"{folder.replace('/', '.')}.")]
-    listed = {target.rpartition(".")[2] for target in here}
+    inside = f"{folder.replace('/', '.')}."
+    listed = {
+        re.split("[.:]", target.removeprefix(inside))[0] for target in registry._table.values() if target.startswith(inside)
+    }
     packages = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
     present = ({path.stem for path in (ROOT / folder).glob("*.py")} | packages) - {"__init__"} - helpers
     assert listed == present

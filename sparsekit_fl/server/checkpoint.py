@@ -108,12 +108,6 @@ class RunFolder:
         """Let other runs write to the folder."""
         self._lock.release()
 
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self, described: Mapping[str, Any], fingerprint: Mapping[str, Any], *, accept_code: bool = False) -> Saved:
         """Load what was saved, or remove what an interrupted first round left; of a run that starts afresh nothing was saved.
 

@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ class Rounds:
             # Resumed after the last round: its scores were saved, those of each client were not. Or a callback ended the run
             # after a round in which not all were scored.
             final, _ = self._evaluate(self.server.state.round, list(self.clients), last=True)
-            self._records[-1] = self._records[-1].model_copy(update={"evaluation": self._scores(final)})
+            if self._records:  # none where a callback ended the run before the first round
+                self._records[-1] = self._records[-1].model_copy(update={"evaluation": self._scores(final)})
         return self._finish(final)
 
     def _round(self, round: int) -> list[Evaluation] | None:
@@ -376,7 +377,7 @@ def run(
     experiment = dict(experiment or {})
     folder = None if out is None else RunFolder(Path(out), resume=resume)
     temporary = tempfile.TemporaryDirectory(prefix="sparsekit-") if folder is None else nullcontext(str(folder.path))
-    with folder or nullcontext(), temporary as base:
+    with nullcontext() if folder is None else closing(folder), temporary as base:
         spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         fingerprint = fingerprint_of(None if folder is None else roster.values())
         saved = Saved(fingerprint)

@@ -142,11 +142,11 @@ class GridPool(TaskPool):
     def free(self, ids: Collection[int]) -> dict[int, int]:
         self.carrier.look()
         self._looked = time.monotonic()
-        found = {}
+        busy, found = self._post.busy, {}
         for id in ids:
             with contextlib.suppress(ClientError):  # its node is away
                 place = self.carrier.node_of(id) if self.carrier.devices else id
-                if id not in self._asked and place not in self._post.busy:
+                if id not in self._asked and place not in busy:
                     found[id] = place
         return found
 

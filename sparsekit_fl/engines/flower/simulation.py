@@ -1,9 +1,7 @@
 """Flower: the engine that runs clients in Flower's simulation, on this machine's cores or on a Ray cluster."""
 
-import contextlib
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -125,14 +123,14 @@ class _Session(Carrier):
         """Start Ray and the simulation, and wait for its nodes; raises WorkerDiedError where they do not come up."""
         self._start_ray()
         reference = ray.put(self._make)
-        ready: queue.Queue[Grid | BaseException] = queue.Queue()
         self._stop = stop = threading.Event()
         # Ray gives each actor its share of the GPUs, and shows it no other.
         gpus = len(devices(self._device)) / self.actors if self._device.startswith("cuda") else 0.0
         server = ServerApp()
+        found: list[Grid | BaseException] = []  # what the simulation's thread has to say
 
         def main(grid: Grid, _: Context) -> None:
-            ready.put(grid)
+            found.append(grid)
             stop.wait()
 
         server.main()(main)
@@ -148,27 +146,22 @@ class _Session(Carrier):
                     backend_config=resources,
                 )
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-                ready.put(error)
+                found.append(error)
 
         self._thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
         self._thread.start()
-        self._turns = itertools.cycle(self._await_nodes(ready))
-
-    def _await_nodes(self, ready: queue.Queue[Grid | BaseException]) -> list[int]:
-        """Return the nodes, which are registered after the server's side has begun."""
-        end = time.monotonic() + _START_SECONDS
         ids: list[int] = []
-        grid: Grid | None = None
+        end = time.monotonic() + _START_SECONDS
         while len(ids) < self._nodes:
             if time.monotonic() > end:
                 raise WorkerDiedError(f"{len(ids)} of {self._nodes} nodes of Flower's simulation came in {_START_SECONDS:g} s")
-            with contextlib.suppress(queue.Empty):
-                found = ready.get(timeout=_POLL_SECONDS)
-                if isinstance(found, BaseException):
-                    raise WorkerDiedError(f"Flower's simulation did not start: {found}") from found
-                self.grid = grid = found
-            ids = [] if grid is None else sorted(grid.get_node_ids())
-        return ids
+            time.sleep(_POLL_SECONDS)
+            for one in found:
+                if isinstance(one, BaseException):
+                    raise WorkerDiedError(f"Flower's simulation did not start: {one}") from one
+                # Nodes are registered after the server's side has begun.
+                self.grid, ids = one, sorted(one.get_node_ids())
+        self._turns = itertools.cycle(ids)
 
     def _start_ray(self) -> None:
         address = self._engine.ray_address

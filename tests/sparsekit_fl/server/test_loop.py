@@ -114,6 +114,17 @@ def test_a_run_in_which_every_update_is_refused_stops_with_the_reason_and_can_go
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
+class StopAtOnce(fl.Callback):
+    def on_run_start(self, run):
+        run.stop("not today")
+
+
+def test_a_run_that_a_callback_ends_before_the_first_round_is_scored_and_can_go_on(tmp_path):
+    ended = tiny_run(out=tmp_path, callbacks=[StopAtOnce()])
+    assert (ended.stopped, ended.rounds, len(ended.final.per_client)) == ("not today", (), 8)
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
+
+
 def test_a_model_without_units_can_still_be_averaged():
     problem = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
     result = run(fedavg(), problem, tiny_clients(), tiny_config())
