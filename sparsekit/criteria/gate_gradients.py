@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.batches import DataDriven, call_model, example_count
-from sparsekit.criteria.weights import along_axis
+from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -112,7 +112,8 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
         raise InvalidValueError(
             f"the loss must be the mean over the examples of the batch, got {criterion.loss} with reduction='sum'; pass 'mean'"
         )
-    readers, gated = unit_readers(model, graph), gated_entries(model, graph)
+    readers = unit_readers(model, graph)
+    gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
     layers = {module for found in readers.values() for module, _, _ in found or ()}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
     sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -137,17 +138,6 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
                 " sparsekit.graph.edit.without, or use a loss over all outputs"
             )
     return {name: (sums[name][0].cpu().double() / seen, sums[name][1].cpu().double() / seen) for name in graph.groups}
-
-
-def gated_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
-    """Group name → the parameters that gates multiply, with their slices; of tied names the first."""
-    entries = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
-    for name, group in graph.groups.items():
-        pieces = [(entries[piece.name], piece) for piece in group.slices if piece.gated and piece.name in entries]
-        once = {(id(entry), piece.dim): (entry, piece) for entry, piece in reversed(pieces)}
-        found[name] = list(once.values())[::-1]
-    return found
 
 
 def _gate_gradients(

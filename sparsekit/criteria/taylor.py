@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count
 from sparsekit.criteria.gate_gradients import gate_moments
-from sparsekit.criteria.weights import along_axis
+from sparsekit.criteria.weights import along_axis, unit_entries
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -67,8 +67,8 @@ class Taylor(DataDriven):
 
     def _products(self, model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
         """Average the gradients of all entries over the batches and sum |w·gradient| over the entries of a unit."""
-        entries = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-        touched = {id(entries[name]): entries[name] for name in graph.slices_of if name in entries}
+        entries = unit_entries(model, graph)
+        touched = {id(entry): entry for pairs in entries.values() for entry, _ in pairs if entry.is_floating_point()}
         totals: dict[int, Tensor] = {}
         examples = 0
         with self._passes(model, touched.values()) as passes:
@@ -82,12 +82,11 @@ class Taylor(DataDriven):
                         totals[key] = totals[key].add_(part) if key in totals else part
         products = {key: (wide(touched[key].detach()) * total / examples).abs() for key, total in totals.items()}
         found = {}
-        for name, group in graph.groups.items():
-            found[name] = torch.zeros(group.size, dtype=torch.float64)
-            pieces = {(id(entries.get(piece.name)), piece.dim): piece for piece in reversed(group.slices)}
-            for (key, _), piece in pieces.items():  # of tied names the first counts
-                if key in products:
-                    found[name] += along_axis(products[key], piece.dim).cpu().double()[piece.index].sum(1)
+        for name, pairs in entries.items():
+            found[name] = torch.zeros(graph.groups[name].size, dtype=torch.float64)
+            for entry, piece in pairs:
+                if id(entry) in products:
+                    found[name] += along_axis(products[id(entry)], piece.dim).cpu().double()[piece.index].sum(1)
         return found
 
 

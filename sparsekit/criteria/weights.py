@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
@@ -32,6 +32,19 @@ def all_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
     """The same with those that read the units."""
     own = set(own_slices(group, parameters))
     return tuple(i for i, s in enumerate(group.slices) if i in own or (s.side == "in" and s.name in parameters))
+
+
+def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
+    """Group name → the parameters in which its units lie, with their slices, each once; of tied names the first counts."""
+    entries = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
+    for name, group in graph.groups.items():
+        once: dict[tuple[int, int], tuple[nn.Parameter, UnitSlice]] = {}
+        for piece in group.slices:
+            if (entry := entries.get(piece.name)) is not None:
+                once.setdefault((id(entry), piece.dim), (entry, piece))
+        found[name] = list(once.values())
+    return found
 
 
 def along_axis(values: Tensor, dim: int) -> Tensor:

@@ -316,7 +316,10 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
     temporary.touch()  # where this fails, the operating system says why: no such folder, no permission
     try:
         mode = temporary.stat().st_mode
-        save_file(_apart(entries), temporary, metadata=header)
+        tensors = {name: entry.detach().cpu().contiguous() for name, entry in entries.items()}
+        # The format allows no shared memory: what is a part of some is copied.
+        apart = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in tensors.items()}
+        save_file(apart, temporary, metadata=header)
         # safetensors makes a file that its owner alone may read.
         temporary.chmod(mode)
         with temporary.open("rb+") as file:
@@ -324,18 +327,6 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _apart(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries on the CPU, without shared memory: the format allows none, so all but the first are copied."""
-    seen: set[int] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, entry in entries.items():
-        tensor = entry.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return tensors
 
 
 def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
