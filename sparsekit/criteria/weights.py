@@ -1,6 +1,6 @@
 """Magnitude, GeometricMedian, BatchNormScale: what the weights alone say, read off the index table."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -17,21 +17,16 @@ from sparsekit.graph.state import StateDict
 Order = Literal[1, 2]
 
 
-def own_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
-    """Positions in `group.slices` of the parameters that make the units: side "out", floating point, not statistics."""
-    return tuple(
-        i
-        for i, piece in enumerate(group.slices)
-        if piece.side == "out"
-        and piece.name in parameters
-        and piece.name.rpartition(".")[2] not in {"running_mean", "running_var"}
-    )
+def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False) -> list[UnitSlice]:
+    """The slices of entries, of those with some `names`, that make the units: side "out", and no running statistics.
 
+    With `coupled` also those that read the units.
+    """
 
-def all_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
-    """The same with those that read the units."""
-    own = set(own_slices(group, parameters))
-    return tuple(i for i, s in enumerate(group.slices) if i in own or (s.side == "in" and s.name in parameters))
+    def makes(piece: UnitSlice) -> bool:
+        return piece.side == "out" and piece.name.rpartition(".")[2] not in {"running_mean", "running_var"}
+
+    return [piece for piece in group.slices if piece.name in names and (makes(piece) or (coupled and piece.side == "in"))]
 
 
 def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
@@ -65,14 +60,13 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term.
     """
-    return unit_sums(group, weights, own_slices(group, weights), order=1)
+    return unit_sums(group, weights, order=1)
 
 
-def unit_sums(group: UnitGroup, weights: StateDict, slices: Iterable[int], *, order: Order) -> Tensor:
-    """Σ |θ| or Σ θ² over the slices at some positions in `group.slices`: float (units,), 0 where there are none."""
+def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False) -> Tensor:
+    """Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none."""
     total: Tensor | None = None
-    for i in slices:
-        piece = group.slices[i]
+    for piece in own_slices(group, weights, coupled=coupled):
         entry = wide(weights[piece.name].detach())
         if order == 1 and entry.dim() > 1:  # a norm, which makes no copy of the entry
             along = torch.linalg.vector_norm(entry, ord=1, dim=[axis for axis in range(entry.dim()) if axis != piece.dim])
@@ -108,9 +102,11 @@ class Magnitude:
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Sum up each unit's weights, in their dtype."""
-        weights, chosen = view.weights_for(self), all_slices if self.coupled else own_slices
-        sums = {n: unit_sums(group, weights, chosen(group, weights), order=self.order) for n, group in graph.groups.items()}
-        return sums if self.order == 1 else {name: values.sqrt() for name, values in sums.items()}
+        found, weights = {}, view.weights_for(self)
+        for name, group in graph.groups.items():
+            sums = unit_sums(group, weights, order=self.order, coupled=self.coupled)
+            found[name] = sums if self.order == 1 else sums.sqrt()
+        return found
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class GeometricMedian:
         """Sum up distances; 0 in a group of one unit."""
         weights, found = view.weights_for(self), {}
         for name, group in graph.groups.items():
-            own = [group.slices[i] for i in own_slices(group, weights)]
+            own = own_slices(group, weights)
             # The square of a distance over several matrices is the sum over each: no long vectors are joined.
             square = torch.zeros(group.size, group.size)
             for piece in [piece for piece in own if weights[piece.name].dim() > 1] or own:

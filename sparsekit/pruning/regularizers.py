@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.weights import all_slices, unit_sums
+from sparsekit.criteria.weights import own_slices, unit_sums
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, wide
@@ -61,11 +61,9 @@ class UnitRegularizer(ABC):
             raise ForeignMaskError(f"{wrong[0]!r} does not have the shape that the graph expects; pass the dense model")
         with torch.no_grad():
             for name, group in self.graph.groups.items():
-                slices = all_slices(group, state)
-                values = self.coefficients(name, unit_sums(group, state, slices, order=2).sqrt())
+                values = self.coefficients(name, unit_sums(group, state, order=2, coupled=True).sqrt())
                 done: set[tuple[int, int]] = set()
-                for i in slices:
-                    piece = group.slices[i]
+                for piece in own_slices(group, state, coupled=True):
                     entry = entries[piece.name]
                     if entry.grad is None or (id(entry), piece.dim) in done:
                         continue
@@ -99,18 +97,14 @@ class GroupLasso(UnitRegularizer):
     def __init__(self, graph: UnitGraph, strength: float = 1e-4) -> None:
         super().__init__(graph)
         self.strength = _strength("strength", strength)
-        self._roots = {name: _entries_per_unit(graph, name) ** 0.5 for name in graph.groups}
+        self._roots: dict[str, float] = {}
+        for name, group in graph.groups.items():
+            pieces = [(piece, graph.shapes[piece.name]) for piece in own_slices(group, graph.shapes, coupled=True)]
+            self._roots[name] = sum(shape.numel() / shape[piece.dim] * piece.span for piece, shape in pieces) ** 0.5
 
     def coefficients(self, name: str, norms: Tensor) -> Tensor:
         """λ·√n / ‖unit‖; 0 for a unit that is zero."""
         return torch.where(norms > 0, self.strength * self._roots[name] / norms.clamp_min(1e-12), torch.zeros_like(norms))
-
-
-def _entries_per_unit(graph: UnitGraph, name: str) -> float:
-    group = graph.groups[name]
-    names = {piece.name: torch.zeros(0) for piece in group.slices}
-    pieces = [group.slices[i] for i in all_slices(group, names)]
-    return sum(graph.shapes[p.name].numel() / graph.shapes[p.name][p.dim] * p.span for p in pieces)
 
 
 class GroupSL(UnitRegularizer):

@@ -135,9 +135,8 @@ class UnitVectors:
         narrow_model, graph = self.narrow_model, self.narrow_model.graph
         wanted: dict[tuple[str, int], set[str]] = {}
         for name, group in graph.groups.items():
-            own = set(own_slices(group, self._leaves))
-            for i, piece in enumerate(group.slices):
-                if piece.name in self._leaves and (piece.gated if gated else i in own):
+            for piece in group.slices if gated else own_slices(group, self._leaves):
+                if piece.name in self._leaves and (piece.gated or not gated):
                     wanted.setdefault((piece.name, piece.dim), set()).add(name)
         readers, maps = [], []
         # Vectors after matrices, so that the vectors' values come from one fused call.
