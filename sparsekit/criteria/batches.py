@@ -60,7 +60,11 @@ def example_count(batch: Batch) -> int:
 
 
 def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it."""
+    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it; a sum over examples is refused."""
+    if getattr(loss, "reduction", None) == "sum":
+        raise InvalidValueError(
+            f"the loss must be the mean over the examples of the batch, got {loss} with reduction='sum'; pass 'mean'"
+        )
     args, kwargs, target = split_batch(batch, keep_target=loss is None)
     return loss_of(model(*args, **kwargs), target, loss)
 

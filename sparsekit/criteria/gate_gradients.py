@@ -105,13 +105,9 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
         Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss, or the loss is a sum over examples.
+        InvalidValueError: a group's units have no part in the loss.
         MissingImportanceError, DataError: see `DataDriven`.
     """
-    if getattr(criterion.loss, "reduction", None) == "sum":
-        raise InvalidValueError(
-            f"the loss must be the mean over the examples of the batch, got {criterion.loss} with reduction='sum'; pass 'mean'"
-        )
     readers = unit_readers(model, graph)
     gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
     layers = {module for found in readers.values() for module, _, _ in found or ()}

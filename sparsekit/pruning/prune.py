@@ -188,7 +188,7 @@ def _report(steps: Steps, small: nn.Module, mask: UnitMask, history: list[Mappin
     free = free_counts(
         start.graph, getattr(start.allocation, "limits", {}), 1 if isinstance(multiple_of, Liked) else multiple_of
     )
-    groups, layers = describe(start.graph, start.costs, counts)
+    groups, layers = describe(start, steps.costs, counts)
     absolute = budget.limits(dense) if budget is not None else {}
     denormals = count_denormals(small)
     notes = [*start.notes]
@@ -211,7 +211,7 @@ def _report(steps: Steps, small: nn.Module, mask: UnitMask, history: list[Mappin
         before=dense,
         after=start.costs.costs(counts) | ({} if steps.latency_ms is None else {"latency_ms": steps.latency_ms}),
         least=start.costs.costs(least_counts(free)),
-        groups=(*start.rows(steps.costs, counts), *groups),
+        groups=groups,
         layers=layers,
         fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in start.graph.fixed],
         steps=history,

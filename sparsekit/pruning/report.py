@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import TimePair
 from sparsekit.pruning.selection import makers
+from sparsekit.pruning.steps import Start
 
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -207,17 +207,26 @@ def count_denormals(model: nn.Module) -> int:
 
 
 def describe(
-    graph: UnitGraph, costs: CostModel, counts: Mapping[str, int]
+    start: Start, dense: CostModel, counts: Mapping[str, int]
 ) -> tuple[tuple[GroupReport, ...], tuple[LayerReport, ...]]:
-    """Groups and layers of the dense model, with its costs, before and after."""
-    dense = {name: group.size for name, group in graph.groups.items()}
-    before, after = costs.entry_costs(dense), costs.entry_costs(counts)
-    made = makers(graph)
+    """Branches with groups, and layers: before by the costs of the dense model, after by what is kept of the start."""
+    graph, costs = start.graph, start.costs
+    before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
+    after, made = costs.entry_costs(counts), makers(graph)
+
+    def sums(keys: Iterable[str]) -> Iterator[float]:
+        own = list(keys)
+        for what in ("flops", "params"):
+            for part in (before, after):
+                yield sum(part[key][what] for key in own if key in part)
+
     groups = []
+    for name, modules in start.branches.items():
+        inside = (key for key in before if key.startswith(tuple(f"{module}." for module in modules)))
+        groups.append(GroupReport(name, start.kind, 1, int(name not in start.gone), modules, *sums(inside)))
     for group in graph.groups.values():
-        keys = {piece.name for piece in group.slices} & before.keys()
-        sums = [sum(part[key][what] for key in keys) for what in ("flops", "params") for part in (before, after)]
-        groups.append(GroupReport(group.name, group.kind, group.size, counts[group.name], made[group.name], *sums))
+        keys = dict.fromkeys(piece.name for piece in group.slices)
+        groups.append(GroupReport(group.name, group.kind, group.size, counts[group.name], made[group.name], *sums(keys)))
     layers = []
     for key in dict.fromkeys(term.weight for term in costs.terms):
         shape = graph.shapes[key]
@@ -225,7 +234,7 @@ def describe(
             continue
         pieces = [(name, piece) for name, piece in graph.slices_of.get(key, ()) if piece.side == "out"]
         dim = pieces[0][1].dim if pieces else 0
-        kept = shape[dim] - sum(piece.span * (dense[name] - counts[name]) for name, piece in pieces if piece.dim == dim)
+        gone = sum(piece.span * (graph.groups[name].size - counts[name]) for name, piece in pieces if piece.dim == dim)
         name = key.removesuffix(".weight")  # one of several weights of a module keeps its own name
-        layers.append(LayerReport(name, shape[dim], kept, before[key]["flops"], after[key]["flops"]))
+        layers.append(LayerReport(name, shape[dim], shape[dim] - gone, before[key]["flops"], after[key]["flops"]))
     return tuple(groups), tuple(layers)

@@ -22,7 +22,6 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.compensation import compensate, recalibrate
 from sparsekit.pruning.plans import for_rest, has_field, with_fields
-from sparsekit.pruning.report import GroupReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import ModelInputs
@@ -105,22 +104,6 @@ class Start:
     branches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-
-    def rows(self, dense: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
-        """The branches before, by the costs of the dense model, and after, by the units that are kept of what is left."""
-        before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
-        after = self.costs.entry_costs(counts)
-
-        def total(entries: Mapping[str, Mapping[str, float]], modules: tuple[str, ...], what: str) -> float:
-            return sum(each[what] for key, each in entries.items() if key.startswith(tuple(f"{name}." for name in modules)))
-
-        return tuple(
-            GroupReport(
-                name, self.kind, 1, int(name not in self.gone), modules,
-                *(total(part, modules, what) for what in ("flops", "params") for part in (before, after)),
-            )
-            for name, modules in self.branches.items()
-        )  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,7 @@
 """Taylor and Fisher: exact against gate gradients of single examples, any form of batch, bad input."""
 
 from collections import UserDict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,8 +65,9 @@ def test_the_cost_of_removal_is_that_of_gates_of_single_examples(residual: tuple
 
 def test_a_loss_that_is_a_sum_over_examples_is_refused(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
     model, graph = residual
-    with pytest.raises(InvalidValueError, match="must be the mean over the examples"):
-        Fisher(_batches(), nn.CrossEntropyLoss(reduction="sum")).scores(graph, View(model=model))
+    for criterion in (Fisher, partial(Taylor, form="products")):
+        with pytest.raises(InvalidValueError, match="must be the mean over the examples"):
+            criterion(_batches(), nn.CrossEntropyLoss(reduction="sum")).scores(graph, View(model=model))
 
 
 def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_the_exact_square() -> None:
