@@ -99,15 +99,12 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
         UnknownNameError: a limit or a multiple names neither a group nor a kind.
         InvalidValueError: no number is left.
     """
-    check_limits(limits)
-    check_multiples(multiple_of)
-    kinds = get_args(Kind)
     for name in limits:
         if name not in graph.groups:
             raise UnknownNameError(f"a limit names no group: {name!r}; {nearest(name, graph.groups)}")
+    known = {*graph.groups, *get_args(Kind)}
     for name in multiple_of if isinstance(multiple_of, Mapping) else ():
-        if name not in graph.groups and name not in kinds:
-            known = {*graph.groups, *kinds}
+        if name not in known:
             raise UnknownNameError(f"multiple_of names neither a kind of unit nor a group: {name!r}; {nearest(name, known)}")
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
     for groups in graph.tied_sets:

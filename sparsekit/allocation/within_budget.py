@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from sparsekit.allocation.limits import (
 )
 from sparsekit.allocation.shares import keep_count
 from sparsekit.allocation.walk import Losses, Walk, Width
-from sparsekit.allocation.worth import Scale, check_scale
+from sparsekit.allocation.worth import Scale
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
@@ -197,7 +198,8 @@ class RankedWithinBudget(WithinBudget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scale(self.scale)
+        if self.scale not in get_args(Scale):
+            raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {self.scale!r}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsekit.criteria.base import check_scores, refuse_nan
 from sparsekit.criteria.normalised import share_of_remaining
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
 Scale = Literal["share_of_remaining", "mean", "none"]
@@ -22,12 +21,6 @@ layer that makes the units; "mean" divides by the mean of the group; "none" comp
 """
 
 _HUGE = 1e30
-
-
-def check_scale(scale: object) -> None:
-    """Raise InvalidValueError unless `scale` is one of the names."""
-    if scale not in get_args(Scale):
-        raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
 
 
 def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
@@ -43,7 +36,6 @@ def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -
     Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for
     "share_of_remaining", there for single weights.
     """
-    check_scale(scale)
     check_scores(graph, scores, "scores")
     given = {name: scores[name].detach().cpu().double().clamp(-_HUGE, _HUGE) for name in graph.groups}
     for name, values in given.items():

@@ -119,10 +119,9 @@ def load_compact(
     tensors, spec = read_file(Path(path))
     with damage(path):
         model = _without_branches(path, model, spec["modules"])
-        entries = named_entries(model)
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
-        _check_architecture(path, model, entries, tensors, spec)
-    devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in entries.items()}
+        _check_architecture(path, model, tensors, spec)
+    devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in named_entries(model).items()}
     small = copy_with(model, {name: tensors[name].to(device) for name, device in devices.items()})
     empty = sorted(name for name, entry in [*small.named_parameters(), *small.named_buffers()] if entry.is_meta)
     if empty:
@@ -264,12 +263,9 @@ def _make(factory: Factory) -> nn.Module:
 
 
 def _check_architecture(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    entries: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    spec: Mapping[str, Any],
+    path: str | os.PathLike[str], model: nn.Module, tensors: Mapping[str, Tensor], spec: Mapping[str, Any]
 ) -> None:
+    entries = named_entries(model)
     what = f"{path} holds a {spec['model']}, the factory makes a {type(model).__qualname__}"
     missing, unknown = sorted(set(tensors) - set(entries)), sorted(set(entries) - set(tensors))
     if missing or unknown:
