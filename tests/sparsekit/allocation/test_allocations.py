@@ -155,6 +155,12 @@ def test_a_knapsack_is_worth_what_the_best_numbers_are(share: float) -> None:
         assert kept(found) == pytest.approx(best)
 
 
+def test_a_knapsack_fills_what_the_choices_of_large_groups_leave() -> None:
+    graph, costs, scores = _traced(LINEAR)  # a group of 40 units has more numbers than choices
+    counts = Knapsack(HALF).counts(graph, scores, costs)
+    assert 0.98 < costs.costs(counts)["flops"] / (0.5 * costs.dense_costs()["flops"]) <= 1
+
+
 def test_sensitivity_spares_the_group_that_hurts() -> None:
     graph, costs, scores = _traced()
     calm = [(0.75, 0.01), (0.5, 0.02), (0.25, 0.03)]
