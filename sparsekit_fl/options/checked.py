@@ -220,7 +220,8 @@ def parse_value(hint: Any, text: str, *, name: str) -> Any:
 
     Args:
         hint: The annotation: numbers, truth values, words, a `Literal`, tuples of these (separated by commas), None, unions.
-            Anything else is an object, given as `package.module:object`. None: a number if it looks like one, else a word.
+            Anything else is an object, given as `package.module:object`. None: a number, true or false if it looks like one,
+            else a word.
         text: What was written.
         name: The option, for messages.
 
@@ -228,7 +229,9 @@ def parse_value(hint: Any, text: str, *, name: str) -> Any:
         InvalidValueError: the text fits nothing; says what is allowed.
     """
     text = text.strip()
-    kinds = [int, float, bool, str] if hint is None else [kind for kind in members(hint) if kind is not NoneType]
+    if hint is None and text.lower() in ("true", "false"):
+        return text.lower() == "true"  # and no other word, such as no, which is one where nothing says what it means
+    kinds = [int, float, str] if hint is None else [kind for kind in members(hint) if kind is not NoneType]
     none = hint is not None and NoneType in members(hint)
     if none and text.lower() in ("none", "null"):
         return None

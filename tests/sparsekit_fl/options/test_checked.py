@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, Positive, Ratio, Share
+from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, Positive, Ratio, Share, parse_value
 
 if TYPE_CHECKING:
     from nowhere import Unknown
@@ -71,6 +71,11 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, ob
     with pytest.raises(InvalidValueError) as caught:
         Policy(**given)
     assert str(caught.value) == message
+
+
+def test_a_text_without_an_annotation_is_a_number_true_false_or_a_word() -> None:
+    texts = {"3": 3, "0.5": 0.5, "true": True, "False": False, "no": "no", "on": "on", "y": "y", "a,b": "a,b"}
+    assert {text: parse_value(None, text, name="own") for text in texts} == texts
 
 
 def test_a_replaced_value_is_checked_and_a_subclass_checks_what_it_inherits_and_adds() -> None:
