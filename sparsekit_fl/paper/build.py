@@ -20,6 +20,7 @@ from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec
 from sparsekit_fl.problem.partition import partitions
+from sparsekit_fl.problem.partition.base import Partition
 from sparsekit_fl.problem.partition.flower import PREFIX as FLOWER
 from sparsekit_fl.problem.partition.flower import flower_partition
 from sparsekit_fl.problem.partition.pathological import lacking
@@ -106,11 +107,7 @@ def build_task(
         source = found.with_transform(ImageTransform(channels, (size[0], size[1]), found.mean, found.std))
     else:
         source = found.with_transform(TokenTransform())
-    kind, keywords = _keywords(preset, source, clients, partition, options or {}, lack_classes)
-    if kind.startswith(FLOWER):
-        deal, keywords = flower_partition(kind, keywords), {}
-    else:
-        deal = partitions.find(kind)
+    kind, deal, keywords = _partition(preset, source, clients, partition, options or {}, lack_classes)
     count = preset.clients if clients is None else clients
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
     if ":" in kind and (len(splits) != count or not all(isinstance(one, ClientData) for one in splits)):
@@ -163,15 +160,15 @@ def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem
     raise InvalidValueError(f"{name!r} must return a DataSource or (Problem, list of Client), got {type(found).__name__}")
 
 
-def _keywords(
+def _partition(
     preset: Preset,
     source: DataSource,
     clients: int | None,
     partition: str | None,
     options: Mapping[str, object],
     lack_classes: int | None,
-) -> tuple[str, dict[str, Any]]:
-    """Return the name of the partition and its keywords: those of the preset, those given over them."""
+) -> tuple[str, Partition, dict[str, Any]]:
+    """Return the partition with its name, and its keywords: those of the preset, those given over them."""
     name = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
     keywords: dict[str, Any] = dict(preset.options) if name == preset.partition else {}
     if name == "pathological" and (clients not in (None, preset.clients) or name != preset.partition):
@@ -187,11 +184,9 @@ def _keywords(
                 f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
             )
         keywords.update(lacking(lack_classes, source.classes, keywords))
-    if name.startswith(FLOWER):
-        return name, keywords
-    takes = inspect.signature(partitions.find(name)).parameters
-    known = {name for name in takes if name not in ("source", "clients", "rng")}
+    deal = flower_partition(name) if name.startswith(FLOWER) else partitions.find(name)
+    known = set(inspect.signature(deal).parameters) - {"source", "clients", "rng"}
     for option in keywords:
         if option not in known:
             raise InvalidValueError(f"partition {name!r} has no option {option!r}; {nearest(option, known)}")
-    return name, keywords
+    return name, deal, keywords

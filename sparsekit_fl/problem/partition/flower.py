@@ -17,16 +17,14 @@ PREFIX = "flwr:"
 _GIVEN = ("num_partitions", "partition_by", "seed")
 
 
-def flower_partition(text: str, options: dict[str, Any]) -> Partition:
+def flower_partition(text: str) -> Partition:
     """Make a partition of `flwr:NAME`, a class of `flwr_datasets.partitioner`; `Partitioner` at its end may be left out.
 
-    Args:
-        text: `flwr:NAME`.
-        options: The class's own arguments.
+    Returns:
+        The partition, whose options are the class's own arguments.
 
     Raises:
         UnknownNameError: no partitioner of that name.
-        InvalidValueError: it has no such option.
         MissingDependencyError: `flwr-datasets` is not installed.
     """
     library = need("flwr_datasets.partitioner", "the partition", extra="data")
@@ -36,15 +34,16 @@ def flower_partition(text: str, options: dict[str, Any]) -> Partition:
     if wanted not in known:
         raise UnknownNameError(f"flwr-datasets has no partitioner {name!r}; {nearest(wanted, known)}")
     make = getattr(library, wanted)
-    free = [argument for argument in inspect.signature(make).parameters if argument not in _GIVEN]
-    for option in options:
-        if option not in free:
-            raise InvalidValueError(f"{wanted} has no option {option!r} that is free; {nearest(option, free)}")
-    return partial(_partition, make, options)
+    deal = partial(_partition, make)
+    free = [
+        one.replace(kind=one.KEYWORD_ONLY) for name, one in inspect.signature(make).parameters.items() if name not in _GIVEN
+    ]
+    deal.__signature__ = inspect.Signature(free)  # type: ignore[attr-defined]
+    return deal
 
 
 def _partition(
-    make: Callable[..., Any], options: dict[str, Any], source: DataSource, *, clients: int, rng: np.random.Generator
+    make: Callable[..., Any], source: DataSource, *, clients: int, rng: np.random.Generator, **options: Any
 ) -> list[ClientData]:
     """Deal the training examples; a tenth of each client's, at random, is for validation.
 

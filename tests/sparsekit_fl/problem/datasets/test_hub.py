@@ -84,7 +84,7 @@ def test_partitioners_of_flower_deal_every_example_once(name, options, folder):
     pytest.importorskip("flwr_datasets")
     source = load_hub(f"hf:{folder}", None, 0)
     splits, again = (
-        flower_partition(f"flwr:{name}", options)(source, clients=4, rng=np.random.default_rng(1)) for _ in range(2)
+        flower_partition(f"flwr:{name}")(source, clients=4, rng=np.random.default_rng(1), **options) for _ in range(2)
     )
     rows = sorted(row for split in splits for part in (split.train, split.val) for row in part.index.tolist())
     assert rows == list(range(120))
@@ -96,6 +96,8 @@ def test_the_command_line_runs_both_with_augmentation(folder, capsys):
     pytest.importorskip("flwr_datasets")
     line = ["run", "fedavg", "--dataset", f"hf:{folder}?size=8", "--partition", "flwr:Dirichlet", "--clients", "3"]
     more = ["--set", "partition.alpha=5.0", "--set", "augment=crop:1,flip", "--rounds", "1", "--cohort", "2", "--json"]
+    assert execute([*line, "--set", "partition.alfa=5.0"]) == 2
+    assert "partition 'flwr:Dirichlet' has no option 'alfa'; did you mean 'alpha'" in capsys.readouterr().err.replace("\n", " ")
     assert execute([*line, *more]) == 0, capsys.readouterr().err
     raw = json.loads(capsys.readouterr().out)
     assert raw["config"]["experiment"]["augment"] == "crop:1,flip"
