@@ -89,7 +89,6 @@ def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
     data = problem.materialise(clients[0].data.train)
     assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
     assert data.inputs[0].dtype == torch.int64
-    assert sum(parameter.numel() for parameter in problem.model().parameters()) == 2_845_392
 
 
 def test_rows_of_table_one_have_its_settings() -> None:

@@ -1,7 +1,5 @@
 """The paper's non-IID levels: every client lacks exactly x of the classes, and no fewer examples for it."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,12 +26,3 @@ def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
         assert len(set(client.data.train.labels().tolist())) == 10 - lack
         assert set(client.data.test.labels().tolist()) == set(client.data.train.labels().tolist())
         assert 38 <= len(client.data.train) + len(client.data.val) <= 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lack", [2, 8])
-def test_the_clients_of_mnist_have_two_hundred_examples_at_every_level(lack: int, data_dir: Path) -> None:
-    _, clients = fl.build_problem(fl.preset_for(dataset="mnist"), data_dir=data_dir, lack_classes=lack)
-    assert len(clients) == 100
-    assert {len(client.data.train) + len(client.data.val) for client in clients} == {200}
-    assert {len(set(client.data.train.labels().tolist())) for client in clients} == {10 - lack}
