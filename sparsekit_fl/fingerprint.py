@@ -18,7 +18,7 @@ from sparsekit.rng import torch_scope
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import TensorData, View
 
 _log = logging.getLogger(__name__)
 _LETTERS = 16
@@ -49,7 +49,7 @@ def data_digest(clients: Iterable[Client]) -> str:
 
     `TensorData` counts with every byte and its transform. A data set with `digest()`, or with the `_fingerprint` of a
     Hugging Face data set, counts with that. Of any other one, type and length count, and the first and the last example
-    where two reads give the same.
+    where two reads give the same; of `LazyData` labels and rows as well.
     """
     sha = hashlib.sha256()
     # Clients share tensors; each is read once. The tensors are kept, so that no other gets the place of one.
@@ -62,13 +62,14 @@ def data_digest(clients: Iterable[Client]) -> str:
     for client in sorted(clients, key=lambda client: client.id):
         add(client.id)
         for split in (client.data.train, client.data.val, client.data.test):
-            if isinstance(split, TensorData):
-                for tensor in (*split.inputs, split.targets):
+            if isinstance(split, View):
+                for tensor in (*split.inputs, split.targets) if isinstance(split, TensorData) else (split.targets,):
                     if id(tensor) not in known:
                         known[id(tensor)] = tensor, _digest(tensor)
                     sha.update(known[id(tensor)][1])
                 if split.index is not None:
                     sha.update(_digest(split.index))
+            if isinstance(split, TensorData):
                 add(_named(split.transform))
                 continue
             add((type(split).__qualname__, len(split)))
