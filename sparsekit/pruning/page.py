@@ -1,10 +1,11 @@
-"""The report as HTML: tables, and pictures of widths and FLOPs by layer."""
+"""The report as HTML: tables, and bars of widths and FLOPs by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 from sparsekit.measure.budget import format_cost
-from sparsekit.pruning.report import LayerReport, PruneReport
+from sparsekit.pruning.report import PruneReport
 
 _STYLE = """
 .sk-prune { font: 14px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 960px; }
@@ -21,19 +22,20 @@ _TEXTS = {"metric", "a pass of", "what", "step", "group", "kind", "module", "rea
 """Columns that are not numbers."""
 
 
-def draw_bars(layers: Sequence[LayerReport], what: str = "") -> str:
-    """A table with a bar for each layer, pale where dense and dark for what is kept: of its width, or of its "flops"."""
-    rows = [(layer.name, layer.flops_before, layer.flops_after) if what else (layer.name, layer.before, layer.after)
-            for layer in layers]  # fmt: skip
+def _bars(rows: Sequence[tuple[str, float, float]], told: Callable[[float], str]) -> str:
+    """A table of names with a bar for what was before, pale, and what is left of it, dark."""
     most = max((before for _, before, _ in rows), default=0) or 1
     lines = (
         f"<tr><td class=t><code>{escape(name)}</code></td><td><div class=dense style='width: {460 * before / most:.1f}px'>"
-        f"<div class=kept style='width: {after / (before or 1):.1%}'></div></div></td><td class=t>"
-        + (f"{format_cost(what, after)} / {format_cost(what, before)}" if what else f"{after:,} / {before:,}")
-        + (f" ({after / before:.0%})</td></tr>" if before else "</td></tr>")
+        f"<div class=kept style='width: {after / (before or 1):.1%}'></div></div></td>"
+        f"<td class=t>{told(after)} / {told(before)}{f' ({after / before:.0%})' if before else ''}</td></tr>"
         for name, before, after in rows
     )
     return f"<table>{''.join(lines)}</table>"
+
+
+def _widths(report: PruneReport) -> str:
+    return _bars([(layer.name, layer.before, layer.after) for layer in report.layers], "{:,}".format)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -54,7 +56,7 @@ def _title(report: PruneReport) -> str:
 
 def draw_summary(report: PruneReport) -> str:
     """Costs and widths, for a notebook."""
-    return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{draw_bars(report.layers)}</div>'
+    return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{_widths(report)}</div>'
 
 
 def draw_page(report: PruneReport) -> str:
@@ -62,8 +64,9 @@ def draw_page(report: PruneReport) -> str:
     tables = {title: f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables().items()}
     groups, kept = tables.pop("Groups"), tables.pop("Kept whole", "")
     body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), *tables.values()]
-    body += ["<h2>Widths by layer</h2>", draw_bars(report.layers)]
-    body += ["<h2>FLOPs by layer, for one example</h2>", draw_bars(report.layers, "flops")]
+    flops = [(layer.name, layer.flops_before, layer.flops_after) for layer in report.layers]
+    body += ["<h2>Widths by layer</h2>", _widths(report)]
+    body += ["<h2>FLOPs by layer, for one example</h2>", _bars(flops, partial(format_cost, "flops"))]
     body += [groups, "<p>What lies between two groups counts for both.</p>", kept]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(report.model)}, pruned</title></head>'
