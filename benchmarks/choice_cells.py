@@ -165,30 +165,22 @@ TASKS = {
 
 def task(name: str, seed: int, device: str, *, train: int, test: int) -> tuple[Cell, Cell]:
     """What the dense network is trained on, and what it is cut for and trained on afterwards."""
-    (x, y), (xt, yt) = (
-        _read("mnist" if name == "heads" else "cifar10", part, count) for part, count in (("train", train), ("test", test))
-    )
+    source = "mnist" if name == "heads" else "cifar10"
+    whole = [_read(source, part, count) for part, count in (("train", train), ("test", test))]
     torch.manual_seed(seed)
-    if name == "heads":
-        model: nn.Module = _Rows(10)
-        whole = ((x, y), (xt, yt))
-        own = whole
-    else:
-        x, xt = (F.avg_pool2d(pictures, 2) for pictures in (x, xt))
-        whole = ((x, y), (xt, yt))
-        model = _small(10)
-        few, few_t = y < 3, yt < 3
-        own = ((x[few], y[few]), (xt[few_t], yt[few_t]))
+    model, lr = (_Rows(10), 0.1) if name == "heads" else (_small(10), 0.05)
+    if name != "heads":
+        whole = [(F.avg_pool2d(x, 2), y) for x, y in whole]
+    own = [(x[y < 3], y[y < 3]) for x, y in whole] if name == "classes" else whole
     if name == "distractor":
         model = _small(20)
         model[0] = nn.Conv2d(6, 64, 3, padding=1, bias=False)
         generator = torch.Generator().manual_seed(seed)
-        other, other_t = (torch.randperm(len(pictures), generator=generator) for pictures in (x, xt))
-        both, both_t = torch.cat([x, x[other]], 1), torch.cat([xt, xt[other_t]], 1)
+        others = [torch.randperm(len(x), generator=generator) for x, _ in whole]
+        own = [(torch.cat([x, x[other]], 1), y) for (x, y), other in zip(whole, others)]
+        (both, y), tested = own
         asked = torch.rand(len(y), generator=generator) < 0.5  # which of the two is asked for; the logits of both are learned
-        whole = ((both, torch.where(asked, y, y[other] + 10)), (both_t, yt))
-        own = ((both, y), (both_t, yt))
-    lr = 0.1 if name == "heads" else 0.05
+        whole = [(both, torch.where(asked, y, y[others[0]] + 10)), tested]
     return tuple(  # type: ignore[return-value]
         Cell(model.to(device), (a.to(device), b.to(device)), (c.to(device), d.to(device)), lr, {})
         for (a, b), (c, d) in (whole, own)

@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +35,7 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
 from sparsekit_fl.client import context
 from sparsekit_fl.client.messages import Assignment, Update
-from sparsekit_fl.engines.executor import ClientExecutor, OpenRound
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.exits import WithExits
@@ -64,36 +63,32 @@ def task(name: str, examples: int) -> tuple[Problem, TensorData]:
     return problem, TensorData((inputs,), targets)
 
 
-@dataclass
-class Pass:
-    """One forward pass in training: which of the modules, by which of its methods, and what it was given."""
+class Pass(nn.Module):
+    """One forward pass in training: of which module, by which of its methods, and what it was given."""
 
-    place: int
-    method: str
-    inputs: tuple[Any, ...]
-    options: dict[str, Any]
+    def __init__(self, module: nn.Module, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.module, self.method, self.inputs, self.options = module, method, inputs, options
 
-    def run(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
-        """The outputs of a module: its own, or those of its exits."""
-        outputs = getattr(module, self.method)(*inputs, **self.options)
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """The outputs of the module: its own, or those of its exits."""
+        outputs = getattr(self.module, self.method)(*inputs, **self.options)
         return outputs if isinstance(outputs, list) else [outputs]
 
 
-@dataclass
 class Record:
-    """The forward passes of a client's round."""
+    """The forward passes of a client's round, over one plain module for all that have the same shapes."""
 
-    modules: list[nn.Module] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
-    places: dict[tuple[object, ...], int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.passes: list[Pass] = []
+        self._modules: dict[tuple[object, ...], nn.Module] = {}
 
     def add(self, module: nn.Module, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
-        if shapes not in self.places:
-            self.places[shapes] = len(self.modules)
-            self.modules.append(plain_copy(module))
+        if shapes not in self._modules:
+            self._modules[shapes] = plain_copy(module)
         copied = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
-        self.passes.append(Pass(self.places[shapes], method, copied, options))
+        self.passes.append(Pass(self._modules[shapes], method, copied, options))
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
@@ -144,21 +139,27 @@ class Case:
             id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
         }
         self.executor = ClientExecutor(self.spec, self.clients, MemoryStore())
-        self.memories: dict[int, dict[str, Any]] = {id: {} for id in self.clients}
+        self.memories: dict[int, tuple[bytes, int | None]] = dict.fromkeys(self.clients, (b"", None))
         server = Server(self.spec, self.clients)
         for round in range(1, ROUND):
-            server.aggregate([self._train(assignment, self.memories) for assignment in server.assign(round)])
+            server.aggregate([self._train(assignment) for assignment in server.assign(round)])
         self.assignment = server.assign(ROUND)[0]
 
-    def _train(self, assignment: Assignment, memories: dict[int, dict[str, Any]]) -> Update:
-        id = assignment.client_id
-        opened = OpenRound(self.executor, assignment, self.clients[id], memories[id])
-        return opened.close(opened.train)
+    def _train(self, assignment: Assignment) -> Update:
+        """Train, and keep the memory."""
+        update, written = self._round(assignment)
+        self.memories[assignment.client_id] = (written, assignment.round if written else None)
+        return update
+
+    def _round(self, assignment: Assignment) -> tuple[Update, bytes]:
+        payload, version = self.memories[assignment.client_id]
+        self.executor.store = store = MemoryStore(payload)
+        update, _ = self.executor.train(assignment, version)
+        return update, store.written
 
     def once(self) -> Update:
         """The client's third round, from the same memory every time."""
-        id = self.assignment.client_id
-        return self._train(self.assignment, {id: copy.deepcopy(self.memories[id])})
+        return self._round(self.assignment)[0]
 
 
 class Reference:
@@ -166,10 +167,14 @@ class Reference:
 
     def __init__(self, case: Case, record: Record, update: Update) -> None:
         self.passes = record.passes
-        self.modules = [self._needed(case, module, update) for module in record.modules]
+        modules = {one.module: self._needed(case, one.module, update) for one in self.passes}
+        for one in self.passes:
+            one.module = modules[one.module]
         self.loss = case.spec.problem.loss
         self.targets = case.spec.problem.materialise(case.clients[0].data.train, "cpu").targets
-        self.steps = [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR) for module in self.modules]
+        self.steps = {
+            module: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR) for module in modules.values()
+        }
 
     @staticmethod
     def _needed(case: Case, module: nn.Module, update: Update) -> nn.Module:
@@ -183,34 +188,22 @@ class Reference:
     def run(self) -> None:
         """All steps."""
         for one in self.passes:
-            module, optimizer = self.modules[one.place], self.steps[one.place]
-            module.train()
-            optimizer.zero_grad()
+            one.train()
+            self.steps[one.module].zero_grad()
             targets = self.targets[: len(one.inputs[0])]
-            torch.stack([self.loss(output, targets) for output in one.run(module, one.inputs)]).sum().backward()
-            optimizer.step()
+            torch.stack([self.loss(output, targets) for output in one(*one.inputs)]).sum().backward()
+            self.steps[one.module].step()
 
     def flops(self) -> int:
         """Of all steps: forward, and a backward that costs twice as much."""
         costs: dict[str, int] = {}
         total = 0
         for one in self.passes:
-            kind = f"{one.place} {one.method} {one.options}"
+            kind = f"{id(one.module)} {one.method} {one.options}"
             if kind not in costs:
-                costs[kind] = count_cost(_Run(self.modules[one.place], one), *(x[:1] for x in one.inputs)).flops_compact
+                costs[kind] = count_cost(one, *(x[:1] for x in one.inputs)).flops_compact
             total += 3 * costs[kind] * len(one.inputs[0])
         return total
-
-
-class _Run(nn.Module):
-    """A module that is run as in a pass."""
-
-    def __init__(self, module: nn.Module, one: Pass) -> None:
-        super().__init__()
-        self.module, self.one = module, one
-
-    def forward(self, *inputs: Any) -> list[Tensor]:
-        return self.one.run(self.module, inputs)
 
 
 def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> dict[str, Any]:
