@@ -18,7 +18,6 @@ narrow network from scratch, in as many FLOPs as the others after the cut; the d
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -214,9 +213,7 @@ def main() -> None:
         for (kind, name), ratio, seed, arm in every:
             if (name, ratio, seed, arm) not in done:
                 found = _run("random" if arm == "scratch" else arm, *_cell(options, kind, seed, arm), ratio, seed)
-                line = {"cell": name, "ratio": ratio, "arm": arm, "seed": seed, **found}
-                add(options.out, line)
-                print(json.dumps(line), flush=True)
+                add(options.out, {"cell": name, "ratio": ratio, "arm": arm, "seed": seed, **found})
     if lines := read(options.out):
         _tables(lines)
 

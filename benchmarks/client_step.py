@@ -45,8 +45,6 @@ from sparsekit_fl.server.server import Server
 
 BATCH = 20
 ROUND = 3
-
-
 METRICS = {"cnn": accuracy, "vgg11": accuracy, "lstm": TokenAccuracy(())}
 
 

@@ -75,10 +75,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def add(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to a file of results."""
+def add(path: Path, row: Mapping[str, Any], *, quiet: bool = False) -> None:
+    """Add a line to a file of results, and print it."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+    if not quiet:
+        print(json.dumps(row), flush=True)
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

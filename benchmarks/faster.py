@@ -224,7 +224,7 @@ def measure(options: argparse.Namespace) -> None:
                 for arm in arms:
                     row = {"part": "flops", "model": name, "share": share, "arm": arm, "batch": batch, **facts[arm]}
                     row |= found.get(arm, {}) | {"dense_ms": found["dense"]["ms"], "load": os.getloadavg()[0]} | about
-                    write(options.out, row)
+                    add(options.out, row)
 
 
 def measure_latency_budgets(options: argparse.Namespace) -> None:
@@ -243,7 +243,7 @@ def measure_latency_budgets(options: argparse.Namespace) -> None:
             row["fewer"] = flops_of(dense, x) / flops_of(small, x)
         except sk.BudgetError as error:
             row["error"] = str(error)[:200]
-        write(options.out, row)
+        add(options.out, row)
 
 
 def frame(path: Path) -> pd.DataFrame:
@@ -331,12 +331,6 @@ def draw(path: Path, picture: Path) -> None:
     panels[0][0].legend(loc="upper left", frameon=False)
     figure.tight_layout()
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Add a line, and show it."""
-    add(path, row)
-    print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
 
 
 def main() -> None:

@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if pair is None or pair["found"] is None or pair["reference"] != reference:
                 pair = attempt(name, engine, plan, reference)
                 if reference:
-                    add(options.out, pair)
+                    add(options.out, pair, quiet=True)
                 print(f"{name} on {engine}: {text_of(pair)}, {pair['seconds']} s", file=sys.stderr)
             pairs[name, engine] = pair
             if options.json:

@@ -14,7 +14,6 @@ that the file has; `training_flops` says what each arm spent, pretraining includ
 
 import argparse
 import copy
-import json
 import os
 import platform
 import statistics
@@ -66,7 +65,6 @@ def _measure(options: argparse.Namespace) -> None:
                 found = _one(replace(cell, share=share, folder=place), arm, pretraining)
             row = {**dict(zip(KEY, key)), **found, "torch": torch.__version__, "machine": platform.machine()}
             add(options.out, row)
-            print(json.dumps(row), flush=True)
 
 
 def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def measure(names: Iterable[str], limit_seconds: float, out: Path | None) -> Ite
                     pool.terminate()
                     pool = _start()
             if out:
-                add(out, known[name])
+                add(out, known[name], quiet=True)
         yield known[name]
     pool.terminate()
 
