@@ -5,7 +5,7 @@ shuffled; a fault can be planted in any of them.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +29,12 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 
-__all__ = ["Fault", "InProcess", "LocalGrid", "gone", "over_the_wire", "task_of"]
+__all__ = ["Fault", "InProcess", "LocalGrid", "gone", "over_the_wire", "planted", "task_of"]
 
 Fault = Callable[[Message, Message], Message | None]
 """(message, reply) → the reply that arrives, which may be an error of Flower; None for no reply."""
+
+ALL = range(10**6)
 
 
 def task_of(message: Message) -> dict[str, Any]:
@@ -41,9 +43,25 @@ def task_of(message: Message) -> dict[str, Any]:
     return found
 
 
-def gone(message: Message) -> Message:
+def gone(message: Message, _: Message | None = None) -> Message:
     """What Flower answers in place of a node that is not there."""
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
+
+
+def planted(
+    change: Fault, task: str = "train", *, clients: Container[int] = ALL, rounds: Container[int] = ALL, times: int = 10**6
+) -> Fault:
+    """A fault in the first `times` replies of these clients to a task of these rounds."""
+    left = [times]
+
+    def fault(message: Message, reply: Message) -> Message | None:
+        asked = task_of(message)
+        if not left[0] or asked["task"] != task or asked["client"] not in clients or asked["round"] not in rounds:
+            return reply
+        left[0] -= 1
+        return change(message, reply)
+
+    return fault
 
 
 def over_the_wire(message: Message) -> Message:

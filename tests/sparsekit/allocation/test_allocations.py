@@ -69,7 +69,7 @@ CONVOLUTIONS, LINEAR = "convolutions", "linear"
 
 
 @cache
-def _nets(kind: str) -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
+def _traced(kind: str = CONVOLUTIONS) -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == CONVOLUTIONS:
@@ -85,11 +85,6 @@ def _nets(kind: str) -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
     graph = sk.trace_units(model, x)
     scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
     return graph, sk.cost_model(model, x, graph=graph), dict(scores)
-
-
-def _traced(kind: str = CONVOLUTIONS) -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
-    graph, costs, scores = _nets(kind)
-    return graph, costs, dict(scores)
 
 
 def test_global_takes_the_units_of_least_score_wherever_they_are() -> None:

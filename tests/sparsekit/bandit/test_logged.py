@@ -95,6 +95,13 @@ def test_a_state_with_other_settings_is_refused_with_the_difference() -> None:
         played("split-ucbv", discount=0.98).load_state_dict(played("e-ucb").state_dict())
 
 
+@pytest.mark.parametrize("name", sorted(registry))
+def test_a_printed_bandit_says_where_it_searches_and_how_far_it_is(name: str) -> None:
+    bandit = played(name)
+    told = ("Interval(low=0.0, high=1.0", "12 told", "1 open", f"best {bandit.best().value}")
+    assert [part for part in told if part not in repr(bandit)] == []
+
+
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 def test_a_generator_goes_through_json_to_the_same_bits(kind: str) -> None:
     def made(seed: int) -> PUCBV:

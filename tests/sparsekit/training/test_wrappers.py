@@ -1,12 +1,14 @@
 """What wraps a learnable mask trains and averages the right units, or is refused."""
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from masked import train_step
 from ranks import found_by_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +41,18 @@ def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pyte
     monkeypatch.setattr(wrappers, "register_module_module_registration_hook", hooks.append)
     assert isinstance(pickle.loads(pickled), LearnableMask)
     assert len(hooks) == 1
+
+
+def test_training_a_model_that_was_left_in_eval_mode_warns_once() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)), torch.randn(4, 5)
+    masked = LearnableMask(model.eval(), (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
+    with pytest.warns(wrappers.EvalModeWarning, match=r"call masked\.train\(\) before you train"):
+        train_step(masked, optimizer, x, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", wrappers.EvalModeWarning)
+        train_step(masked, optimizer, x, None)
+        train_step(masked.train(), optimizer, x, None)
 
 
 def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Message
-from local_grid import InProcess, gone, task_of
+from local_grid import InProcess, gone, planted, task_of
 from personal import tiny_run
 
 import sparsekit_fl as fl
@@ -20,29 +20,14 @@ from sparsekit_fl.testing import StopAfter
 SLOW = 200  # looks for replies; others come at the next one
 
 
-def asked(message: Message) -> tuple[str, int, int]:
-    """Task, client and round of a message with one task."""
-    task = task_of(message)
-    return task["task"], task["client"], task["round"]
-
-
 def slow(*clients: int, looks: int = SLOW):
     """Delay the training of these clients."""
-    return lambda message: looks * (asked(message)[0] == "train" and asked(message)[1] in clients)
 
+    def delay(message: Message) -> int:
+        task = task_of(message)
+        return looks if task["task"] == "train" and task["client"] in clients else 0
 
-def fails(*clients: int, rounds: range = range(1, 99), times: int = 99):
-    """Lose the training of these clients."""
-    left = dict.fromkeys(clients, times)
-
-    def fault(message: Message, reply: Message) -> Message | None:
-        task, client, round = asked(message)
-        if task == "train" and left.get(client, 0) and round in rounds:
-            left[client] -= 1
-            return gone(message)
-        return reply
-
-    return fault
+    return delay
 
 
 def ran(method: str = "fedavg", engine: fl.Engine | None = None, **options: Any) -> fl.RunResult:
@@ -117,13 +102,10 @@ def test_a_node_has_one_task_at_a_time_and_gets_the_next_at_once() -> None:
 
 def test_a_forged_update_is_refused_with_its_reason() -> None:
     def forge(message: Message, reply: Message) -> Message:
-        task, client, _ = asked(message)
-        if task != "train" or client != 1:
-            return reply
         header, payloads = read(reply)
         return Message(content(header, **{name: data[:-8] for name, data in payloads.items()}), reply_to=message)
 
-    result = ran(engine=InProcess(fault=forge, devices=True), rounds=3)
+    result = ran(engine=InProcess(fault=planted(forge, clients=[1]), devices=True), rounds=3)
     assert {client for record in result.rounds for client, _ in record.dropped} <= {1}
     assert all(1 not in record.ratios for record in result.rounds)
 
@@ -133,7 +115,7 @@ def test_with_all_nodes_gone_the_run_stops_says_why_and_can_be_resumed(tmp_path:
     with pytest.raises(
         fl.errors.TooFewRepliesError, match=r"step \d+: \d updates came in.*node unavailable.*Nothing of that step"
     ):
-        ran(engine=InProcess(fault=fails(*range(8), rounds=range(3, 99))), rounds=12, async_buffer=4, out=tmp_path)
+        ran(engine=InProcess(fault=planted(gone, rounds=range(3, 99))), rounds=12, async_buffer=4, out=tmp_path)
     again = ran(out=tmp_path, rounds=12, async_buffer=4, resume=True)
     assert len(again.rounds) == 12
 

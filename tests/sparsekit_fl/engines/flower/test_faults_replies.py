@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Error, Message
-from local_grid import InProcess, gone, task_of
+from local_grid import InProcess, gone, planted
 from personal import tiny_run
 
 import sparsekit_fl as fl
@@ -115,30 +115,16 @@ def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: fl.Engine
     assert _run(engine, out=tmp_path, resume=True).final == whole.final
 
 
-def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Message | None]) -> Callable[..., Message | None]:
-    """A fault in the first `times` replies of a client to messages of a kind."""
-    left = [times]
-
-    def fault(message: Message, reply: Message) -> Message | None:
-        task = task_of(message)
-        if (task["task"], task["client"]) != (kind, client_id) or not left[0]:
-            return reply
-        left[0] -= 1
-        return made(message)
-
-    return fault
-
-
 @pytest.mark.same_bits
 def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 1, gone)))
+    result = _run(InProcess(fault=planted(gone, "evaluate", clients=[5], times=1)))
     assert result.final == _run().final
     assert all(record.notes == () for record in result.rounds)
 
 
 @pytest.mark.same_bits
 def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 2, gone)))
+    result = _run(InProcess(fault=planted(gone, "evaluate", clients=[5], times=2)))
     whole = _run()
     assert result.final == whole.final
     assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
@@ -148,11 +134,7 @@ def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> 
 def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_names_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fault(message: Message, reply: Message) -> Message:
-        task = task_of(message)
-        return gone(message) if task["task"] == "evaluate" and task["client"] != 3 else reply
-
-    result = _run(InProcess(fault=fault))
+    result = _run(InProcess(fault=planted(gone, "evaluate", clients={*range(8)} - {3})))
     told = [record.getMessage() for record in caplog.records if "not scored" in record.getMessage()]
     assert len(told) == 2  # after rounds 2 and 4
     assert told[0].startswith("after round 2, 7 clients were not scored: client 0 was not scored: node unavailable")
@@ -164,11 +146,8 @@ def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_nam
 
 
 def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
-    def fault(message: Message, reply: Message) -> Message:
-        return gone(message) if task_of(message)["task"] == "evaluate" else reply
-
     with pytest.raises(fl.errors.ClientError, match="no client could be scored after round 2: client 0 was not scored"):
-        _run(InProcess(fault=fault))
+        _run(InProcess(fault=planted(gone, "evaluate")))
 
 
 HOSTILE: dict[str, Callable[[Message], Message]] = {
@@ -181,7 +160,7 @@ HOSTILE: dict[str, Callable[[Message], Message]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_device_can_stop_the_others(name: str) -> None:
     victim = _cohort(1)[0]
-    result = _run(InProcess(fault=_when("train", victim, 1, HOSTILE[name]), devices=True))
+    result = _run(InProcess(fault=planted(lambda message, _: HOSTILE[name](message), clients=[victim], times=1), devices=True))
     ((client_id, reason),) = result.rounds[0].dropped
     assert client_id == victim
     assert 0 < len(reason) <= 4000

@@ -13,7 +13,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
-from local_grid import Fault, InProcess, LocalGrid, gone, task_of
+from local_grid import Fault, InProcess, LocalGrid, gone, planted, task_of
 from personal import tiny_run
 
 import sparsekit_fl as fl
@@ -42,18 +42,6 @@ def _run(engine: fl.Engine | None = None, method: fl.Method | None = None, round
     return tiny_run(method or fl.Method(name="plain", source=""), rounds=rounds, engine=engine)
 
 
-def _on_victim(client_id: int, change: Any) -> Fault:
-    """Plant a fault in the training replies of one client."""
-
-    def fault(message: Message, reply: Message) -> Message | None:
-        task = task_of(message)
-        faulty = task["task"] == "train" and task["client"] == client_id
-        found: Message | None = change(message, reply) if faulty else reply
-        return found
-
-    return fault
-
-
 def _resent(change: Any) -> Any:
     """A fault that changes the update, and sends it again."""
 
@@ -71,7 +59,7 @@ def _spoiled(update: Update) -> Update:
 
 FAULTS = {
     "no reply": (lambda message, reply: None, "no reply within"),
-    "an error of Flower": (lambda message, reply: gone(message), "node unavailable"),
+    "an error of Flower": (gone, "node unavailable"),
     "bytes that are no update": (
         lambda message, reply: Message(content(read(reply)[0], **{"0/body": b"\x00" * 50}), reply_to=message),
         "no valid update",
@@ -109,7 +97,7 @@ def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_i
     monkeypatch.setattr("sparsekit_fl.engines.flower.post.time", StillClock())
     change, reason = FAULTS[name]
     victim, others = _without_its_victim()
-    result = _run(InProcess(fault=_on_victim(victim, change), timeout_seconds=30.0))
+    result = _run(InProcess(fault=planted(change, clients=[victim]), timeout_seconds=30.0))
     record = result.rounds[0]
     assert [client_id for client_id, _ in record.dropped] == [victim]
     assert reason in record.dropped[0][1]
