@@ -2,12 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 from sparsekit.cli.main import execute
 
@@ -16,7 +15,6 @@ pytest.importorskip("optuna", reason="optuna is not installed; pip install 'spar
 SCORE = "awk -v x={x} 'BEGIN { print \"score\", -(x - 0.3) ^ 2 }'"
 BASIC = ["tune", SCORE, "--space", "x=0:1", "--metric", r"score (\S+)", "--sampler", "p-ucbv"]
 SLOW = ["tune", f"sleep 0.15; {SCORE}", *BASIC[2:]]
-MAIN = "import sys; from sparsekit.cli.main import main; main()"
 
 
 def values(folder: Path) -> list[float]:
@@ -24,7 +22,7 @@ def values(folder: Path) -> list[float]:
     return [row["values"]["x"] for row in json.loads((folder / "trials.json").read_text())["trials"]]
 
 
-def ended(folder: Path) -> int:
+def finished(folder: Path) -> int:
     """How many trials have ended: Optuna's operation 6 with a state of its own."""
     path = folder / "study.journal"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -76,29 +74,15 @@ def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
     assert "picture" not in captured.out
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while ended(folder) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> None:
     assert execute([*BASIC, "--trials", "8", "--out", str(tmp_path / "whole"), "-q"]) == 0
     folder = tmp_path / "killed"
     begin = [*SLOW, "--trials", "8", "--out", str(folder)]
     for place, number in enumerate((signal.SIGINT, signal.SIGKILL, signal.SIGTERM)):
-        process = start(begin)
-        wait_for(folder, 2 * place + 1)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=30)
-        assert ended(folder) < 8
+        code, _, err = ended(begin, number, lambda wanted=2 * place + 1: finished(folder) >= wanted)
+        assert finished(folder) < 8
         if number != signal.SIGKILL:
-            assert process.returncode == 130, err
+            assert code == 130, err
             assert "of 8 trials; best so far" in err
             assert "the same command line goes on" in err
             assert "Traceback" not in err

@@ -5,12 +5,10 @@ import json
 import re
 import signal
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 from sparsekit.cli.main import execute
 
@@ -191,21 +189,23 @@ def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from sparsekit.cli.main import main; main()", "compare", "fedavg", "local", *TINY]
-    command += ["--seeds", "1", "--rounds", "400", "--jobs", str(jobs), "--out", str(tmp_path)]
-    # A shell that starts something in the background may have told it to ignore Ctrl-C.
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not list(tmp_path.glob("fedavg-seed0/checkpoint.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    command = [
+        "compare",
+        "fedavg",
+        "local",
+        *TINY,
+        "--seeds",
+        "1",
+        "--rounds",
+        "400",
+        "--jobs",
+        str(jobs),
+        "--out",
+        str(tmp_path),
+    ]
     # To this process alone: it has to tell its children.
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 130, err
-    assert out == ""
+    code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/checkpoint.safetensors").exists)
+    assert (code, out) == (130, ""), err
     assert "the same command line goes on" in err
     assert "Traceback" not in err
     assert (tmp_path / "fedavg-seed0/rounds.jsonl").read_text().count("\n") >= 1

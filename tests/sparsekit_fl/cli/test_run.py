@@ -1,15 +1,12 @@
 """`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
 
 import json
-import os
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import ended
 from personal import SMALL, command
 
 from sparsekit.cli.main import execute
@@ -195,21 +192,9 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     options = ["run", "fedavg", "--rounds", "40", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
     whole = command(options, capsys)
     out = tmp_path / "run"
-    # A shell that starts tests in the background lets them ignore SIGINT, and children inherit that.
-    program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);from sparsekit.cli.main import main; main()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *options, "--out", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (out / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert stdout == ""
+    there = (out / "checkpoint.safetensors").exists
+    code, stdout, stderr = ended([*options, "--out", str(out)], signal.SIGINT, there, group=True)
+    assert (code, stdout) == (130, ""), stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr
     again = command([*options, "--out", str(out), "--resume"], capsys)

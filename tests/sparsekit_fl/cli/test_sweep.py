@@ -1,13 +1,10 @@
 """`sparsekit sweep`: what is tried, kept and refused, and that every option of a run reaches the trials."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
+from commands import ended
 from personal import SMALL, command
 
 pytest.importorskip("optuna", reason="optuna is not installed; pip install 'sparsekit-torch[optuna]'")
@@ -93,22 +90,12 @@ def test_a_trial_gets_all_that_a_run_gets(tmp_path, monkeypatch):
     assert type(of_sweep["callbacks"][-1]) is type(given["callbacks"][-1])
 
 
-MAIN = "import sys; from sparsekit.cli.main import main; main()"
-
-
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_goes_on_to_the_same_trials(tmp_path, capsys):
     line = ["sweep", "fedavg", *SMALL[2:], "--rounds", "3", "--space", "lr=0.01:1:log", "--trials", "3", "--sampler", "p-ucbv"]
     whole = command([*line, "--out", str(tmp_path / "whole")], capsys)
     folder = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, "-c", MAIN, *line, "--out", str(folder)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (folder / "trial-0001" / "rounds.jsonl").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    ended([*line, "--out", str(folder)], signal.SIGKILL, (folder / "trial-0001" / "rounds.jsonl").exists)
     again = command([*line, "--out", str(folder)], capsys)
     assert [row.get("error") for row in again["trials"]] == [None] * 3
     assert [row["values"] for row in again["trials"]] == [row["values"] for row in whole["trials"]]

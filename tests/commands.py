@@ -1,0 +1,28 @@
+"""`sparsekit` as a process of its own, ended by a signal."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+# A shell that starts something in the background may have told it to ignore Ctrl-C, and children inherit that.
+_MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);from sparsekit.cli.main import main; main()"
+
+
+def ended(arguments: Sequence[str], number: int, when: Callable[[], object], *, group: bool = False) -> tuple[int, str, str]:
+    """Start a command, send it a signal once `when()` is true, or its whole group, and wait for its end.
+
+    Returns:
+        Its exit code, and what it printed to standard output and standard error.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", _MAIN, *arguments], **pipes, start_new_session=group)
+    deadline = time.monotonic() + 120
+    while not when():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    (os.killpg if group else os.kill)(process.pid, number)
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
