@@ -73,7 +73,6 @@ class LearnableMask(Host):
             is. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
             One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
-        regularizer: The regulariser behind `penalty()`; implies `learning=GradientImportance()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
@@ -81,7 +80,7 @@ class LearnableMask(Host):
         steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
             mask has settled by then. Without it, it settles after three rounds of exploration in a row that bring nothing.
         learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
-            `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
+            `GradientImportance(…)`. In place of `explore` and `steps`.
 
     Raises:
         InvalidValueError: a ratio outside (0, 1], a ratio and a budget, a criterion and learning from the loss, neither inputs
@@ -107,7 +106,6 @@ class LearnableMask(Host):
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
         start: Criterion | str | None = None,
-        regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
         explore: float | None = None,
         steps: int | None = None,
@@ -120,7 +118,7 @@ class LearnableMask(Host):
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
                 f" got {criterion!r}"
             )
-        learning = learning_of(learning, criterion, regularizer, explore, steps)
+        learning = learning_of(learning, criterion, explore, steps)
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
@@ -391,7 +389,6 @@ class LearnableMask(Host):
 def learning_of(
     learning: Learning | None,
     criterion: object,
-    regularizer: ImportanceRegularizer | None,
     explore: float | None,
     steps: int | None,
 ) -> Learning:
@@ -401,8 +398,7 @@ def learning_of(
         InvalidValueError: arguments that exclude each other, or settings that are none.
     """
     if learning is not None:
-        given = {"explore": explore, "steps": steps, "regularizer": regularizer}
-        also = [name for name, value in given.items() if value is not None]
+        also = [name for name, value in (("explore", explore), ("steps", steps)) if value is not None]
         if also:
             raise InvalidValueError(
                 f"learning= was given together with {', '.join(also)}, which it has itself; pass them to"
@@ -417,11 +413,11 @@ def learning_of(
             )
         return learning
     explore = 0.1 if explore is None else explore
-    if criterion is None and regularizer is None:
+    if criterion is None:
         return LossImportance(explore=explore, steps=steps)
     if steps is not None:
-        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= and regularizer=, or steps=")
-    return GradientImportance(regularizer=regularizer or ImportanceRegularizer(), explore=explore)
+        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= or steps=")
+    return GradientImportance(explore=explore)
 
 
 def costs_of(

@@ -7,7 +7,7 @@ ascending order while training; they are sorted when a state is read out. The en
 optimiser state, do not change until it returns.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,8 +136,6 @@ class NarrowModel:
         """Counts loads and remasks: compare it to see whether something cached about the slots is still true."""
         self.layout = 0
         """Counts changes of narrow shapes; units that only swap slots do not count."""
-        self.shape_changes = 0
-        """Counts changes of the shape of any entry."""
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
@@ -158,7 +156,7 @@ class NarrowModel:
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def slots(self, name: str) -> EntrySlots:
-        """Return the dense positions of a narrow entry; `name` is the state-dict key of an entry that units touch."""
+        """Return the dense positions of a narrow entry; `name` is its state-dict key."""
         return self._slots[name]
 
     def group_units(self, group: str) -> Tensor:
@@ -224,17 +222,15 @@ class NarrowModel:
 
     def _fill(self) -> None:
         """Replace every narrow entry by what the dense copy holds for its slots."""
-        changed = set()
+        changed = False
         for entry in self._entries:
             key = entry.key
             device = entry.tensor.device
             dense = self._dense[key] = self._dense[key].to(device=device, dtype=entry.tensor.dtype)
-            narrow = self._slots[key].gather(dense) if key in self._slots else dense.clone()
-            if narrow.shape != entry.tensor.shape:
-                changed.add(id(entry.owner))
+            narrow = self._slots[key].gather(dense)
+            changed = changed or narrow.shape != entry.tensor.shape
             entry.replace(narrow)
         if changed:
-            self.shape_changes += 1
             fit_sizes(self.module, self.sizes, self.graph, self.mask.counts())
 
     def writable(self, key: str) -> Tensor:
@@ -321,14 +317,20 @@ class NarrowModel:
                     moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name, reduced))
         return moving
 
+    def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
+        """What `read` makes of each entry, under the model's keys and in their order."""
+        found: dict[str, Tensor] = {}
+        for entry in self._entries:
+            found.update(dict.fromkeys(entry.names, read(entry)))
+        return {name: found[name] for name in self.graph.shapes if name in found}
+
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the narrow entries under the model's keys, units in ascending order."""
-        result: dict[str, Tensor] = {}
-        for entry in self._entries:
-            key, tensor = entry.key, entry.tensor
-            value = self._slots[key].sorted(tensor) if key in self._slots else tensor.clone()
-            result.update(dict.fromkeys(entry.names, value))
-        return {name: result[name] for name in self.graph.shapes if name in result}
+        return self._read(lambda entry: self._slots[entry.key].sorted(entry.tensor))
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
+        return self._read(lambda entry: self._slots[entry.key].scatter(entry.tensor, self._dense[entry.key].clone()))
 
     def compact(self) -> nn.Module:
         """The narrow module as a plain module of its own: a copy without gradients, units in ascending order."""
@@ -337,15 +339,6 @@ class NarrowModel:
         for parameter in small.parameters():
             parameter.grad = None
         return small
-
-    def dense_state(self) -> dict[str, Tensor]:
-        """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
-        result: dict[str, Tensor] = {}
-        for entry in self._entries:
-            key, value = entry.key, entry.tensor
-            dense = self._slots[key].scatter(value, self._dense[key].clone()) if key in self._slots else value.clone()
-            result.update(dict.fromkeys(entry.names, dense))
-        return {name: result[name] for name in self.graph.shapes if name in result}
 
     def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
         """Let kept `units` begin afresh: nothing reads them yet, and their optimiser state starts anew.

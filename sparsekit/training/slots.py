@@ -122,9 +122,9 @@ def build_slots(
     units = {name: mask[name].cpu().nonzero().reshape(-1) for name in graph.groups}
     indices = graph.kept_indices(mask)
     entries: dict[str, EntrySlots] = {}
-    for name, pieces in graph.slices_of.items():
-        axes = indices[name]
-        narrow_of = {dim: places(positions, graph.shapes[name][dim]) for dim, positions in axes.items()}
+    for name, shape in graph.shapes.items():
+        axes, pieces = indices.get(name, {}), graph.slices_of.get(name, ())
+        narrow_of = {dim: places(positions, shape[dim]) for dim, positions in axes.items()}
         tables = [(group, piece, narrow_of[piece.dim][piece.index[units[group]]]) for group, piece in pieces]
         entries[name] = EntrySlots(dict(axes), tables)
     moves: dict[str, Move] = {}

@@ -112,12 +112,11 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
     masked.joined = True
-    narrow_model = masked.execution.narrow_model
-    before = narrow_model.shape_changes
+    before = [weight.shape for weight in masked.weights()]
 
     def check(*_: Any) -> None:
         masked.sync()
-        if narrow_model.shape_changes != before:
+        if [weight.shape for weight in masked.weights()] != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
                 " DistributedDataParallel, which would no longer average their gradients; wrap it anew:"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask
 from sparsekit.criteria import Magnitude
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training import GradientImportance
 
 __all__ = ["TOLERANCE", "distance"]
 
@@ -94,9 +94,10 @@ def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> Le
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
     # Importance is learned by its gradient, which the reference has too.
     criterion = None if _learns(cell) else Magnitude()
-    rule: dict[str, Any] = {"criterion": criterion} if criterion is not None else {"regularizer": ImportanceRegularizer()}
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
-    return learnable_mask(model, (x,), ratio=0.5, explore=0.0, execution=execution, **rule)
+    return learnable_mask(
+        model, (x,), ratio=0.5, execution=execution, criterion=criterion, learning=GradientImportance(explore=0.0)
+    )
 
 
 def distance(

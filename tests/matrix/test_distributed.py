@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit import LearnableMask, UnitMask, compact, expand, trace_units
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training import GradientImportance
 
 Found = list[dict[str, dict[str, Tensor]]]
 
@@ -56,7 +56,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _masked() -> LearnableMask:
     return LearnableMask(
-        _dense(), (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer()
+        _dense(), (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, learning=GradientImportance(explore=0.0)
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsekit import LearnableMask, MovingAverage
 from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Magnitude
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training import GradientImportance
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,8 +55,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "mask
 @pytest.mark.parametrize("criterion", [None, Magnitude()], ids=["learned", "fixed"])
 def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, device: str) -> None:
     model, x, y = _task(device)
-    rule = {"regularizer": ImportanceRegularizer()} if criterion is None else {"criterion": criterion}
-    masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0, **rule)
+    masked = LearnableMask(model, (x[:2],), ratio=0.5, criterion=criterion, learning=GradientImportance(explore=0.0))
     optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=0.01, momentum=0.9)
     for _ in range(3):
         train_step(masked, optimizer, x, y)
@@ -73,7 +72,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
     found = []
     for place in ("cpu", device):
         model, x, y = _task(place)
-        masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
+        masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=GradientImportance(explore=0.0))
         optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
         average = MovingAverage(masked, decay=0.5)
         for step in range(5):

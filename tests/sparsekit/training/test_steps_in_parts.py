@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training import GradientImportance
 
 
 def _task() -> tuple[nn.Module, Tensor, Tensor]:
@@ -47,7 +47,7 @@ def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool
     found = []
     for execution in ("compact", "masked"):
         model, x, y = _task()
-        masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, explore=0.0, regularizer=ImportanceRegularizer())  # type: ignore[arg-type]
+        masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=GradientImportance(explore=0.0))  # type: ignore[arg-type]
         _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
         found.append(masked.dense_state())
     for name, tensor in found[0].items():
@@ -58,7 +58,7 @@ def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool
 
 def test_a_held_mask_stands_still_and_moves_after_it() -> None:
     model, x, y = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     optimizer = Sam(masked.parameters())
     F.cross_entropy(masked(x), y).backward()
     before = masked.unit_mask()
@@ -76,7 +76,7 @@ def test_a_held_mask_stands_still_and_moves_after_it() -> None:
 
 def test_a_step_that_fails_does_not_hold_the_mask() -> None:
     model, x, _ = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 
     def fail() -> float:
