@@ -9,7 +9,7 @@ from sparsekit.allocation.shares import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.host import Rule
-from sparsekit.training.optimizer_hooks import just_restored
+from sparsekit.training.optimizer_hooks import restored
 
 _OWN = "sparsekit."
 _RULE = f"{_OWN}rule."
@@ -54,7 +54,7 @@ def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, miss
     remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
     remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
     # State that was just loaded comes from the same checkpoint and has its order of units already.
-    following = [optimizer for optimizer in host.optimizers if not just_restored(optimizer)]
+    following = [optimizer for optimizer in host.optimizers if optimizer not in restored]
     saved = take_flat(state, f"{own}state.")
     mask = UnitMask(entries)
     ascending = {name: keep.nonzero().reshape(-1) for name, keep in mask.items()}
@@ -64,7 +64,7 @@ def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, miss
     if sums is not None:
         execution.fused.restore_sums(sums)
     for optimizer in host.optimizers:
-        if just_restored(optimizer):
+        if optimizer in restored:
             execution.narrow_model.claim_saved(optimizer)
     host.load_importance(scores)
     if host.budget is None:

@@ -22,7 +22,7 @@ from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.execution import Execution
-from sparsekit.training.optimizer_hooks import OptimizerSet, has_begun, holds, introduce, refuse_history, settle
+from sparsekit.training.optimizer_hooks import OptimizerSet, has_begun, holds, introduce, refuse_history, restored
 
 
 def split_units(graph: UnitGraph, fused: Tensor) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class Host(nn.Module):
         refuse_history(self.optimizers, self.weights())
         self._moved = True
         self.execution.fused.remask(mask, list(self.optimizers))
-        settle(self.optimizers)
+        restored.difference_update(self.optimizers)
 
     def weights(self) -> list[nn.Parameter]:
         """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""

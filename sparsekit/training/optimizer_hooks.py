@@ -65,20 +65,8 @@ class OptimizerSet:
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 _introduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_hooked = False
-
-
-def just_restored(optimizer: object) -> bool:
-    """Whether `optimizer` was loaded, and has neither stepped nor followed a remask since."""
-    return isinstance(optimizer, Optimizer) and optimizer in _restored
-
-
-def settle(optimizers: Iterable[object]) -> None:
-    """Say that the state of `optimizers` belongs to the present units, since it has followed a remask."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, Optimizer):
-            _restored.discard(optimizer)
+restored: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimisers that were loaded, and have neither stepped nor followed a remask since."""
 
 
 def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
@@ -134,11 +122,11 @@ def introduce(optimizer: Optimizer) -> None:
         _introduced.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_loaded)
         if optimizer.state:
-            _restored.add(optimizer)
+            restored.add(optimizer)
 
 
 def _loaded(optimizer: Optimizer) -> None:
-    _restored.add(optimizer)
+    restored.add(optimizer)
     for item in _owners(optimizer):
         item.meet(optimizer)
 
@@ -158,7 +146,7 @@ def _held(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     owners = _owners(optimizer)
-    _restored.discard(optimizer)
+    restored.discard(optimizer)
     if owners:
         _refuse_broken_kernels(optimizer)
     for item in owners:
@@ -210,11 +198,13 @@ def _steps(dtype: torch.dtype, device: torch.device) -> bool:
     return bool((parameter.detach() == -1).all())
 
 
+@functools.cache
+def _hook_steps() -> None:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
 def watch(item: Any) -> None:
     """Call `before_step` and `after_step` of a learnable mask around steps of every optimiser that holds its leaves."""
-    global _hooked
-    if not _hooked:
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
-        _hooked = True
+    _hook_steps()
     _watched.add(item)

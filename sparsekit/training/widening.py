@@ -139,10 +139,8 @@ class Reading(NamedTuple):
 class _Entry(NamedTuple):
     slots: EntrySlots
     at: dict[int, Tensor]
-    zeros: list[tuple[int, Tensor]]
-    """(axis, positions) at which dropped units are read."""
-    probes: list[tuple[str, str, int, Tensor]]
-    """(key, group, axis, positions of each unit)."""
+    probes: list[tuple[str, str, int, Tensor, Tensor]]
+    """(key, group, axis, positions of each unit, those of dropped units)."""
 
 
 def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
@@ -171,13 +169,12 @@ class Widening:
                 for dim, positions in narrow.positions.items()
                 if positions.numel() != own.positions[dim].numel()
             }
-            entry = _Entry(own, at, [], [])
+            entry = _Entry(own, at, [])
             for group, piece, table in own.tables:
                 if group in groups and piece.gated:
                     dropped = table[~narrow_model.mask[group]].reshape(-1)
                     number = next(i for i, other in enumerate(graph.groups[group].slices) if other is piece)
-                    entry.zeros.append((piece.dim, dropped))
-                    entry.probes.append((f"{group}.{number}", group, piece.dim, table))
+                    entry.probes.append((f"{group}.{number}", group, piece.dim, table, dropped))
             self._entries[key] = entry
 
     def call(
@@ -199,15 +196,15 @@ class Widening:
             value = tensor
             if entry is not None:
                 value = entry.slots.gather(narrow_model.dense_view()[key])
-                for dim, dropped in entry.zeros if gates is None else ():
+                for *_, dim, _, dropped in entry.probes if gates is None else ():
                     value.index_fill_(dim, dropped.to(value.device), 0.0)
                 value = scatter_(tensor, value, entry.at)
                 if gates is not None:
-                    for _, group, dim, table in entry.probes:
+                    for _, group, dim, table, _ in entry.probes:
                         value = gate(value, dim, table, gates[group])
                 elif isinstance(tensor, nn.Parameter) and value.requires_grad:
                     value.retain_grad()
-                    probes += [Probe(*probe, value, tensor, entry.at) for probe in entry.probes]
+                    probes += [Probe(*probe[:4], value, tensor, entry.at) for probe in entry.probes]
             state.update(dict.fromkeys(names, value))
         result = model.call(state, narrow_model.mask, narrow_model.module, args, kwargs, within=self.mask)
         with torch.no_grad():  # statistics of dropped units are renewed as well, so that they are right when those enter

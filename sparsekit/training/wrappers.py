@@ -3,6 +3,7 @@
 torch calls a global hook when a module becomes a part of another one, which is where wrappers are met.
 """
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
+from sparsekit._torch import DropoutNd, NormBase, in_transform, is_transformed
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.tracing.blocks import refuse_meta
 
@@ -66,16 +67,14 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_transforms(scores: Tensor) -> None:
-    """Refuse to be exported, and to be differentiated inside torch.func.
+    """Refuse to be differentiated inside torch.func.
 
     Args:
         scores: The importance, whose gradient is computed from that of the weights.
 
     Raises:
-        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot; or an exporter traces.
+        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot.
     """
-    if is_exporting():
-        raise UnsupportedModelError(EXPORT_INSTEAD)
     if in_transform() and (is_transformed(scores) or torch.is_grad_enabled()):
         raise UnsupportedModelError(
             "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
@@ -84,21 +83,19 @@ def check_transforms(scores: Tensor) -> None:
         )
 
 
-_kinds: set[type[nn.Module]] = set()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@functools.cache
 def guard_wrappers(kind: type[nn.Module]) -> None:
     """Meet every wrapper of learnable masks, which are of `kind`."""
-    if not _kinds:
-        register_module_module_registration_hook(_meet)
-    _kinds.add(kind)
+    register_module_module_registration_hook(functools.partial(_meet, kind))
 
 
-def _meet(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:  # noqa: ARG001 - torch's signature
+def _meet(kind: type[nn.Module], wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
     if isinstance(wrapper, AveragedModel | DistributedDataParallel) and module is not None:
         for part in module.modules():
-            if isinstance(part, tuple(_kinds)):
+            if isinstance(part, kind):
                 if isinstance(wrapper, AveragedModel):
                     raise UnsupportedModelError(
                         "AveragedModel averages by place, where a learnable mask holds other units after every change of its"

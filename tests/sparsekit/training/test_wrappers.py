@@ -37,7 +37,7 @@ def test_an_averaged_model_is_refused_with_what_to_use_instead(inside: bool) -> 
 def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(masked_model())
     hooks: list[object] = []
-    monkeypatch.setattr(wrappers, "_kinds", set())  # as in a process that has made no mask
+    wrappers.guard_wrappers.cache_clear()  # as in a process that has made no mask
     monkeypatch.setattr(wrappers, "register_module_module_registration_hook", hooks.append)
     assert isinstance(pickle.loads(pickled), LearnableMask)
     assert len(hooks) == 1
