@@ -56,7 +56,8 @@ class Execution:
     @cached_property
     def fused(self) -> UnitVectors:
         """Vectors over the units; made when first asked for, as a graph without groups has none."""
-        return UnitVectors(self.narrow_model)
+        with torch.inference_mode(False):  # its tables outlive the call that asks
+            return UnitVectors(self.narrow_model)
 
     @property
     def mask(self) -> UnitMask:
@@ -122,6 +123,5 @@ class Execution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move tensors that are not parameters or buffers of `module`."""
         self.narrow_model.apply_to_tensors(function)
-        if "fused" in vars(self):
-            self.fused.apply_to_tensors(function)
+        vars(self).pop("fused", None)  # made anew where the model is now, of weights that may have been rounded
         self._wide, self._widenings_of = {}, -1  # they may hold buffers that are not in the state

@@ -51,7 +51,7 @@ class ImportanceRegularizer:
             float (J,) in [0, 1], float32 at least.
         """
         if self.target == "standardised":
-            magnitudes = standardise(magnitudes, *_tables(tuple(sizes), magnitudes.device))
+            magnitudes = standardise(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
         return torch.sigmoid(wide(magnitudes))
 
     def weights(self, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
@@ -65,26 +65,25 @@ class ImportanceRegularizer:
 
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.
 @lru_cache(maxsize=256)
-def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The group of each unit, and the size of each group."""
+def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """The group of each unit, int64 (J,), and the size of each group, int64 (groups,)."""
     with torch.inference_mode(False):
         counts = torch.tensor(sizes, dtype=torch.long)
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 
-def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:
+def standardise(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     """Subtract each group's mean and divide by its standard deviation.
 
     Args:
         values: float (J,).
         group_of: int64 (J,), the group of each value, from 0.
-        sizes: int64 (groups,), counted if not given.
+        sizes: int64 (groups,), the number of values in each.
 
     Returns:
         float (J,), float32 at least; 0 throughout a group whose values are all equal.
     """
     values = wide(values)
-    sizes = torch.bincount(group_of) if sizes is None else sizes
     counts = sizes.to(values.dtype)
     mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
     centred = values - mean[group_of]

@@ -4,7 +4,7 @@ Small steps are limited by Python, not by arithmetic, so each operation runs onc
 all units have length J, in the order of the graph's groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.regularizer import unit_tables
 
 
 class Reader:
@@ -70,13 +71,11 @@ class UnitVectors:
         self.narrow_model = narrow_model
         graph = narrow_model.graph
         self.offsets = group_order(graph.groups.values())
-        self._counts = [group.size for group in graph.groups.values()]
         self.total = graph.units
         self._leaves = narrow_model.named_parameters()
         # All tables lie where the model does, so that nothing crosses in a step.
         device = next((leaf.device for leaf in self._leaves.values()), None)
-        self.sizes = torch.tensor(self._counts).to(device)
-        self.group_of = torch.arange(len(self._counts)).repeat_interleave(torch.tensor(self._counts)).to(device)
+        self.group_of, self.sizes = unit_tables(tuple(group.size for group in graph.groups.values()), device)
         self._layout = -1
         self.reload()
 
@@ -92,7 +91,7 @@ class UnitVectors:
 
     def reload(self, magnitudes: Tensor | None = None) -> None:
         """Follow the narrow model after its `load`, whose state has these `magnitudes`; they are read anew if not given."""
-        self._follow(self.magnitudes_of(self.narrow_model.dense_view()) if magnitudes is None else magnitudes)
+        self._follow(self.magnitudes_of(self.narrow_model.dense_state()) if magnitudes is None else magnitudes)
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
         """Σ |θ| over each unit's own parameters in a dense state: float (J,), where the tables lie."""
@@ -178,16 +177,6 @@ class UnitVectors:
                 found[3].append(units[slot_of])
             self._gated = list(by_leaf.values())
         return self._gated
-
-    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function`, as `nn.Module._apply` gets it, to every table and value."""
-        dtype = self._full.dtype
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, function(value))
-        self._gated = None
-        if self._full.dtype != dtype:  # the weights have been rounded; sums of them stay in float32 at least
-            self._follow(self.magnitudes_of(self.narrow_model.dense_state()))
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).

@@ -13,7 +13,7 @@ def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:
     deviation = (2 / 3) ** 0.5
     ours = ImportanceRegularizer().targets(sums, [3, 2])
     assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
-    assert standardise(sums, torch.tensor([0, 0, 0, 1, 1]))[3:].tolist() == [0.0, 0.0]
+    assert standardise(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
 
 
 def test_the_weights_of_the_term_are_a_sum_or_a_mean_per_group() -> None:
