@@ -119,11 +119,8 @@ class FollowScores(Rule):
         return float(every)
 
     def sync(self, host: Host) -> None:
-        self._learned = False
-        self._catch_up(host)
-
-    def _catch_up(self, host: Host) -> None:
         """Follow where the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
+        self._learned = False
         told = self._stepped or (host.target, *identity(host.scores)) != self._seen
         if not told or host.optimizers.hold:  # in the middle of a step
             return
@@ -203,7 +200,7 @@ class FollowScores(Rule):
     def penalty(self, host: Host) -> Tensor:
         if self.settings.lr is not None:
             return super().penalty(host)
-        self._catch_up(host)
+        self.sync(host)
         with torch.no_grad():
             targets = self._targets(host)
         return (0.5 * self._pull * (host.scores - targets).square()).sum()

@@ -21,7 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, measure_costs
+from sparsekit.measure.cost import measure_costs
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.checkpoint import load_entries, saved_entries
@@ -126,8 +126,15 @@ class LearnableMask(Host):
         graph.check_state(model.state_dict(), what="the model")
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
-        budget = None if budget is None else Budget.of(budget)
-        costs = costs_of(model, example_inputs, graph, budget)
+        budget, costs = None if budget is None else Budget.of(budget), None
+        if example_inputs is not None:
+            call = ModelInputs.several(example_inputs)[0]
+            with eager():  # counting is no reason to compile
+                costs = measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics)
+        elif budget is not None:
+            raise InvalidValueError(
+                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
+            )
         super().__init__(Execution(model, graph), ratio, budget, costs, criterion, generator)
         self.learning = learning
         self.scores = nn.Parameter(self._targets(self.execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
@@ -152,9 +159,8 @@ class LearnableMask(Host):
 
     def _targets(self, magnitudes: Tensor) -> Tensor:
         """What importance starts at."""
-        return (self.regularizer or ImportanceRegularizer()).targets(
-            magnitudes, [group.size for group in self.graph.groups.values()]
-        )
+        regularizer: ImportanceRegularizer = getattr(self.learning, "regularizer", ImportanceRegularizer())
+        return regularizer.targets(magnitudes, [group.size for group in self.graph.groups.values()])
 
     @property
     def settled(self) -> bool:
@@ -171,11 +177,6 @@ class LearnableMask(Host):
         """Work of exploration so far, as a share of the work of all training passes on the narrow network."""
         return self._rule.explored
 
-    @property
-    def regularizer(self) -> ImportanceRegularizer | None:
-        """The regulariser behind `penalty()`, if the rule has one."""
-        return getattr(self.learning, "regularizer", None)
-
     def extra_repr(self) -> str:
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
         limit = f"ratio={self._ratio:g}" if self.budget is None else f"budget={self.budget}"
@@ -185,20 +186,18 @@ class LearnableMask(Host):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
-        run = LearnableMask._run_uncompiled if torch.compiler.is_compiling() else LearnableMask._run
+        compiling = torch.compiler.is_compiling()
         if is_exporting():  # a strict exporter looks no further than this line
             raise UnsupportedModelError(EXPORT_INSTEAD)
-        return outside_compiler(run)(self, args, kwargs)
+        return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script`."""
         raise UnsupportedModelError(EXPORT_INSTEAD)
 
-    def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        warnings.warn(_UNCOMPILED, stacklevel=2)
-        return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
+        if compiling:
+            warnings.warn(_UNCOMPILED, stacklevel=2)
         check_transforms(self.scores)
         self.sync()
         return self._rule.call(self, args, kwargs)
@@ -418,31 +417,6 @@ def learning_of(
     if steps is not None:
         raise InvalidValueError("steps= is for learning from the loss; leave out criterion= or steps=")
     return GradientImportance(explore=explore)
-
-
-def costs_of(
-    model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | list[Any] | None,
-    graph: UnitGraph,
-    budget: Budget | None,
-) -> CostModel | None:
-    """What numbers of units cost, in FLOPs and in the metrics of a budget, in the first call of the example inputs.
-
-    Returns:
-        None without inputs and budget.
-
-    Raises:
-        InvalidValueError: a budget without inputs.
-    """
-    if example_inputs is None:
-        if budget is not None:
-            raise InvalidValueError(
-                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
-            )
-        return None
-    call = ModelInputs.several(example_inputs)[0]
-    with eager():  # counting is no reason to compile
-        return measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics)
 
 
 def _load(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.index import wide
 from sparsekit.surgery.compaction import compact_state
 from sparsekit.training.learnable import LearnableMask
 
@@ -42,7 +43,8 @@ class MovingAverage:
         self.masked = masked
         self.decay = decay
         self._averaged = {name for name, _ in masked.model.named_parameters(remove_duplicate=False)}
-        self._average = {name: _wide(tensor) for name, tensor in masked.dense_state().items()}
+        # A step of 1/1000 vanishes in bfloat16.
+        self._average = {name: wide(tensor).clone() for name, tensor in masked.dense_state().items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -87,9 +89,3 @@ class MovingAverage:
         if {name: tensor.shape for name, tensor in state.items()} != shapes:
             raise ForeignMaskError("the averages belong to another model; pass what state_dict() of its MovingAverage returned")
         self._average = {name: tensor.detach().to(self._average[name], copy=True) for name, tensor in state.items()}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """A copy in which small changes count: steps of 1/1000 vanish in bfloat16."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(dtype, copy=True)

@@ -8,6 +8,7 @@ optimiser state, do not change until it returns.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,17 +37,17 @@ from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.training.slots import EntrySlots, build_slots, moves_to
 
 
+@dataclass(eq=False)
 class _Entry:
     """One parameter or buffer of the narrow module, under all its state-dict keys."""
 
-    def __init__(self, key: str, names: list[str], owner: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
-        self.key = key
-        """The name under which units touch it, if they do under one."""
-        self.names = names
-        self.owner = owner
-        self.attribute = attribute
-        self.parameter = parameter
-        self._format: torch.memory_format | None = None
+    key: str
+    """The name under which units touch it, if they do under one."""
+    names: list[str]
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter | None
+    _format: torch.memory_format | None = None
 
     @property
     def tensor(self) -> Tensor:
