@@ -265,15 +265,6 @@ def may_split(space: Interval, low: float, value: float, high: float, *, min_wid
     return min(here - left, right - here) >= min_width
 
 
-def draw(space: Interval, low: float, high: float, bound: float, *, rng: np.random.Generator) -> float:
-    """A value drawn uniformly, on the scale of the space, from [low, high) and from what is at most `bound`."""
-    start, end = space.to_unit(low), space.to_unit(min(high, bound))
-    value = space.from_unit(min(start + (end - start) * rng.random(), 1.0))
-    # The way through the unit interval may round across an edge.
-    last = bound if bound < high else math.nextafter(high, low)
-    return min(max(value, low), last)
-
-
 class ArmBandit(LoggedBandit[Pull]):
     """A bandit that cuts an interval into arms and learns one by one what was told of a value.
 
@@ -337,7 +328,7 @@ class ArmBandit(LoggedBandit[Pull]):
         return values
 
     def _draw_best(self, edges: Sequence[tuple[float, float]], bound: float | None) -> float:
-        """A value drawn from the arm of largest index, given the ends of each; at first, from any arm.
+        """A value drawn from the arm of largest index, given the ends of each; at first, from any arm; uniform on the scale.
 
         Only arms that begin below the bound compete, and if there is none, the bound itself is taken. Not those that begin at
         it: such an arm would be pulled at one point for ever, since it cannot be split there.
@@ -351,4 +342,9 @@ class ArmBandit(LoggedBandit[Pull]):
             chosen = indices.index(max(indices))
         else:
             chosen = int(self._rng.integers(count))
-        return draw(self.space, *edges[chosen], limit, rng=self._rng)
+        low, high = edges[chosen]
+        start, end = self.space.to_unit(low), self.space.to_unit(min(high, limit))
+        value = self.space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
+        # The way through the unit interval may round across an edge.
+        last = limit if limit < high else math.nextafter(high, low)
+        return min(max(value, low), last)

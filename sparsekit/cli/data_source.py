@@ -90,7 +90,9 @@ def find_metric(
     """
     if text is not None and ":" in text:
         found = load_object(text)
-        return _named(text.rpartition(":")[2], lambda model: float(found(model)))
+        if not callable(found):
+            raise InvalidValueError(f"--metric {text} must be a function of the model, got {type(found).__name__}")
+        return _named(text.rpartition(":")[2], lambda model: ran(f"--metric {text}", lambda: float(found(model))))
     if text not in (None, "accuracy", "loss"):
         raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
     if batches is None:
@@ -149,6 +151,8 @@ class Job:
     """What a command is about: a model with its inputs, and data, loss and metric for it."""
 
     def __init__(self, options: CutOptions, *, progress: bool) -> None:
+        if options.seed < 0:
+            raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
         self.progress = progress
         self.has_data, self._scoring_batches = options.dataset is not None, options.scoring_batches
         self.model, self.args, self.kwargs = load_with_inputs(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -124,6 +125,8 @@ class PruneJob(Job):
         for name in ("epochs", "distill", "repair"):
             if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
                 raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
+        if not 0.0 <= options.lr < math.inf:
+            raise InvalidValueError(f"--lr must be a finite number >= 0, got {options.lr}")
         if options.distill and not options.epochs:
             raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
         super().__init__(options, progress=progress)

@@ -97,6 +97,13 @@ LINES = {
         ("--dataset nets.py:bachtes", "did you mean 'batches'"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
         ("--metric f1", "--metric must be"),
+        ("--metric nets.py:NUMBER", "must be a function of the model, got int"),
+        (
+            "--dataset nets.py:batches --metric nets.py:needs",
+            "'--metric nets.py:needs' failed with TypeError: float() argument",
+        ),
+        ("--seed -1", "--seed must be an integer >= 0, got -1"),
+        ("--dataset nets.py:batches --epochs 1 --lr -1", "--lr must be a finite number >= 0, got -1.0"),
     ],
     "tune 'echo {x}' --space x=0:1 --trials 1 -q --metric 'm (.)'": [
         ("", "the output has no match of the metric, 'm (.)'"),
