@@ -253,18 +253,18 @@ class Study(contextlib.AbstractContextManager["Study"]):
         It is the best one where no bandit chose, and where equal values give equal scores.
         """
         found = getattr(self._study.sampler, "recommended", lambda _: None)(self._study)
-        return self.best() if self._deterministic or found is None or found.value is None else found
+        return self.best() if self._deterministic or found is None or score_of(found) is None else found
 
     def row(self, trial: FrozenTrial) -> dict[str, Any]:
         """A trial in JSON values: number, state, score, values, and what was noted of it."""
         facts = {name: fact for name, fact in trial.user_attrs.items() if name != "folder"}
         values = {name: rounded(axis, trial.params[name]) for name, axis in self.space.items()}
-        return {"trial": trial.number, "state": trial.state.name.lower(), "score": trial.value, "values": values, **facts}
+        return {"trial": trial.number, "state": trial.state.name.lower(), "score": score_of(trial), "values": values, **facts}
 
     def mean(self, trial: FrozenTrial) -> tuple[float, int]:
         """The mean score of the trials with the values of this one, and their number."""
         texts = self.texts(trial)
-        scores = [other.value for other in self.ended if other.value is not None and self.texts(other) == texts]
+        scores = [score for other in self.ended if (score := score_of(other)) is not None and self.texts(other) == texts]
         return sum(scores) / len(scores), len(scores)
 
     def report(self) -> dict[str, Any]:
@@ -302,6 +302,11 @@ class Study(contextlib.AbstractContextManager["Study"]):
             plot_slice(self._study)
         plt.gcf().savefig(path, dpi=144, bbox_inches="tight")
         plt.close(plt.gcf())
+
+
+def score_of(trial: FrozenTrial) -> float | None:
+    """The score of a trial that ran to its end; None for others, also where Optuna gives a pruned one its last score."""
+    return trial.value if trial.state == TrialState.COMPLETE else None
 
 
 def _locked(out: Path) -> FileLock:

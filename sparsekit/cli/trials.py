@@ -60,7 +60,7 @@ class _Board:
 
 
 def _outcome(trial: FrozenTrial, best: FrozenTrial | None) -> str:
-    if trial.value is not None:
+    if trial.state.name == "COMPLETE":
         new = best is not None and best.number == trial.number
         return f"{trial.value:g}{'  [green]best[/green]' if new else ''}"
     if "error" in trial.user_attrs:

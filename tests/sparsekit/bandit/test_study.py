@@ -17,6 +17,7 @@ from sparsekit.bandit.trials import (  # noqa: E402
     Score,
     parse_axes,
 )
+from sparsekit.cli.trials import _outcome  # noqa: E402
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 Objective = Callable[[Mapping[str, str]], float | None]
@@ -162,9 +163,14 @@ def test_what_looks_bad_is_pruned() -> None:
 
     with opened(None, sampler="random", pruner="median", steps=5) as study:
         study.run(Stepwise(hill), 20)
-        states = [row["state"] for row in study.report()["trials"]]
+        trials = study.report()["trials"]
+        told = [_outcome(trial, None) for trial in study.ended if trial.state.name == "PRUNED"]
+    states = [row["state"] for row in trials]
     assert 3 < states.count("pruned") < 16
     assert states.count("pruned") + states.count("complete") == 20
+    # Its last score is of less training than those of the others, so it is not shown beside them.
+    assert all((row["score"] is None) == (row["state"] == "pruned") for row in trials)
+    assert all(line.startswith("pruned after step ") for line in told)
 
 
 def test_another_search_in_the_place_is_refused(tmp_path: Path) -> None:
