@@ -116,14 +116,11 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         # What ships with the project comes first, so that looking it up need not read the metadata of every installed package.
-        target = self._table.get(name)
+        target = self._table.get(name) or self._targets().get(name)
         if target is None:
-            targets = self._targets()
-            if name not in targets:
-                raise UnknownNameError(
-                    f"unknown {self.kind} {name!r}; {nearest(name, targets)}; or package.module:name for one of your own"
-                )
-            target = targets[name]
+            raise UnknownNameError(
+                f"unknown {self.kind} {name!r}; {nearest(name, self)}; or package.module:name for one of your own"
+            )
         return load_object(target)
 
     def find(self, text: str) -> Any:
