@@ -57,7 +57,6 @@ class CentredRule(sk.LayerRule):
     """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (Centred,)
-    opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
         """The layer keeps no sizes."""

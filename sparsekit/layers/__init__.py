@@ -4,13 +4,14 @@ A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and de
 `Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from functools import cache
 
 from torch import nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import LayerRule, of_type
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.registry import Registry
@@ -49,10 +50,7 @@ rules = Registry(
 def _known() -> dict[type[nn.Module] | str, LayerRule]:
     """Type, or its name → rule."""
     made: list[LayerRule] = [rules[name]() for name in rules]
-    found: dict[type[nn.Module] | str, LayerRule] = {}
-    for rule in made:
-        found |= dict.fromkeys(rule.types, rule) | dict.fromkeys(rule.type_names, rule)
-    return found
+    return {kind: rule for rule in made for kind in (*rule.types, *rule.type_names)}
 
 
 def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
@@ -62,13 +60,7 @@ def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | No
         module: Any module.
         extra: Type → rule, asked before the table.
     """
-    for kind in type(module).__mro__:
-        if extra is not None and kind in extra:
-            return extra[kind]
-        for name in (kind, f"{kind.__module__}.{kind.__qualname__}"):
-            if name in _known():
-                return _known()[name]
-    return None
+    return of_type(module, ChainMap(dict(extra or {}), _known()))
 
 
 def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> None:

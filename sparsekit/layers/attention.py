@@ -137,7 +137,6 @@ class MultiheadAttentionRule(LayerRule):
     """Inputs, heads and output are three spaces of units; only the heads are the layer's own."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
-    opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_heads`, `embed_dim`, `kdim` and `vdim`, and the class that can run with fewer heads."""
@@ -167,8 +166,8 @@ class MultiheadAttentionRule(LayerRule):
                 tracer.make(labels, 0)
             return outputs
         for tensor in inputs:
-            for axis in tracer.labels(tensor, *range(tensor.dim() - 1)).axes[:-1]:
-                tracer.fix(axis, "an axis of units runs through attention as positions or batch")
+            others = tracer.labels(tensor, *range(tensor.dim() - 1)).axes[:-1]
+            tracer.fix(others, "an axis of units runs through attention as positions or batch")
         weights = _projections(module)
         columns = [tracer.labels(weight) for weight in weights] * (3 if len(weights) == 1 else 1)
         for tensor, weight in zip(inputs, columns, strict=True):
@@ -213,16 +212,8 @@ class MultiheadAttentionRule(LayerRule):
 
     def _label(self, tracer: Tracer, module: nn.MultiheadAttention, heads: IntArray, outputs: Any, query: Tensor) -> None:
         attended, maps = outputs
-        projection = tracer.labels(module.out_proj.weight)
-        rows = projection.axes[0]
-        tracer.make(projection, 0)
-        if rows is not None and module.out_proj.bias is not None:
-            bias = tracer.labels(module.out_proj.bias)
-            shift = bias.axes[0]
-            assert shift is not None
-            tracer.unite(rows.nodes, shift.nodes)
-            tracer.make(bias, 0)
-            rows = Labels(rows.nodes, tracer.both(rows.sources, shift.sources))
+        rows = tracer.labels(module.out_proj.weight).axes[0]
+        rows = tracer.scaled(rows, module.out_proj.weight, module.out_proj.bias)
         tracer.set(attended, TensorLabels((*([None] * (attended.dim() - 1)), rows)))
         if maps is None:
             return

@@ -1,18 +1,26 @@
 """LayerRule: all that is known about one layer family."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
 from sparsekit.layers.labels.tracer import Tracer
+
+Found = TypeVar("Found")
+
+
+def of_type(module: nn.Module, table: Mapping[type[nn.Module] | str, Found]) -> Found | None:
+    """What a table has for the nearest type of a module, or for its name "package.module.Class"; None if nothing."""
+    names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
+    return next((table[name] for name in names if name in table), None)
 
 
 class LayerRule:
     """What a trace cannot see about a family of layers.
 
     Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
-    operator (an LSTM) also sets `opaque` and describes its units in `trace`.
+    operator (an LSTM) also has a `trace`, which describes its units instead of its operators.
     """
 
     types: ClassVar[tuple[type[nn.Module], ...]] = ()
@@ -21,8 +29,10 @@ class LayerRule:
     type_names: ClassVar[tuple[str, ...]] = ()
     """The same as "package.module.Class", for packages that may not be installed."""
 
-    opaque: ClassVar[bool] = False
-    """True if `trace` describes the layer instead of its operators."""
+    @property
+    def opaque(self) -> bool:
+        """Whether `trace` describes the layer instead of its operators: whether a rule has one of its own."""
+        return type(self).trace is not LayerRule.trace
 
     def resize(self, module: nn.Module) -> None:
         """Set `out_features` and the like from the shapes of the module's parameters, which have just changed.

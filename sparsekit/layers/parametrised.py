@@ -49,7 +49,6 @@ class WeightNormRule(LayerRule):
     """`torch.nn.utils.parametrizations.weight_norm`."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
-    opaque: ClassVar[bool] = True
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -64,7 +63,6 @@ class WholeWeightRule(LayerRule):
     """Spectral norm and orthogonal weights: every entry depends on all the others, so all units stay."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
-    opaque: ClassVar[bool] = True
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

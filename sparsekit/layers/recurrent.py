@@ -104,7 +104,6 @@ class RecurrentRule(LayerRule):
     """
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase,)
-    opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`, and refresh the flat list of weights."""
@@ -144,8 +143,7 @@ class RecurrentRule(LayerRule):
     def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[Labels | None]:
         """Unite rows, columns and inputs layer by layer."""
         entering = tracer.labels(x, *range(x.dim() - 1))
-        for axis in entering.axes[:-1]:
-            tracer.fix(axis, "an axis of units runs through a recurrent layer as time or batch")
+        tracer.fix(entering.axes[:-1], "an axis of units runs through a recurrent layer as time or batch")
         inputs = TensorLabels(entering.axes[-1:])
         found: list[Labels | None] = []
         for layer in range(module.num_layers):
@@ -185,7 +183,6 @@ class CellRule(LayerRule):
     """`nn.LSTMCell`, `nn.GRUCell`, `nn.RNNCell`."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNCellBase,)
-    opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`."""

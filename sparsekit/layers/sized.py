@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
-from sparsekit.layers.base import LayerRule
+from sparsekit.layers.base import LayerRule, of_type
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 
@@ -59,8 +59,7 @@ class SizedRule(LayerRule):
         shape = _weight_shape(module)
         if shape is None and (mean := buffers_of(module).get("running_mean")) is not None:
             shape = mean.shape
-        names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
-        sizes = next((_SIZES[name] for name in names if name in _SIZES), None)
+        sizes = of_type(module, _SIZES)
         if shape is not None and sizes is not None:
             for attribute, value in sizes(module, shape).items():
                 setattr(module, attribute, value)
@@ -94,7 +93,6 @@ class InstanceNormRule(SizedRule):
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
     type_names: ClassVar[tuple[str, ...]] = ()
-    opaque: ClassVar[bool] = True
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -103,27 +101,11 @@ class InstanceNormRule(SizedRule):
         assert isinstance(module, InstanceNorm)
         out = run(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        labels = tracer.labels(x)
-        own = [
-            tracer.labels(t)
-            for t in (*parameters_of(module).values(), *buffers_of(module).values())
-            if t is not None and t.dim()
-        ]
-        dim = channel_axis(module, x.dim())
-        channel = labels.axes[dim]
-        for other, axis in enumerate(labels.axes):
-            if other > dim:
-                tracer.fix(axis, "normalised by an instance norm across an axis of units")
-        if channel is None or channel.is_uniform:
-            for entry in own:
-                tracer.fix(entry, "follows values that belong to no unit", quiet=True)
-            return out
-        for entry in own:
-            if (axis := entry.axes[0]) is not None:
-                tracer.unite(channel.nodes, axis.nodes)
-                tracer.make(entry, 0)
-        if not own:
+        labels, dim = tracer.labels(x), channel_axis(module, x.dim())
+        tracer.fix(labels.axes[dim + 1 :], "normalised by an instance norm across an axis of units")
+        channel, own = labels.units[dim], (module.weight, module.bias, module.running_mean, module.running_var)
+        if channel is not None and all(tensor is None for tensor in own):
             tracer.count(channel.nodes, tracer.module, "num_features")
-        axes = [None if a is None or a.is_uniform or d > dim else a.without_zero() for d, a in enumerate(labels.axes)]
-        tracer.set(out, TensorLabels(tuple(axes)))
+        made = tracer.scaled(channel, *own)
+        tracer.set(out, TensorLabels((*labels.without_zero().axes[:dim], made, *[None] * (x.dim() - dim - 1))))
         return out

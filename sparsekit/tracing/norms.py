@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, NormNote, TensorLabels
+from sparsekit.layers.labels.values import IntArray, Labels, NormNote, TensorLabels
 from sparsekit.surgery.kept_norms import NormCall, NormMode
 
 
@@ -57,22 +56,10 @@ class NormRecorder(NormMode):
 
     def _norm(self, call: NormCall, x: TensorLabels, dim: int, axis: Labels) -> TensorLabels:
         """The units pass through; where scale and shift are gated, the result is zero."""
-        tracer, sources = self.tracer, np.full(axis.size, NOT_ZERO, dtype=np.int64)
-        if call.name == "rms_norm":
-            sources = axis.sources  # zero stays zero
-        if call.weight is not None:
-            shift = np.full(axis.size, ALWAYS_ZERO, dtype=np.int64)
-            for tensor in (call.weight, call.bias):
-                if tensor is None:
-                    continue
-                labels, own = tracer.labels(tensor), call.axis_of_scale(dim)
-                scale = labels.axes[own]
-                assert scale is not None
-                tracer.unite(axis.nodes, scale.nodes, quiet=True)
-                tracer.make(labels, own)
-                shift = scale.sources if tensor is call.weight else tracer.both(shift, scale.sources)
-            sources = shift
-        return x.without_zero().with_axis(dim, Labels(axis.nodes, sources))
+        made = self.tracer.scaled(axis, call.weight, call.bias, dim=call.axis_of_scale(dim), quiet=True)
+        if call.name == "rms_norm" and call.weight is None:
+            made = axis  # zero stays zero
+        return x.without_zero().with_axis(dim, made)
 
 
 def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:

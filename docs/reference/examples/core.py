@@ -344,7 +344,7 @@ class Filter(nn.Module):
 class FilterRule(sk.LayerRule):
     """Gain j scales feature j, and feature j comes out at place j."""
 
-    types, opaque = (Filter,), True
+    types = (Filter,)
 
     def resize(self, module) -> None:
         """The layer keeps no sizes."""

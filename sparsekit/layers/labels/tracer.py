@@ -1,7 +1,7 @@
 """Tracer: all that a trace learns about units, and the words with which handlers and layer rules say it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph.groups import Kind
-from sparsekit.layers.labels.joint import collapsed
 from sparsekit.layers.labels.values import (
     ALWAYS_ZERO,
     NO_UNIT,
@@ -17,7 +16,6 @@ from sparsekit.layers.labels.values import (
     Cause,
     Entry,
     IntArray,
-    Joint,
     Labels,
     NormNote,
     Split,
@@ -238,17 +236,27 @@ class Tracer:
         nodes, sources = joint.nodes.take([0], dim), joint.sources.take([0], dim)
         self.unite(np.broadcast_to(nodes, joint.nodes.shape).reshape(-1), joint.nodes.reshape(-1))
         agreed = (joint.sources == sources).all(axis=dim, keepdims=True)
-        return collapsed(replace(labels, joint=Joint(nodes, np.where(agreed, sources, NOT_ZERO))))
+        return replace(labels, joint=Labels(nodes, np.where(agreed, sources, NOT_ZERO))).collapsed()
 
-    def fix(self, what: TensorLabels | Labels | IntArray | None, reason: str | Cause, *, quiet: bool = False) -> None:
+    def fix(
+        self,
+        what: TensorLabels | Labels | IntArray | Iterable[Labels | None] | None,
+        reason: str | Cause,
+        *,
+        quiet: bool = False,
+    ) -> None:
         """Keep units whole.
 
         Args:
-            what: Labels, or nodes.
+            what: Labels, those of several axes, or nodes.
             reason: Why; where it is no `Cause`, the line of the user's code is added.
             quiet: It is normal and needs no warning.
         """
         if what is None:
+            return
+        if not isinstance(what, TensorLabels | Labels | np.ndarray):
+            for axis in what:
+                self.fix(axis, reason, quiet=quiet)
             return
         nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
         nodes = nodes[nodes >= 0]
@@ -265,6 +273,38 @@ class Tracer:
             frames.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back  # type: ignore[assignment]
         return Cause(self.module, reason + user_line(frames))
+
+    def scaled(
+        self,
+        channel: Labels | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *statistics: Tensor | None,
+        dim: int = 0,
+        quiet: bool = False,
+    ) -> Labels | None:
+        """Unite units with scale, shift and statistics, position by position along axis `dim` of each.
+
+        Returns:
+            The units of the values that are made, which are zero where scale and shift are gated; None where they are no units.
+        """
+        scales = [self.labels(tensor) for tensor in (weight, bias) if tensor is not None]
+        own = [*scales, *(self.labels(tensor) for tensor in statistics if tensor is not None)]
+        if channel is None:
+            for labels in own:
+                self.fix(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
+            return None
+        sources = np.full(channel.size, NOT_ZERO if weight is None else ALWAYS_ZERO, dtype=np.int64)
+        for labels in own:
+            axis = labels.axes[dim]
+            if axis is None:
+                self.fix(channel, "normalised with values that belong to no unit")
+                return None
+            self.unite(channel.nodes, axis.nodes, quiet=quiet)
+            self.make(labels, dim)
+            if labels in scales:
+                sources = self.both(sources, axis.sources)
+        return Labels(channel.nodes, sources)
 
     def make(self, labels: TensorLabels, dim: int, kind: Kind | None = None) -> None:
         """Note that axis `dim` of a state entry makes units; nothing is noted for other tensors."""

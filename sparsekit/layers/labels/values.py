@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -68,11 +68,15 @@ ALWAYS_ZERO = 1
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What the positions along one axis belong to.
+    """What the positions along one axis belong to; or along several at once, of a unit axis reshaped to (heads, head size).
+
+    Which of several axes is the one of the units, and which must stay whole, is said by the operators that follow: an axis
+    that is summed over, sliced or combined with ordinary values stays whole.
 
     Args:
-        nodes: int64 (size,); a node, NO_UNIT or ANY.
-        sources: int64 (size,); which state entries must be gated for the value to be exactly zero, as an id of
+        nodes: int64; a node, NO_UNIT or ANY. Of one axis (size,); of several of the rank of the tensor, of size 1 along
+            every axis that does not tell units apart.
+        sources: int64, of the same shape; which state entries must be gated for the value to be exactly zero, as an id of
             `Tracer.source`; NOT_ZERO if no gate does it.
     """
 
@@ -81,16 +85,21 @@ class Labels:
 
     @property
     def size(self) -> int:
-        """Positions along the axis."""
+        """Positions along the one axis."""
         return int(self.nodes.shape[0])
 
     @property
+    def dims(self) -> tuple[int, ...]:
+        """The axes along which units differ, of labels with the rank of the tensor."""
+        return tuple(dim for dim, size in enumerate(self.nodes.shape) if size > 1)
+
+    @property
     def is_uniform(self) -> bool:
-        """True where the value is constant along the axis."""
+        """True where the value is constant along the one axis."""
         return self.size > 0 and int(self.nodes[0]) == ANY
 
     def take(self, positions: IntArray | slice) -> Labels:
-        """The labels at some positions."""
+        """The labels at some positions of the one axis."""
         return Labels(self.nodes[positions], self.sources[positions])
 
     def without_zero(self) -> Labels:
@@ -105,6 +114,20 @@ class Labels:
 def uniform(size: int, source: int = NOT_ZERO) -> Labels:
     """Labels of an axis along which the value is constant."""
     return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64))
+
+
+def aligned(array: IntArray, rank: int) -> IntArray:
+    """The array with new axes of size 1 in front, as in broadcasting."""
+    return array.reshape((1,) * (rank - array.ndim) + array.shape)
+
+
+def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
+    """The array with size 1 along every axis, from the first one on, along which it is constant."""
+    for dim in range(first, array.ndim):
+        line = array.take([0], dim)
+        if array.shape[dim] > 1 and (array == line).all():
+            array = line
+    return array
 
 
 def constant(shape: Sequence[int], source: int = NOT_ZERO) -> tuple[Labels | None, ...]:
@@ -132,27 +155,6 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Joint:
-    """Labels that vary along several axes at once: one axis of units, reshaped to (heads, head size).
-
-    Which of these axes is the one of the units, and which must stay whole, is said by the operators that follow: an axis
-    that is summed over, sliced or combined with ordinary values stays whole.
-
-    Args:
-        nodes: int64, of the rank of the tensor, of size 1 along every axis that does not tell units apart.
-        sources: int64, of the same shape, as in `Labels`.
-    """
-
-    nodes: IntArray
-    sources: IntArray
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The axes along which units differ."""
-        return tuple(dim for dim, size in enumerate(self.nodes.shape) if size > 1)
-
-
-@dataclass(frozen=True, eq=False)
 class TensorLabels:
     """What is known about a tensor in a trace.
 
@@ -161,7 +163,7 @@ class TensorLabels:
         entry: Set if the tensor holds nothing but rearranged values of this entry.
         parts: If set, the tensor is a stack along axis 0 of parts with different units (the last states of the layers
             of an LSTM); `axes` are then all None.
-        joint: If set, labels that vary along two axes or more.
+        joint: If set, labels that vary along two axes or more, of the rank of the tensor.
         mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): whoever uses it
             keeps them whole.
         from_state: True if the tensor was computed from entries alone, as the weight of a parametrised layer.
@@ -170,7 +172,7 @@ class TensorLabels:
     axes: tuple[Labels | None, ...]
     entry: Entry | None = None
     parts: tuple[TensorLabels, ...] | None = None
-    joint: Joint | None = None
+    joint: Labels | None = None
     mixed: IntArray | None = None
     from_state: bool = False
 
@@ -192,9 +194,8 @@ class TensorLabels:
 
     def all_nodes(self) -> IntArray:
         """The nodes of all axes and parts."""
-        found = [axis.nodes for axis in self.axes if axis is not None]
+        found = [labels.nodes.reshape(-1) for labels in (*self.axes, self.joint) if labels is not None]
         found += [part.all_nodes() for part in self.parts or ()]
-        found += [] if self.joint is None else [self.joint.nodes.reshape(-1)]
         found += [] if self.mixed is None else [self.mixed]
         nodes: IntArray = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
         return nodes[nodes >= 0]
@@ -202,6 +203,29 @@ class TensorLabels:
     def with_axis(self, dim: int, labels: Labels | None) -> TensorLabels:
         """The same with one axis replaced."""
         return replace(self, axes=tuple(labels if d == dim else axis for d, axis in enumerate(self.axes)))
+
+    def moved(self, axes: Sequence[Labels | None], move: Callable[[IntArray], IntArray]) -> TensorLabels:
+        """The labels after axes were moved: `axes` are those of now, `move` does the same to labels of the tensor's rank."""
+        joint = self.joint
+        return replace(self, axes=tuple(axes), joint=joint and Labels(move(joint.nodes), move(joint.sources)))
+
+    def inserted(self, dim: int) -> TensorLabels:
+        """The labels with a new axis of size 1 before `dim`."""
+        return self.moved((*self.axes[:dim], None, *self.axes[dim:]), lambda array: np.expand_dims(array, dim))
+
+    def dropped(self, gone: set[int]) -> TensorLabels:
+        """The labels without some axes, along which joint ones do not vary."""
+        left = [axis for d, axis in enumerate(self.axes) if d not in gone]
+        return self.moved(left, lambda array: array.squeeze(tuple(gone)))
+
+    def collapsed(self) -> TensorLabels:
+        """The same labels; joint ones that are left with one axis are those of that axis."""
+        if self.joint is None or len(self.joint.dims) > 1:
+            return self
+        alone = replace(self, joint=None)
+        for dim in self.joint.dims:
+            alone = alone.with_axis(dim, Labels(self.joint.nodes.reshape(-1), self.joint.sources.reshape(-1)))
+        return alone
 
     def computed(self) -> TensorLabels:
         """The same units on a tensor that is no mere rearrangement of an entry."""
@@ -211,14 +235,7 @@ class TensorLabels:
         """Equal labels on every axis."""
         if other is None or len(self.axes) != len(other.axes) or self.parts is not None or other.parts is not None:
             return False
-        if self.joint is None or other.joint is None:
-            if self.joint is not other.joint:
-                return False
-        elif not (
-            np.array_equal(self.joint.nodes, other.joint.nodes) and np.array_equal(self.joint.sources, other.joint.sources)
-        ):
-            return False
-        pairs = zip(self.axes, other.axes, strict=True)
+        pairs = zip((*self.axes, self.joint), (*other.axes, other.joint), strict=True)
         return all(a is b or (a is not None and b is not None and a.same(b)) for a, b in pairs)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.layers.labels.joint import inserted
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, constant
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
@@ -59,7 +58,7 @@ def _cat(call: Call) -> Outputs:
     dim = call.arg("dim", 0) % rank
     known = [call.tracer.labels(t) if stacked else call.tracer.labels(t, dim) for t in tensors]
     if stacked:
-        known = [inserted(k, dim) for k in known]
+        known = [k.inserted(dim) for k in known]
     axes: list[Labels | None] = []
     for d in range(rank):
         pieces = [k.axes[d] for k in known]
@@ -149,8 +148,7 @@ def _indexed(call: Call) -> Outputs:
     if not all(_same_for_all_units(call, index, labels, dim) for labels in pieces):
         return None
     tracer.fix(tracer.labels(index), f"used as an index by {call.name!r}")
-    for labels in pieces:
-        tracer.fix(labels.axes[dim], f"moved by {call.name!r} along its units")
+    tracer.fix([labels.axes[dim] for labels in pieces], f"moved by {call.name!r} along its units")
     flat = [labels.with_axis(dim, None) for labels in pieces]
     shapes = [[size if d != dim else 1 for d, size in enumerate(t.shape)] for t in (out, source)]
     if shapes[0] != shapes[1]:
@@ -182,9 +180,7 @@ def _patches(call: Call) -> Outputs:
     """Patches side by side: each channel becomes one position per place in the kernel."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
     dim, places = out.dim() - 2, int(np.prod(kernel))
-    for other, axis in enumerate(x.axes):
-        if other > dim:
-            call.tracer.fix(axis, "cut into patches along an axis of units")
+    call.tracer.fix(x.axes[dim + 1 :], "cut into patches along an axis of units")
     channel = x.units[dim]
     axes: list[Labels | None] = [None] * out.dim()
     if channel is not None:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.index import along
-from sparsekit.layers.labels.joint import aligned, dropped, inserted, moved
-from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, constant, uniform
+from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import Call, Outputs, handles
-from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
+from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
 _POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
 
@@ -32,13 +31,13 @@ def _permute(call: Call) -> Outputs:
     else:
         a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
         order[a], order[b] = b, a
-    return moved(labels, [labels.axes[d] for d in order], lambda array: array.transpose(order))
+    return labels.moved([labels.axes[d] for d in order], lambda array: array.transpose(order))
 
 
 @handles("unsqueeze")
 def _unsqueeze(call: Call) -> Outputs:
     labels = call.joint_labels("self")
-    return inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
+    return labels.inserted(call.arg("dim", 0) % (len(labels.axes) + 1))
 
 
 @handles("squeeze")
@@ -47,9 +46,8 @@ def _squeeze(call: Call) -> Outputs:
     given = call.arg("dim")
     chosen = range(tensor.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
-    for d in gone:
-        call.tracer.fix(labels.axes[d], "an axis of units is squeezed away")
-    return dropped(labels, gone)
+    call.tracer.fix([labels.axes[d] for d in gone], "an axis of units is squeezed away")
+    return labels.dropped(gone)
 
 
 @handles("expand")
@@ -63,7 +61,7 @@ def _expand(call: Call) -> Outputs:
             call.tracer.fix(axis, "a single unit is expanded")
             axis = uniform(size)
         axes.append(axis)
-    return moved(labels, axes, lambda array: aligned(array, out.dim()))
+    return labels.moved(axes, lambda array: aligned(array, out.dim()))
 
 
 @handles("slice")
@@ -128,7 +126,7 @@ def _take_apart(call: Call) -> Outputs:
     call.tracer.fix(
         labels.axes[dim], "single units are taken apart" if chosen is None else "a single unit is selected by its position"
     )
-    return [dropped(labels, {dim})] * len(call.outputs)
+    return [labels.dropped({dim})] * len(call.outputs)
 
 
 @handles("view_as_complex")
@@ -136,18 +134,18 @@ def _as_complex(call: Call) -> Outputs:
     labels = call.labels("self", -1)
     last = len(labels.axes) - 1
     call.tracer.fix(labels.axes[last], "single units are taken apart")
-    return dropped(labels, {last})
+    return labels.dropped({last})
 
 
 @handles("view_as_real")
 def _as_real(call: Call) -> Outputs:
     labels = call.joint_labels("self")
-    return inserted(labels, len(labels.axes))
+    return labels.inserted(len(labels.axes))
 
 
 @handles("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90")
 def _moved(call: Call) -> Outputs:
-    """Any other rearrangement of one tensor: run it on the labels themselves and see where they went."""
+    """Any other rearrangement of one tensor: run it on the positions of each axis of units and see where they went."""
     labels, tensor = call.labels("self"), call.arguments["self"]
     others = []
     for other in call.tensors:
@@ -164,22 +162,19 @@ def _moved(call: Call) -> Outputs:
     for dim, axis in enumerate(labels.units):
         if axis is None:
             continue
-        codes = along(torch.from_numpy(pack(axis)).to(tensor.device), dim, tensor.dim())
-        found = call.func(codes.expand(tensor.shape), **rest)
-        pieces = [found] if isinstance(found, Tensor) else list(found)
-        for number, piece in enumerate(pieces):
+        positions = along(torch.arange(axis.size, device=tensor.device), dim, tensor.dim())
+        found = call.func(positions.expand(tensor.shape), **rest)
+        for number, piece in enumerate([found] if isinstance(found, Tensor) else found):
             if piece.numel() == 0:
                 call.tracer.fix(axis, f"rearranged by {call.name!r}")
                 continue
-            array = piece.cpu().numpy()
-            line = one_axis(array)
-            line = _tied_axis(call, array) if line is None else line
-            if line is not None and call.name in _POSITIONS and not np.array_equal(line[1], pack(axis)):
-                call.tracer.fix(axis, f"rearranged by {call.name!r} at fixed positions")
-            elif line is None or axes[number][line[0]] is not None:
+            line = _one_axis(call, axis, piece.cpu().numpy())
+            if line is None or axes[number][line[0]] is not None:
                 call.tracer.fix(axis, f"rearranged across units by {call.name!r}")
+            elif call.name in _POSITIONS and not line[1].same(axis):
+                call.tracer.fix(axis, f"rearranged by {call.name!r} at fixed positions")
             else:
-                axes[number][line[0]] = unpack(line[1])
+                axes[number][line[0]] = line[1]
     return [TensorLabels(tuple(a), labels.entry) for a in axes]
 
 
@@ -193,21 +188,29 @@ def _channel_shuffle(call: Call) -> Outputs:
     return _moved(call)
 
 
-def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
-    """The axis whose positions draw on disjoint sets of units (pixel shuffle: r² channels give one); those become one."""
-    for dim in range(codes.ndim):
-        rows = np.moveaxis(codes, dim, 0).reshape(codes.shape[dim], -1)
+def _one_axis(call: Call, axis: Labels, positions: IntArray) -> tuple[int, Labels] | None:
+    """The axis of the result along which units differ, and its labels; None where there is no such axis.
+
+    Args:
+        call: The rearrangement.
+        axis: The units before it.
+        positions: Of each element of the result, where it was along `axis`.
+    """
+    line = without_repeats(positions)
+    dims = [dim for dim, size in enumerate(line.shape) if size > 1]
+    if len(dims) == 1:
+        return dims[0], axis.take(line.reshape(-1))
+    # Or that whose positions draw on disjoint sets of units (pixel shuffle: r² channels give one); those become one.
+    for dim in range(positions.ndim):
+        rows = np.moveaxis(positions, dim, 0).reshape(positions.shape[dim], -1)
         sets = [np.unique(row) for row in rows]
-        if (
-            len(sets) < 2
-            or len({s.size for s in sets}) > 1
-            or np.unique(np.concatenate(sets)).size != sum(s.size for s in sets)
-        ):
+        sizes = {s.size for s in sets}
+        if len(sets) < 2 or len(sizes) > 1 or np.unique(np.concatenate(sets)).size != sum(s.size for s in sets):
             continue
-        for position in range(1, sets[0].size):
-            first, other = (unpack(np.array([s[k] for s in sets])) for k in (0, position))
+        first, *others = (axis.take(column) for column in np.stack(sets, axis=1))
+        for other in others:
             call.tracer.unite(first.nodes, other.nodes)
             if (first.sources != other.sources).any():
                 call.tracer.fix(first, f"rearranged across units by {call.name!r}")
-        return dim, np.array([s[0] for s in sets], dtype=np.int64)
+        return dim, first
     return None

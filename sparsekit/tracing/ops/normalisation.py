@@ -1,37 +1,10 @@
 """Operators that normalise: over a batch, over groups of channels, over the last axes, and softmax."""
 
-import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.parametrised import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, handles
-
-
-def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
-    """Unite the channel axis with scale, shift and statistics; the value is zero where scale and shift are gated."""
-    tracer, channel = call.tracer, x.units[1]
-    tensors = {name: call.arguments.get(name) for name in ("weight", "bias", *extra)}
-    pieces = {name: tracer.labels(t) for name, t in tensors.items() if isinstance(t, Tensor)}
-    if channel is None:
-        for labels in pieces.values():
-            tracer.fix(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
-        return None
-    for labels in pieces.values():
-        axis = labels.axes[0]
-        if axis is None:
-            tracer.fix(channel, f"normalised by {call.name!r} with values that belong to no unit")
-            return None
-        tracer.unite(channel.nodes, axis.nodes)
-        tracer.make(labels, 0)
-    sources = np.full(channel.size, NOT_ZERO, dtype=np.int64)
-    if "weight" in pieces:
-        weight = pieces["weight"].axes[0]
-        bias = pieces["bias"].axes[0] if "bias" in pieces else None
-        assert weight is not None
-        shift = bias.sources if bias is not None else np.full(channel.size, ALWAYS_ZERO, dtype=np.int64)
-        sources = tracer.both(weight.sources, shift)
-    return Labels(channel.nodes, sources)
 
 
 @handles(
@@ -40,22 +13,18 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
 )
 def _batch_norm(call: Call) -> Outputs:
     x = call.labels("input")
-    made = _affine(call, x, "running_mean", "running_var")
-    axes = x.without_zero().axes
+    made = call.tracer.scaled(x.units[1], *map(call.arguments.get, ("weight", "bias", "running_mean", "running_var")))
+    others = x.without_zero().with_axis(1, None)
     # Statistics over the batch or over space would mix units that lie on those axes.
-    for dim, axis in enumerate(axes):
-        if dim != 1 and axis is not None:
-            call.tracer.fix(axis, f"normalised by {call.name!r} across an axis of units")
-    return [TensorLabels(tuple(made if d == 1 else axis for d, axis in enumerate(axes))), None, None, None][: len(call.outputs)]
+    call.tracer.fix(others.axes, f"normalised by {call.name!r} across an axis of units")
+    return [others.with_axis(1, made), None, None, None][: len(call.outputs)]
 
 
 @handles("native_group_norm")
 def _group_norm(call: Call) -> Outputs:
     tracer, x = call.tracer, call.labels("input")
     groups = int(call.arg("group"))
-    for dim, axis in enumerate(x.axes):
-        if dim > 1:
-            tracer.fix(axis, "normalised by 'group_norm' across an axis of units")
+    tracer.fix(x.axes[2:], "normalised by 'group_norm' across an axis of units")
     channel = x.units[1]
     if channel is not None:
         if groups == 1:
@@ -70,7 +39,7 @@ def _group_norm(call: Call) -> Outputs:
                     tracer.count(channel.nodes, tracer.module, "num_channels")
                 elif groups != channel.size:
                     tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
-    made = _affine(call, x)
+    made = tracer.scaled(channel, *map(call.arguments.get, ("weight", "bias")))
     return [TensorLabels((x.without_zero().axes[0], made, *([None] * (len(x.axes) - 2)))), None, None]
 
 
@@ -79,8 +48,7 @@ def _layer_norm(call: Call) -> Outputs:
     tracer, count = call.tracer, len(call.arg("normalized_shape", []))
     whole = range(-count, 0)
     x = call.labels("input self", *whole)
-    for axis in x.axes[len(x.axes) - count :]:
-        tracer.fix(axis, "normalised over its units by 'layer_norm'")
+    tracer.fix(x.axes[len(x.axes) - count :], "normalised over its units by 'layer_norm'")
     for name in ("weight", "bias"):
         if isinstance(call.arguments.get(name), Tensor):
             tracer.fix(call.labels(name), "scale of a norm over all units", quiet=True)

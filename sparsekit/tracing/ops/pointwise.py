@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.layers.labels.joint import aligned
-from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
@@ -87,7 +86,7 @@ def combine(
 
 def _meet(
     call: Call, name: str, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
-) -> tuple[list[TensorLabels], Joint | None]:
+) -> tuple[list[TensorLabels], Labels | None]:
     """Joint labels of an element-wise result, and the operands with those that the result keeps taken out.
 
     An axis along which another operand has ordinary values stays whole; where another operand has units along one axis,
@@ -117,7 +116,7 @@ def _meet(
     for labels in met:
         if labels.joint is not None and labels.entry is not None:
             call.tracer.make_nodes(labels.joint.nodes.reshape(-1))
-    return [replace(labels, joint=None) for labels in met], Joint(spread[0], sources)
+    return [replace(labels, joint=None) for labels in met], Labels(spread[0], sources)
 
 
 def _fitting(

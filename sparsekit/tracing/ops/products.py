@@ -46,10 +46,8 @@ def _attention(call: Call) -> Outputs:
     rank = out.dim()
     query, key = call.labels("query", -1, -2), call.labels("key", -1, -2)
     value = call.labels("value", -2)
-    for labels in (query, key):
-        tracer.fix(labels.axes[-1], "scaled by the size of its head")
-    for labels in (query, key, value):
-        tracer.fix(labels.axes[-2], "attended over an axis of units")
+    tracer.fix([query.axes[-1], key.axes[-1]], "scaled by the size of its head")
+    tracer.fix([query.axes[-2], key.axes[-2], value.axes[-2]], "attended over an axis of units")
     lead: list[Labels | None] = []
     for dim in range(rank - 2):
         pieces = [_repeated(labels.axes[dim], out.shape[dim]) for labels in (query, key, value)]
@@ -123,8 +121,7 @@ def _convolution(call: Call) -> Outputs:
     tracer = call.tracer
     x, w = call.labels("input"), call.labels("weight")
     groups, transposed = int(call.arg("groups", 1)), bool(call.arg("transposed", False))
-    for axis in x.axes[2:]:
-        tracer.fix(axis, "convolved along an axis of units")
+    tracer.fix(x.axes[2:], "convolved along an axis of units")
     in_dim, out_dim = (0, 1) if transposed else (1, 0)
     made, space = _channels(call, x, w, groups, in_dim, out_dim), call.out.dim() - 2
     return _with_bias(call, TensorLabels((x.units[0], made, *([None] * space))), "bias", space)

@@ -49,10 +49,8 @@ def _fourier(call: Call) -> Outputs:
     rank = call.arguments["self"].dim()
     chosen = {dim % rank for dim in call.arg("dim")}
     labels = call.labels("self", *chosen)
-    for dim in chosen:
-        call.tracer.fix(labels.axes[dim], f"transformed over its units by {call.name!r}")
-        labels = labels.with_axis(dim, None)
-    return labels.computed()
+    call.tracer.fix([labels.axes[dim] for dim in chosen], f"transformed over its units by {call.name!r}")
+    return TensorLabels(tuple(None if dim in chosen else axis for dim, axis in enumerate(labels.axes)))
 
 
 @handles("_cdist_forward _euclidean_dist")
@@ -67,8 +65,7 @@ def _distance(call: Call) -> Outputs:
     for labels in pair:
         tracer.make(labels, -1)
     tracer.read(Labels(left.nodes, tracer.both(left.sources, right.sources)), None)
-    for axis in (*pair[0].axes[:-2], *pair[1].axes[:-2]):
-        tracer.fix(axis, f"compared pair by pair by {call.name!r}")
+    tracer.fix((*pair[0].axes[:-2], *pair[1].axes[:-2]), f"compared pair by pair by {call.name!r}")
     return TensorLabels((*pair[0].axes[:-2], pair[0].axes[-2], pair[1].axes[-2])).without_zero()
 
 
@@ -83,8 +80,7 @@ def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
     lead = tensor.dim() - spatial
-    for axis in labels.axes[lead:]:
-        call.tracer.fix(axis, f"resampled along an axis of units by {call.name!r}")
+    call.tracer.fix(labels.axes[lead:], f"resampled along an axis of units by {call.name!r}")
     made = TensorLabels((*labels.units[:lead], *([None] * (out.dim() - lead))))
     return [made] * len(call.outputs)
 
@@ -92,8 +88,7 @@ def _resample(call: Call) -> Outputs:
 @handles("_pack_padded_sequence _pad_packed_sequence")
 def _packed(call: Call) -> Outputs:
     labels = call.labels("input data")
-    for axis in labels.axes[:-1]:
-        call.tracer.fix(axis, "an axis of units is packed into a sequence")
+    call.tracer.fix(labels.axes[:-1], "an axis of units is packed into a sequence")
     last, out = labels.axes[-1], call.outputs[0]
     if last is not None and call.name == "_pad_packed_sequence" and call.arg("padding_value", 0) != 0:
         last = last.without_zero()

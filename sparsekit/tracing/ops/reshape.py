@@ -2,33 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from sparsekit.layers.labels.joint import collapsed, reshaped, without_repeats
-from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.values import Labels, TensorLabels, uniform, without_repeats
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 
 MOST_POSITIONS = 1 << 24  # bound on the work for one rearrangement
-_SHIFT = 1 << 24  # packs a node and a source into one number
-
-
-def pack(labels: Labels) -> IntArray:
-    return (labels.nodes + 2) * _SHIFT + labels.sources
-
-
-def unpack(codes: IntArray) -> Labels:
-    return Labels(codes // _SHIFT - 2, codes % _SHIFT)
-
-
-def one_axis(codes: IntArray) -> tuple[int, IntArray] | None:
-    """The axis along which `codes` varies and the codes along it, or None if there is more than one such axis."""
-    order = sorted(range(codes.ndim), key=lambda dim: -codes.shape[dim])
-    for dim in order:
-        line = codes[tuple(slice(None) if d == dim else slice(0, 1) for d in range(codes.ndim))]
-        if (codes == line).all():
-            return dim, line.reshape(-1)
-    return None
+_Runs: TypeAlias = Sequence[tuple[list[int], list[int]]]
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -64,47 +46,54 @@ def _reshape(call: Call) -> Outputs:
         labels = call.labels("self")
     joint = None
     if labels.joint is not None:
-        joint = reshaped(labels.joint, before, after, runs)
+        joint = _laid(labels.joint, before, after, runs)
         if len(joint.dims) > len(labels.joint.dims):
             call.tracer.split(joint.nodes.squeeze())
+    reason = f"reshaped across units ({list(before)} to {list(after)})"
     axes: list[Labels | None] = [None] * len(after)
     for mine, theirs in runs:
         held = [(d, axis) for d in mine if (axis := labels.axes[d]) is not None]
-        if not held:
-            continue
         if all(axis.is_uniform for _, axis in held):
-            for d in theirs:
+            for d in theirs if held else ():
                 axes[d] = uniform(after[d], int(held[0][1].sources[0])) if after[d] > 1 else None
             continue
         held = [(d, axis) for d, axis in held if not axis.is_uniform]
         if labels.entry is not None:
             held.sort(key=lambda pair: int(pair[1].nodes.max()))  # the first axis of the entry itself
-        for _, axis in held[1:]:
-            # A cut along one of them leaves the others whole.
-            reason = f"reshaped across units ({list(before)} to {list(after)})"
-            call.tracer.fix(axis, reason, quiet=labels.entry is not None)
-        dim, axis = held[0]
-        shape, new = [before[d] for d in mine], [after[d] for d in theirs]
-        if math.prod(shape) > MOST_POSITIONS:
-            call.tracer.fix(axis, f"reshaped across units ({list(before)} to {list(after)})")
+        (dim, axis), *others = held
+        # A cut along one of them leaves the others whole.
+        call.tracer.fix([other for _, other in others], reason, quiet=labels.entry is not None)
+        if math.prod(before[d] for d in mine) > MOST_POSITIONS:
+            call.tracer.fix(axis, reason)
             continue
-        codes = np.broadcast_to(pack(axis).reshape([-1 if d == dim else 1 for d in mine]), shape)
-        moved = one_axis(codes.reshape(new))
-        if sum(size > 1 for size in shape) > 1 or sum(size > 1 for size in new) > 1:
-            nodes = unpack(codes).nodes
-            call.tracer.split(without_repeats(nodes.reshape(new) if moved is None else nodes).squeeze())
-        if moved is not None:
-            axes[theirs[moved[0]]] = unpack(moved[1])
+        column = [-1 if d == dim else 1 for d in range(len(before))]
+        found = _laid(Labels(axis.nodes.reshape(column), axis.sources.reshape(column)), before, after, [(mine, theirs)])
+        if sum(before[d] > 1 for d in mine) > 1 or sum(after[d] > 1 for d in theirs) > 1:
+            call.tracer.split(found.nodes.squeeze() if len(found.dims) > 1 else axis.nodes)
+        if len(found.dims) < 2:
+            for d in found.dims:
+                axes[d] = Labels(found.nodes.reshape(-1), found.sources.reshape(-1))
         elif joint is None:
-            full = without_repeats(codes.reshape([after[d] if d in theirs else 1 for d in range(len(after))]))
-            spread = unpack(full)
-            joint = Joint(spread.nodes, spread.sources)
+            joint = found
         else:
-            call.tracer.fix(axis, f"reshaped across units ({list(before)} to {list(after)})")
-    return collapsed(TensorLabels(tuple(axes), labels.entry, joint=joint))
+            call.tracer.fix(axis, reason)
+    return TensorLabels(tuple(axes), labels.entry, joint=joint).collapsed()
 
 
-def _can_follow(labels: TensorLabels, joint: Joint, before: Sequence[int], runs: Sequence[tuple[list[int], list[int]]]) -> bool:
+def _laid(labels: Labels, before: Sequence[int], after: Sequence[int], runs: _Runs) -> Labels:
+    """Labels of the rank of a tensor after it was reshaped along some runs of axes."""
+    full, shape = list(labels.nodes.shape), [1] * len(after)
+    for mine, theirs in runs:
+        if any(labels.nodes.shape[d] > 1 for d in mine):
+            for d in mine:
+                full[d] = before[d]
+            for d in theirs:
+                shape[d] = after[d]
+    both = np.stack([np.broadcast_to(array, full).reshape(shape) for array in (labels.nodes, labels.sources)])
+    return Labels(*without_repeats(both, first=1))
+
+
+def _can_follow(labels: TensorLabels, joint: Labels, before: Sequence[int], runs: _Runs) -> bool:
     """False if a reshape lays joint labels over another axis of units, or is too large to follow."""
     size = 1
     for mine, _ in runs:
