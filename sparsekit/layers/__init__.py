@@ -4,9 +4,9 @@ A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and de
 `Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
 """
 
-from collections import ChainMap
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -50,7 +50,10 @@ rules = Registry(
 def _known() -> dict[type[nn.Module] | str, LayerRule]:
     """Type, or its name → rule."""
     made: list[LayerRule] = [rules[name]() for name in rules]
-    return {kind: rule for rule in made for kind in (*rule.types, *rule.type_names)}
+    found: dict[type[nn.Module] | str, LayerRule] = {}
+    for rule in made:
+        found |= dict.fromkeys(rule.types, rule) | dict.fromkeys(rule.type_names, rule)
+    return found
 
 
 def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
@@ -60,7 +63,8 @@ def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | No
         module: Any module.
         extra: Type → rule, asked before the table.
     """
-    return of_type(module, ChainMap(dict(extra or {}), _known()))
+    table: dict[Any, LayerRule] = {**_known(), **(extra or {})}
+    return of_type(module, table)
 
 
 def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> None:

@@ -10,8 +10,8 @@ from sparsekit.layers.labels.tracer import Tracer
 Found = TypeVar("Found")
 
 
-def of_type(module: nn.Module, table: Mapping[type[nn.Module] | str, Found]) -> Found | None:
-    """What a table has for the nearest type of a module, or for its name "package.module.Class"; None if nothing."""
+def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
+    """What a table of types, or of their names "package.module.Class", has for the nearest type of a module, or None."""
     names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
     return next((table[name] for name in names if name in table), None)
 

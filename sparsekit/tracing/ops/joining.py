@@ -1,7 +1,5 @@
 """Operators that fill, join and write tensors: constants, concatenation, padding, copies, moves by index and by patches."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
@@ -29,58 +27,25 @@ def _create(call: Call) -> Outputs:
     return TensorLabels(constant(call.out.shape, ALWAYS_ZERO if is_zero else NOT_ZERO))
 
 
-def merge(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLabels]) -> Labels | None:
-    """Labels of an axis that several tensors share without broadcasting: the units at one position are one."""
-    held = [axis for axis in pieces if axis is not None and not axis.is_uniform]
-    if not held:
-        return pieces[0] if all(axis is not None for axis in pieces) else None
-    if any(axis is None for axis in pieces):
-        for axis, owner in zip(pieces, owners, strict=True):
-            if axis is not None and not axis.is_uniform:
-                call.tracer.fix(
-                    axis, f"joined by {call.name!r} with values that belong to no unit", quiet=owner.entry is not None
-                )
-        return None
-    sources = pieces[0].sources if pieces[0] is not None else held[0].sources
-    for axis in pieces[1:]:
-        assert axis is not None
-        sources = call.tracer.both(sources, axis.sources)
-    for axis in held[1:]:
-        call.tracer.unite(held[0].nodes, axis.nodes)
-    return Labels(held[0].nodes, sources)
-
-
 @handles("cat stack concat")
 def _cat(call: Call) -> Outputs:
     tensors = [t for t in call.arguments["tensors"] if not (t.dim() == 1 and t.shape[0] == 0)]
-    rank = call.outputs[0].dim()
-    stacked = call.name == "stack"
-    dim = call.arg("dim", 0) % rank
-    known = [call.tracer.labels(t) if stacked else call.tracer.labels(t, dim) for t in tensors]
-    if stacked:
-        known = [k.inserted(dim) for k in known]
-    axes: list[Labels | None] = []
-    for d in range(rank):
-        pieces = [k.axes[d] for k in known]
-        if d != dim:
-            axes.append(merge(call, pieces, known))
-        elif stacked or all(axis is None or axis.is_uniform for axis in pieces):
-            axes.append(None)
-        else:
-            none = np.full(0, NO_UNIT, dtype=np.int64)
-            filled = [
-                (np.full(t.shape[d], NO_UNIT, dtype=np.int64), np.full(t.shape[d], NOT_ZERO, dtype=np.int64))
-                if axis is None or axis.is_uniform
-                else (axis.nodes, axis.sources)
-                for t, axis in zip(tensors, pieces, strict=True)
-            ]
-            nodes = np.concatenate([none, *(pair[0] for pair in filled)])
-            axes.append(Labels(nodes, np.concatenate([none, *(pair[1] for pair in filled)])))
-    for k in known:  # a concatenated state entry makes the units at its positions
-        if k.entry is not None:
-            for d in range(rank):
-                call.tracer.make(k, d)
-    return TensorLabels(tuple(axes))
+    stacked, shape = call.name == "stack", list(call.out.shape)
+    dim = call.arg("dim", 0) % len(shape)
+    shape[dim] = 1
+    known = [call.tracer.labels(t).inserted(dim) if stacked else call.tracer.labels(t, dim) for t in tensors]
+    others = combine(call, [labels.with_axis(dim, None) for labels in known], [shape] * len(known), shape)
+    for labels in known:  # a concatenated state entry makes the units at its positions
+        for d in range(len(shape)):
+            call.tracer.make(labels, d)
+    pieces = [labels.units[dim] for labels in known]
+    if all(axis is None for axis in pieces):
+        return others
+    nodes = [np.full(t.shape[dim], NO_UNIT) if axis is None else axis.nodes for t, axis in zip(tensors, pieces, strict=True)]
+    sources = [
+        np.full(t.shape[dim], NOT_ZERO) if axis is None else axis.sources for t, axis in zip(tensors, pieces, strict=True)
+    ]
+    return others.with_axis(dim, Labels(np.concatenate(nodes), np.concatenate(sources)))
 
 
 @handles(

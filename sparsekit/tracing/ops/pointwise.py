@@ -1,5 +1,6 @@
 """Operators that work position by position, with broadcasting: sums, products, activations."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned, uniform
+from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
-_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
+_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot", "cat", "stack", "concat"})
+_FIRST = frozenset({"prelu", "_prelu_kernel"})  # zero where the first operand is
 
 
 def is_pointwise(func: Any) -> bool:
@@ -36,18 +38,18 @@ def _keeps_zero(call: Call) -> bool:
 
 def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> IntArray:
     """Sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
+    unknown = np.full(size, NOT_ZERO, dtype=np.int64)
     if name == "mul":
-        first = operands[0]
-        return np.where(first != NOT_ZERO, first, operands[1]) if len(operands) > 1 else first
-    if name == "div":
-        return operands[0] if call.arg("rounding_mode") is None else np.full(size, NOT_ZERO, dtype=np.int64)
-    if name in _SUMS:
-        if len(operands) == 1:
-            return operands[0] if _keeps_zero(call) else np.full(size, NOT_ZERO, dtype=np.int64)
-        return call.tracer.both(operands[0], operands[1])
-    if len(operands) == 1 and _keeps_zero(call):
+        return functools.reduce(lambda a, b: np.where(a != NOT_ZERO, a, b), operands)
+    if name in _FIRST or (name == "masked_fill" and not isinstance(value := call.arg("value", 0), Tensor) and value == 0):
         return operands[0]
-    return np.full(size, NOT_ZERO, dtype=np.int64)
+    if name == "div":
+        return operands[0] if call.arg("rounding_mode") is None else unknown
+    if len(operands) == 1:
+        return operands[0] if _keeps_zero(call) else unknown
+    if name not in _SUMS:
+        return unknown
+    return functools.reduce(call.tracer.both, operands[:2] if name == "where" else operands)  # without the condition
 
 
 def combine(
@@ -153,7 +155,9 @@ def _one(
 ) -> Labels | None:
     held = [(axis, owner) for axis, owner in pieces if not axis.is_uniform]
     if not held:
-        return None if ordinary or not pieces or (broadcast and size == 1) else uniform(size)
+        if ordinary or not pieces or (broadcast and size == 1):
+            return None
+        return Labels(pieces[0][0].nodes, _sources(call, name, sources, size))
     if ordinary:
         for axis, owner in held:
             reason = f"combined by {name!r} with values that belong to no unit"
@@ -169,7 +173,9 @@ def _one(
     return Labels(first.nodes, _sources(call, name, sources, size))
 
 
-@handles("where rrelu dropout hardswish hardsigmoid mish log_sigmoid_forward softplus")
+@handles(
+    "where masked_fill prelu _prelu_kernel rrelu dropout native_dropout hardswish hardsigmoid mish log_sigmoid_forward softplus"
+)
 def spread(call: Call) -> Outputs:
     """Any element-wise operator: units at one position are one."""
     tensors = call.tensors
@@ -182,31 +188,6 @@ def spread(call: Call) -> Outputs:
     return [labels] * max(1, len(call.outputs))
 
 
-@handles("masked_fill")
-def _masked_fill(call: Call) -> Outputs:
-    tensor, mask = call.arguments["self"], call.arguments["mask"]
-    owners = [call.tracer.labels(t) for t in (tensor, mask)]
-    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    labels = combine(call, owners, [tuple(tensor.shape), tuple(mask.shape)], tuple(shape))
-    value = call.arg("value", 0)
-    if isinstance(value, Tensor) or value != 0:
-        return labels
-    axes = (
-        axis if axis is None or own is None or own.is_uniform else Labels(axis.nodes, own.sources)
-        for axis, own in zip(labels.axes, owners[0].axes, strict=False)
-    )
-    return TensorLabels(tuple(axes)) if len(owners[0].axes) == len(labels.axes) else labels
-
-
-@handles("_prelu_kernel prelu")
-def _prelu(call: Call) -> Outputs:
-    tensor, weight = call.arguments["self"], call.arguments["weight"]
-    own, slope = call.tracer.labels(tensor), call.tracer.labels(weight)
-    labels = combine(call, [own, slope], [tuple(tensor.shape), tuple(weight.shape)], tuple(tensor.shape))
-    axes = (a if a is None or b is None else Labels(a.nodes, b.sources) for a, b in zip(labels.axes, own.axes, strict=True))
-    return TensorLabels(tuple(axes))
-
-
 @handles("glu")
 def _glu(call: Call) -> Outputs:
     labels, dim = call.labels("self").computed(), call.dim(-1)
@@ -215,11 +196,6 @@ def _glu(call: Call) -> Outputs:
         return labels
     call.tracer.unite_rows(axis.nodes.reshape(2, -1))
     return labels.with_axis(dim, axis.take(slice(0, axis.size // 2)))
-
-
-@handles("native_dropout")
-def _dropout(call: Call) -> Outputs:
-    return [call.joint_labels("input").computed()] * len(call.outputs)
 
 
 @handles("bernoulli uniform normal exponential random log_normal cauchy geometric")

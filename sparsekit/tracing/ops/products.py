@@ -5,27 +5,25 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, handles
-from sparsekit.tracing.ops.joining import merge
 from sparsekit.tracing.ops.pointwise import combine
 
 
-def merge_heads(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLabels]) -> Labels | None:
-    """Labels of a batch axis of a product: units on it multiply only with themselves.
+def _batch(call: Call, owners: Sequence[TensorLabels], count: int) -> tuple[Labels | None, ...]:
+    """Labels of the first axes of a product, along which units multiply only with themselves.
 
     Between activations these are attention heads. The product is zero where one factor is.
     """
-    merged = merge(call, pieces, owners)
-    if merged is None or merged.is_uniform:
-        return merged
+    shape = call.out.shape[:count]
+    factors = []
+    for owner in owners:
+        axes = tuple(_repeated(axis, size) for axis, size in zip(owner.axes, shape, strict=False))
+        factors.append(TensorLabels(axes, owner.entry))
+    merged = combine(call, factors, [shape] * len(owners), shape, "mul").axes
     if all(owner.entry is None for owner in owners):
-        call.tracer.heads.append(merged.nodes[merged.nodes >= 0])
-    sources = np.full(merged.size, NOT_ZERO, dtype=np.int64)
-    for axis in pieces:
-        assert axis is not None
-        sources = np.where(sources == NOT_ZERO, axis.sources, sources)
-    return Labels(merged.nodes, sources)
+        call.tracer.heads += [axis.nodes[axis.nodes >= 0] for axis in merged if axis is not None]
+    return merged
 
 
 def _repeated(labels: Labels | None, size: int) -> Labels | None:
@@ -48,10 +46,7 @@ def _attention(call: Call) -> Outputs:
     value = call.labels("value", -2)
     tracer.fix([query.axes[-1], key.axes[-1]], "scaled by the size of its head")
     tracer.fix([query.axes[-2], key.axes[-2], value.axes[-2]], "attended over an axis of units")
-    lead: list[Labels | None] = []
-    for dim in range(rank - 2):
-        pieces = [_repeated(labels.axes[dim], out.shape[dim]) for labels in (query, key, value)]
-        lead.append(merge_heads(call, pieces, [query, key, value]))
+    lead = _batch(call, [query, key, value], rank - 2)
     labels = TensorLabels((*lead, None, value.units[-1]))
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     if isinstance(mask, Tensor):
@@ -79,9 +74,7 @@ def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
     """(…, m, k) times (…, k, n), or vectors of the last axis."""
     a_last, b_first = len(a.axes) - 1, max(len(b.axes) - 2, 0)
     call.tracer.contract(a, a_last, b, b_first)
-    axes: list[Labels | None] = []
-    if len(a.axes) == 3:
-        axes.append(merge_heads(call, [a.axes[0], b.axes[0]], [a, b]))
+    axes = [*_batch(call, [a, b], 1)] if len(a.axes) == 3 else []
     if len(a.axes) >= 2:
         axes.append(_outer(call, a, a_last - 1))
     if len(b.axes) >= 2:
