@@ -39,7 +39,6 @@ rules = Registry(
         "weight-norm": "sparsekit.layers.parametrised:WeightNormRule",
         "whole-weight": "sparsekit.layers.parametrised:WholeWeightRule",
         "recurrent": "sparsekit.layers.recurrent:RecurrentRule",
-        "recurrent-cell": "sparsekit.layers.recurrent:CellRule",
     },
     group="sparsekit.rules",
 )

@@ -10,19 +10,21 @@ from torch.nn.utils.rnn import PackedSequence
 from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels, joined
+
+_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
     return 4 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 3 if isinstance(module, (nn.GRU, nn.GRUCell)) else 1
 
 
-def _set_sizes(module: nn.RNNBase | nn.RNNCellBase, name: str) -> bool:
-    """Set both sizes from a weight of that name; False where there is none, as it is computed."""
-    weight = parameters_of(module).get(name)
-    if weight is not None:
-        module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
-    return weight is not None
+def _names(module: nn.RNNBase | nn.RNNCellBase) -> list[list[list[str]]]:
+    """The names that weights and biases may have: of each layer, of each of its directions."""
+    if isinstance(module, nn.RNNCellBase):
+        return [[[*_KINDS]]]
+    ways = ("", "_reverse") if module.bidirectional else ("",)
+    return [[[f"{kind}_l{layer}{way}" for kind in _KINDS] for way in ways] for layer in range(module.num_layers)]
 
 
 def _data(x: Any) -> Tensor:
@@ -34,11 +36,6 @@ def _data(x: Any) -> Tensor:
 def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The initial states that are passed in: none, the hidden state, or hidden state and cells."""
     return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
-
-
-def _fix_all(tracer: Tracer, tensors: Sequence[Tensor], reason: str) -> None:
-    for tensor in tensors:
-        tracer.fix(tracer.labels(tensor), reason)
 
 
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
@@ -97,18 +94,22 @@ def _given(tracer: Tracer, layers: Sequence[Labels | None], given: Tensor) -> No
 
 
 class RecurrentRule(LayerRule):
-    """`nn.LSTM`, `nn.GRU`, `nn.RNN`. Layers are separate groups that must keep equally many units; directions are tied.
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells. Layers are groups that must keep equally many units; directions are tied.
 
     Equally many, since torch's layers have one hidden size, their kernels run all layers at once, and their last states
     are one tensor; what is left is then a plain module that can be exported.
     """
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase, nn.RNNCellBase)
 
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`, and refresh the flat list of weights."""
-        assert isinstance(module, nn.RNNBase)
-        if not _set_sizes(module, "weight_ih_l0"):
+        assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
+        weight = parameters_of(module).get(_names(module)[0][0][0])
+        if weight is None:  # it is computed
+            return
+        module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
+        if isinstance(module, nn.RNNCellBase):
             return
         if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
             reset_flat_weights(module)
@@ -118,20 +119,31 @@ class RecurrentRule(LayerRule):
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        assert isinstance(module, nn.RNNBase)
+        assert isinstance(module, nn.RNNBase | nn.RNNCellBase)
         outputs = run(*args, **kwargs)
-        x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
-        missing = [name for name in flat_weights(module) if name not in parameters_of(module)]
-        own = list(module.parameters())
-        if module.proj_size or missing or any(tracer.entry(p) is None for p in own):
-            what = "a projection" if module.proj_size else "computed weights"
+        x, states, names = _data(args[0] if args else kwargs["input"]), _states(args, kwargs), _names(module)
+        own, known = list(module.parameters()), parameters_of(module)
+        missing = [n for layer in names for way in layer for n in way if n not in known and hasattr(module, n)]
+        projected = isinstance(module, nn.RNNBase) and module.proj_size > 0
+        if projected or missing or any(tracer.entry(p) is None for p in own):
+            what = "a projection" if projected else "computed weights"
             what += f" ({', '.join(missing[:2])})" if missing else ""
-            _fix_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
-            for name in flat_weights(module):
-                if (tensor := parameters_of(module).get(name)) is not None:
-                    tracer.make(tracer.labels(tensor), 0, "cell")
+            tracer.fix(map(tracer.labels, (*own, x, *states)), f"recurrent layers with {what} keep their units")
+            for direct in module.parameters(recurse=False):
+                tracer.make(tracer.labels(direct), 0, "cell")
             return outputs
-        layers = self._layers(tracer, module, x)
+        entering = tracer.labels(x, *range(x.dim() - 1))
+        tracer.fix(entering.axes[:-1], "an axis of units runs through a recurrent layer as time or batch")
+        inputs = entering.axes[-1]
+        layers: list[Labels | None] = []
+        for layer in names:
+            directions = []
+            for way in layer:
+                weights = {name: tensor for name in way if (tensor := known.get(name)) is not None}
+                tracer.contract(TensorLabels((inputs,)), 0, tracer.labels(weights[way[0]]), 1)
+                directions.append(_units(tracer, weights, _gate_count(module)))
+            layers.append(_tied_directions(tracer, directions))
+            inputs = joined(directions)
         self._label(tracer, module, layers, outputs)
         for state in states:
             _given(tracer, layers, state)
@@ -140,71 +152,16 @@ class RecurrentRule(LayerRule):
             tracer.tied.append(runs)
         return outputs
 
-    def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[Labels | None]:
-        """Unite rows, columns and inputs layer by layer."""
-        entering = tracer.labels(x, *range(x.dim() - 1))
-        tracer.fix(entering.axes[:-1], "an axis of units runs through a recurrent layer as time or batch")
-        inputs = TensorLabels(entering.axes[-1:])
-        found: list[Labels | None] = []
-        for layer in range(module.num_layers):
-            directions = []
-            for suffix in ("", "_reverse") if module.bidirectional else ("",):
-                kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-                names = [f"{kind}_l{layer}{suffix}" for kind in kinds]
-                weights = {name: getattr(module, name) for name in names if name in parameters_of(module)}
-                tracer.contract(inputs, 0, tracer.labels(weights[names[0]]), 1)
-                directions.append(_units(tracer, weights, _gate_count(module)))
-            state = _tied_directions(tracer, directions)
-            found.append(state)
-            inputs = TensorLabels((None if state is None else _joined(directions),))
-        return found
-
-    def _label(self, tracer: Tracer, module: nn.RNNBase, layers: list[Labels | None], outputs: Any) -> None:
-        sequence, states = outputs
-        directions = 2 if module.bidirectional else 1
-        data, last = _data(sequence), layers[-1]
-        tracer.set(data, TensorLabels((*([None] * (data.dim() - 1)), None if last is None else _joined([last] * directions))))
+    def _label(self, tracer: Tracer, module: nn.RNNBase | nn.RNNCellBase, layers: list[Labels | None], outputs: Any) -> None:
+        directions, states = 1, outputs
+        if isinstance(module, nn.RNNBase):
+            directions = 2 if module.bidirectional else 1
+            sequence, states = _data(outputs[0]), outputs[1]
+            tracer.set(sequence, TensorLabels((*[None] * (sequence.dim() - 1), joined(layers[-1:] * directions))))
         for state in states if isinstance(states, tuple) else (states,):
-            rest = [None] * (state.dim() - 2)
+            before = [None] * (state.dim() - 1)
             if len(layers) == 1:
-                tracer.set(state, TensorLabels((None, *rest, layers[0])))
+                tracer.set(state, TensorLabels((*before, layers[0])))
             elif None not in layers:
-                parts = tuple(TensorLabels((*rest, layer)) for layer in layers for _ in range(directions))
-                tracer.set(state, TensorLabels((None,) * state.dim(), parts=parts))
-
-
-def _joined(directions: Sequence[Labels | None]) -> Labels:
-    """Both directions side by side."""
-    known = [labels for labels in directions if labels is not None]
-    return Labels(np.concatenate([d.nodes for d in known]), np.concatenate([d.sources for d in known]))
-
-
-class CellRule(LayerRule):
-    """`nn.LSTMCell`, `nn.GRUCell`, `nn.RNNCell`."""
-
-    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNCellBase,)
-
-    def resize(self, module: nn.Module) -> None:
-        """Set `input_size` and `hidden_size`."""
-        assert isinstance(module, nn.RNNCellBase)
-        _set_sizes(module, "weight_ih")
-
-    def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        assert isinstance(module, nn.RNNCellBase)
-        outputs = run(*args, **kwargs)
-        x, states = args[0] if args else kwargs["input"], _states(args, kwargs)
-        weights = dict(module.named_parameters(recurse=False))
-        if "weight_ih" not in weights or "weight_hh" not in weights or any(tracer.entry(p) is None for p in weights.values()):
-            _fix_all(tracer, [*module.parameters(), x, *states], "recurrent cells with computed weights keep their units")
-            return outputs
-        entering = tracer.labels(x, *range(x.dim() - 1))
-        tracer.contract(TensorLabels(entering.axes[-1:]), 0, tracer.labels(weights["weight_ih"]), 1)
-        units = _units(tracer, weights, _gate_count(module))
-        for state in states:
-            _given(tracer, [units], state)
-        for state in outputs if isinstance(outputs, tuple) else (outputs,):
-            batch = entering.axes[:1] if state.dim() > 1 else ()
-            tracer.set(state, TensorLabels((*batch, units)))
-        return outputs
+                parts = tuple(TensorLabels((*before[1:], layer)) for layer in layers for _ in range(directions))
+                tracer.set(state, TensorLabels((None, *before), parts=parts))

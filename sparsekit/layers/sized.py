@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
@@ -56,36 +56,28 @@ class SizedRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set the sizes; a norm without any tensor keeps its number, which its forward does not read."""
-        shape = _weight_shape(module)
-        if shape is None and (mean := buffers_of(module).get("running_mean")) is not None:
-            shape = mean.shape
-        sizes = of_type(module, _SIZES)
+        shape, sizes = _weight_shape(module), of_type(module, _SIZES)
         if shape is not None and sizes is not None:
             for attribute, value in sizes(module, shape).items():
                 setattr(module, attribute, value)
 
 
 def _weight_shape(module: nn.Module) -> torch.Size | None:
-    """The shape of the weight, or None if the module has none.
+    """The shape of the weight, or of the statistics of a layer without one; None where there are neither.
 
     Args:
         module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrised, or
             computed by a hook, the shape is that of the parameter it is computed from: the direction of a normed weight, the
             weight before it was masked or divided.
     """
-    known = parameters_of(module).get("weight")
-    if known is not None:
-        return known.shape
-    for suffix in ("_v", "_orig"):  # torch.nn.utils.weight_norm; torch.nn.utils.spectral_norm and prune
-        if (own := parameters_of(module).get(f"weight{suffix}")) is not None:
-            return own.shape
+    # As it is; by torch.nn.utils.weight_norm; by torch.nn.utils.spectral_norm and prune.
+    found: list[Tensor | None] = [parameters_of(module).get(name) for name in ("weight", "weight_v", "weight_orig")]
     if parametrize.is_parametrized(module, "weight"):
         chain = module.get_submodule("parametrizations.weight")
         # The last one: `original`, or of a normed weight `original1`, its direction.
-        for tensor in [*list(parameters_of(chain).values())[-1:], *list(buffers_of(chain).values())[-1:]]:
-            if tensor is not None and tensor.dim() > 0:
-                return tensor.shape
-    return None
+        found += [*list(parameters_of(chain).values())[-1:], *list(buffers_of(chain).values())[-1:]]
+    found.append(buffers_of(module).get("running_mean"))
+    return next((tensor.shape for tensor in found if tensor is not None and tensor.dim() > 0), None)
 
 
 class InstanceNormRule(SizedRule):

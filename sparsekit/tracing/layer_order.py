@@ -46,24 +46,28 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
 
 
 def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> tuple[Layer, ...]:
-    found: list[tuple[str, list[str], list[str]]] = []
-    seen: set[str] = set()
+    found: list[tuple[str, list[str], list[str]]] = [("", [], [])]  # owner, entries, reads
+    homes: dict[str, list[str]] = {}  # name → the entries that it is among
     for event in filter(None, events):
         wide = [name for name in event if tensors[name].dim() > 1]
-        owner = _owner(wide[0]) if wide else ""
-        # What comes before the first matrix, such as a norm of the inputs, belongs to the layer of that matrix.
-        begun = bool(found) and any(tensors[name].dim() > 1 for name in found[-1][2])
-        if not found or (wide and begun and owner != found[-1][0]):
-            found.append((owner, [], []))
-        elif wide and not begun:
-            found[-1] = (owner, *found[-1][1:])
+        if wide and not any(tensors[name].dim() > 1 for name in found[-1][2]):
+            # What comes before the first matrix, such as a norm of the inputs, belongs to the layer of that matrix.
+            found[-1] = (_owner(wide[0]), *found[-1][1:])
+        elif wide and _owner(wide[0]) != found[-1][0]:
+            found.append((_owner(wide[0]), [], []))
         _, entries, read = found[-1]
         read += [name for name in event if name not in read]
-        entries += [name for name in dict.fromkeys(event) if name not in seen]
-        seen.update(event)
+        fresh = [name for name in dict.fromkeys(event) if name not in homes]
+        entries += fresh
+        homes |= dict.fromkeys(fresh, entries)
     # A layer that is called again owns nothing new; only as the last one it matters, since it then makes the outputs.
     found = [layer for place, layer in enumerate(found) if layer[1] or place == len(found) - 1]
-    _add_unread(found, tensors, ties)
+    owners: dict[str, list[str]] = {}
+    for name, entries in homes.items():
+        owners.setdefault(_owner(name), entries)
+    for name in tensors:  # what no pass reads is with its tied key or its module, and what is left with the first layer
+        if name not in homes:
+            homes.get(ties[name], owners.get(_owner(name), found[0][1])).append(name)
     # Within a layer in the order of the state: kernels of one module read its entries in orders of their own.
     place = {name: number for number, name in enumerate(tensors)}
     layers = []
@@ -71,21 +75,6 @@ def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties
         frozen = [key for key in read if isinstance(tensors[key], nn.Parameter) and not tensors[key].requires_grad]
         layers.append(Layer(name, *(tuple(sorted(keys, key=place.__getitem__)) for keys in (entries, read, frozen))))
     return tuple(layers)
-
-
-def _add_unread(found: list[tuple[str, list[str], list[str]]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
-    """Give every key that no pass reads to the layer of its tied key or of its module, and what is left to the first."""
-    if not found:
-        found.append(("", [], []))
-    homes = {name: entries for _, entries, _ in found for name in entries}
-    owners: dict[str, list[str]] = {}
-    for _, entries, _ in found:
-        for name in entries:
-            owners.setdefault(_owner(name), entries)
-    for name in tensors:
-        if name not in homes:
-            home = homes.get(ties[name], owners.get(_owner(name), found[0][1]))
-            home.append(name)
 
 
 def _owner(name: str) -> str:

@@ -23,8 +23,8 @@ _HALVES = 2  # times that the branches are halved at random, to remove one half 
 class _Finder:
     """What a pass tells about branches."""
 
-    def __init__(self, seen: Values, outputs: Collection[int], weights: dict[str, tuple[str, ...]]) -> None:
-        self.seen, self.weights = seen, weights
+    def __init__(self, seen: Values, outputs: Collection[int]) -> None:
+        self.seen = seen
         self.readers: dict[int, list[int]] = {}
         self.maker: dict[int, int] = {}
         self.of_module: dict[str, set[int]] = {}
@@ -143,14 +143,10 @@ def find_blocks(model: nn.Module, calls: Sequence[ModelInputs]) -> Blocks:
         copy = copy_with(model, entries).eval()
         seen.follow(copy)
         outputs = calls[0].call(copy, seen)
-        weights = {
-            name: tuple(f"{name}.{own}".strip(".") for own, entry in module.named_parameters() if entry.dim() > 1)
-            for name, module in model.named_modules()
-        }
-        finder = _Finder(seen, [seen.number(tensor) for tensor in find_tensors(outputs)], weights)
+        finder = _Finder(seen, [seen.number(tensor) for tensor in find_tensors(outputs)])
         found = list(finder.branches())
         found = [item for item in found if not any(other is not item and other[2] < item[2] for other in found)]
-        candidates = _named(finder, found)
+        candidates = _named(model, finder, found)
         return _verified(_Tester(model, entries, calls), candidates)
 
 
@@ -166,16 +162,17 @@ def _verified(tester: _Tester, candidates: Blocks) -> Blocks:
     return kept.without(dict.fromkeys(kept.blocks, f"only jointly: {reason}"))
 
 
-def _named(finder: _Finder, found: Sequence[tuple[int, int, set[int]]]) -> Blocks:
+def _named(model: nn.Module, finder: _Finder, found: Sequence[tuple[int, int, set[int]]]) -> Blocks:
     """Names and parts of branches; those that modules of their own do not compute have no parts."""
+    weights = {name: sum(entry.dim() > 1 for entry in module.parameters()) for name, module in model.named_modules()}
     adds: dict[int, tuple[str, int]] = {}
     parts: dict[str, tuple[tuple[str, ...], tuple[Part, ...]]] = {}
     flops: dict[str, int] = {}
     for number, place, dead in found:
         inside, own = finder.parts(dead)
-        if not any(finder.weights[name] for name in inside):
+        if not any(weights[name] for name in inside):
             continue
-        largest = max(inside, key=lambda name: (len(finder.weights[name]), -inside.index(name)))
+        largest = max(inside, key=weights.__getitem__)  # the first of several
         adds[number] = largest, place
         parts[largest] = inside, own
         flops[largest] = sum(finder.seen.ops[op].flops for op in dead)

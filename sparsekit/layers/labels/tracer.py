@@ -240,7 +240,7 @@ class Tracer:
 
     def fix(
         self,
-        what: TensorLabels | Labels | IntArray | Iterable[Labels | None] | None,
+        what: TensorLabels | Labels | IntArray | Iterable[TensorLabels | Labels | None] | None,
         reason: str | Cause,
         *,
         quiet: bool = False,
@@ -248,15 +248,15 @@ class Tracer:
         """Keep units whole.
 
         Args:
-            what: Labels, those of several axes, or nodes.
+            what: Labels, several of them, or nodes.
             reason: Why; where it is no `Cause`, the line of the user's code is added.
             quiet: It is normal and needs no warning.
         """
         if what is None:
             return
         if not isinstance(what, TensorLabels | Labels | np.ndarray):
-            for axis in what:
-                self.fix(axis, reason, quiet=quiet)
+            for labels in what:
+                self.fix(labels, reason, quiet=quiet)
             return
         nodes = what.all_nodes() if isinstance(what, TensorLabels) else what.nodes if isinstance(what, Labels) else what
         nodes = nodes[nodes >= 0]

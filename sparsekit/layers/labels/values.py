@@ -116,6 +116,14 @@ def uniform(size: int, source: int = NOT_ZERO) -> Labels:
     return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64))
 
 
+def joined(parts: Sequence[Labels | None]) -> Labels | None:
+    """Labels of axes side by side; None where one of them is an ordinary axis."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return Labels(np.concatenate([part.nodes for part in known]), np.concatenate([part.sources for part in known]))
+
+
 def aligned(array: IntArray, rank: int) -> IntArray:
     """The array with new axes of size 1 in front, as in broadcasting."""
     return array.reshape((1,) * (rank - array.ndim) + array.shape)

@@ -75,8 +75,7 @@ class Call:
 
     def fix_inputs(self, reason: str) -> None:
         """Keep whole every unit that enters the call."""
-        for tensor in self.tensors:
-            self.tracer.fix(self.tracer.labels(tensor), reason)
+        self.tracer.fix(map(self.tracer.labels, self.tensors), reason)
 
 
 Handler: TypeAlias = Callable[[Call], Outputs]

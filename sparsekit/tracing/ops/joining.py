@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, constant
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, constant, joined
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.pointwise import combine
 
@@ -38,14 +38,17 @@ def _cat(call: Call) -> Outputs:
     for labels in known:  # a concatenated state entry makes the units at its positions
         for d in range(len(shape)):
             call.tracer.make(labels, d)
-    pieces = [labels.units[dim] for labels in known]
-    if all(axis is None for axis in pieces):
+    if all(labels.units[dim] is None for labels in known):
         return others
-    nodes = [np.full(t.shape[dim], NO_UNIT) if axis is None else axis.nodes for t, axis in zip(tensors, pieces, strict=True)]
-    sources = [
-        np.full(t.shape[dim], NOT_ZERO) if axis is None else axis.sources for t, axis in zip(tensors, pieces, strict=True)
-    ]
-    return others.with_axis(dim, Labels(np.concatenate(nodes), np.concatenate(sources)))
+    return others.with_axis(
+        dim,
+        joined(
+            [
+                labels.units[dim] or Labels(np.full(t.shape[dim], NO_UNIT), np.full(t.shape[dim], NOT_ZERO))
+                for t, labels in zip(tensors, known, strict=True)
+            ]
+        ),
+    )
 
 
 @handles(
