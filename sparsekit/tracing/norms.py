@@ -42,10 +42,13 @@ class NormRecorder(NormMode):
             outputs = plain()
         finally:
             tracer.watching = True
-        answer = self._norm(call, labels, dim, axis) if call.is_norm else _average(call, labels)
+        if call.is_norm:
+            answer = self._norm(call, labels, dim, axis)
+        else:  # the average of zeros is zero, their spread too
+            answer = TensorLabels(tuple(None if d in call.dims else axis for d, axis in enumerate(labels.units)))
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
-                tracer.set(tensor, answer if tensor.dim() == len(answer.axes) else _without(answer, call.dims))
+                tracer.set(tensor, answer if tensor.dim() == len(answer.axes) else answer.dropped({*call.dims}))
         return outputs
 
     def _count(self, name: str, call: NormCall, nodes: IntArray) -> None:
@@ -69,12 +72,3 @@ def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
     units = labels.units
     found = [d for d in dims if units[d] is not None]
     return found[0] if len(found) == 1 else None
-
-
-def _average(call: NormCall, labels: TensorLabels) -> TensorLabels:
-    """Labels of an average that keeps `dims` with size 1; the average of zeros is zero, their spread too."""
-    return TensorLabels(tuple(None if d in call.dims else axis for d, axis in enumerate(labels.units)))
-
-
-def _without(labels: TensorLabels, dims: tuple[int, ...]) -> TensorLabels:
-    return TensorLabels(tuple(a for d, a in enumerate(labels.axes) if d not in dims))

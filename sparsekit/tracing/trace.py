@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
@@ -192,9 +192,9 @@ def _run(
                 refused = refused or error
             else:
                 training.append((number, doubled))
-                refused = None
                 break
-        failure = failure or refused
+        else:
+            failure = failure or refused
     return training, failure
 
 
@@ -228,13 +228,11 @@ def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceEr
 
 def _enter(model: nn.Module, tracer: Tracer) -> None:
     """Give the state its nodes."""
-    names: dict[int, list[str]] = {}
-    entries = named_entries(model)
-    for name, tensor in entries.items():
+    names: dict[Tensor, list[str]] = {}  # tensors are told apart by identity
+    for name, tensor in named_entries(model).items():
         if tensor.dim() and tensor.numel():
-            names.setdefault(id(tensor), []).append(name)
-    for aliases in names.values():
-        tensor = entries[aliases[0]]
+            names.setdefault(tensor, []).append(name)
+    for tensor, aliases in names.items():
         tracer.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
 
 
@@ -253,11 +251,9 @@ def _pass(copy: nn.Module, inputs: ModelInputs, tracer: Tracer, rules: Mapping[t
     found = find_tensors(outputs)
     if not found:
         raise UnsupportedModelError(f"{type(copy).__name__} returned no tensor but {type(outputs).__name__}; return tensors")
-    for tensor in found:
-        labels = tracer.labels(tensor)
-        if labels.mixed is not None:
-            tracer.fix(labels.mixed, Cause("", "the model returns values averaged over them"))
-        else:
+    for labels in map(tracer.labels, found):
+        tracer.fix(labels.mixed, Cause("", "the model returns values averaged over them"))
+        if labels.mixed is None:
             tracer.fix(labels, OUTPUT)
 
 

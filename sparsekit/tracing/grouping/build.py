@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
@@ -48,7 +49,7 @@ class _Builder:
         self.root = components(tracer.nodes, tracer.united)
         while tie_splits(tracer, self.root):
             self.root = components(tracer.nodes, tracer.united)
-        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *tracer.heads])])
+        self.heads = self._roots_of(tracer.heads)
         size = tracer.nodes
         self.made_at = np.full(size, len(tracer.made), dtype=np.int64)  # first record that makes the node
         for number in range(len(tracer.made) - 1, -1, -1):
@@ -58,33 +59,32 @@ class _Builder:
         for nodes in tracer.columns:
             self.columns[nodes] = True
         self.gates: dict[int, frozenset[int]] = {}  # root → axes to gate, for units whose values must be zero
-        self.cause = np.full(size, -1, dtype=np.int64)  # by root
-        self.causes: list[Cause] = []
-        self.cause_numbers: dict[Cause, int] = {}
-        self.ranks = np.array([-1])
+        self.causes: dict[Cause, int] = {}  # with their numbers
+        self.cause, self.rank = (np.full(size, -1, dtype=np.int64) for _ in range(2))  # by root, -1 where it is not fixed
         self._fix_all()
 
+    def _roots_of(self, runs: Iterable[IntArray | npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+        """Whether each node is the root of one of these."""
+        found = np.zeros(self.tracer.nodes, dtype=bool)
+        for nodes in runs:
+            found[self.root[nodes]] = True
+        return found
+
     def _mark(self, nodes: IntArray, cause: Cause) -> None:
-        roots = np.unique(self.root[nodes])
-        number = self.cause_numbers.setdefault(cause, len(self.causes))
-        if number == len(self.causes):
-            self.causes.append(cause)
-            self.ranks = np.array([*self.ranks[:-1], _rank(cause), -1])  # the last stands for "not fixed"
-        self.cause[roots[self.ranks[self.cause[roots]] < _rank(cause)]] = number
+        """Fix units; of several causes the one of the highest rank is told."""
+        rank = 2 if cause is OUTPUT else 0 if cause.quiet else 1
+        roots = self.root[nodes]
+        roots = roots[self.rank[roots] < rank]
+        self.cause[roots], self.rank[roots] = self.causes.setdefault(cause, len(self.causes)), rank
 
     def _fix_all(self) -> None:
         tracer = self.tracer
         for nodes, cause in tracer.fixed:
             self._mark(nodes, cause)
-        averaged = np.zeros(tracer.nodes, dtype=bool)
-        for note in (note for met in tracer.norms.values() for note in met if note is not None):
-            averaged[self.root[note.nodes[note.nodes >= 0]]] = True
-        read = np.zeros(tracer.nodes, dtype=bool)
-        for nodes, _, _ in tracer.reads:
-            read[self.root[nodes]] = True
-        makes = np.zeros(tracer.nodes, dtype=bool)
-        makes[self.root[self.made]] = True
-        unread = makes & ~read & (self.cause == -1)
+        notes = (note.nodes for met in tracer.norms.values() for note in met if note is not None)
+        averaged = self._roots_of(nodes[nodes >= 0] for nodes in notes)
+        read = self._roots_of(nodes for nodes, _, _ in tracer.reads)
+        unread = self._roots_of([self.made]) & ~read & (self.cause == -1)
         self._mark(np.flatnonzero(unread & averaged), _AVERAGED)
         self._mark(np.flatnonzero(unread & ~averaged), _UNREAD)
         self._choose_gates()
@@ -102,7 +102,7 @@ class _Builder:
                     needed.setdefault(root, cause)
         if not needed:
             return
-        unsure = {root for nodes in self.tracer.unsure for root in self.root[nodes].tolist()}
+        unsure = self._roots_of(self.tracer.unsure)
         wanted = np.zeros(self.tracer.nodes, dtype=bool)
         wanted[list(needed)] = True
         sources: dict[int, set[int]] = {root: set() for root in needed}
@@ -114,7 +114,7 @@ class _Builder:
         for root, cause in needed.items():
             if self.cause[root] != -1:
                 continue
-            if NOT_ZERO in sources[root] or root in unsure:
+            if NOT_ZERO in sources[root] or unsure[root]:
                 self._mark(np.array([root]), cause)
             else:
                 gated = frozenset().union(*(self.tracer.gated_by(s) for s in sources[root]))
@@ -122,10 +122,8 @@ class _Builder:
 
     def groups(self) -> list[list[int]]:
         """Roots of active units, grouped by signature, in forward order."""
-        size = self.tracer.nodes
-        alive = np.zeros(size, dtype=bool)
-        alive[self.root[self.made]] = True
-        active = np.flatnonzero((self.cause[self.root] == -1) & alive[self.root])
+        size, alive = self.tracer.nodes, self._roots_of([self.made]) & (self.cause == -1)
+        active = np.flatnonzero(alive[self.root])
         self.members: dict[int, IntArray] = {}
         if not active.size:
             return []
@@ -159,7 +157,7 @@ class _Builder:
         first = nodes[0][self.made_at[nodes[0]].argmin()]
         entry, _ = self.axes[self.axis_of[first]]
         kind: Kind = self.tracer.made[record][1] or ("channel" if len(entry.shape) > 2 else "feature")
-        if roots[0] in self.heads:
+        if self.heads[roots[0]]:
             kind = "head"
         base = _owner(entry)
         name, number = base, 1
@@ -196,9 +194,9 @@ class _Builder:
             module = _owner(self.axes[self.axis_of[nodes[0]]][0])
             for cause, number in Counter(self.cause[fresh].tolist()).items():
                 counts[module, cause] = counts.get((module, cause), 0) + number
-        found = []
+        found, causes = [], list(self.causes)
         for (module, number), size in counts.items():
-            cause = self.causes[number]
+            cause = causes[number]
             where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
             found.append((FixedUnits(module, size, f"{cause.reason}{where}"), cause))
         return tuple(found)
@@ -210,11 +208,6 @@ def _owner(entry: Entry) -> str:
     parent = re.sub(r"(^|\.)parametrizations\..*$", "", parent)
     parent = ".".join(part for part in parent.split(".") if part != "_orig_mod")
     return parent or name.rpartition(".")[2]
-
-
-def _rank(cause: Cause) -> int:
-    """Of several causes the highest is told."""
-    return 2 if cause is OUTPUT else 0 if cause.quiet else 1
 
 
 def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:

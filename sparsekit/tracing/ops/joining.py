@@ -1,4 +1,4 @@
-"""Operators that fill, join and write tensors: constants, concatenation, padding, copies, moves by index and by patches."""
+"""Operators that fill, join and write tensors: constants, concatenation, padding, moves by index and by patches."""
 
 import numpy as np
 from torch import Tensor
@@ -74,19 +74,6 @@ def _pad(call: Call) -> Outputs:
             axes[d] = Labels(nodes, np.pad(axis.sources, (low, high), constant_values=NOT_ZERO))
     if value != 0:
         axes = [axis if axis is None else axis.without_zero() for axis in axes]
-    return TensorLabels(tuple(axes))
-
-
-@handles("copy")
-def _copy(call: Call) -> Outputs:
-    target, source = call.arguments["self"], call.labels("src")
-    missing = target.dim() - len(source.axes)
-    axes: list[Labels | None] = [*constant(target.shape[: max(missing, 0)])]
-    for axis, size in zip(source.axes, target.shape[max(missing, 0) :], strict=False):
-        if axis is not None and axis.size != size:
-            call.tracer.fix(axis, "a single unit is expanded")
-            axis = None
-        axes.append(axis)
     return TensorLabels(tuple(axes))
 
 

@@ -1,5 +1,6 @@
 """Operators that rearrange one tensor: views, permutations, slices, splits and every other movement of values."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,40 +51,54 @@ def _squeeze(call: Call) -> Outputs:
     return labels.dropped(gone)
 
 
-@handles("expand")
-def _expand(call: Call) -> Outputs:
-    labels, tensor, out = call.joint_labels("self"), call.arguments["self"], call.outputs[0]
-    new = out.dim() - tensor.dim()
-    axes: list[Labels | None] = [*constant(out.shape[:new])]
-    for d in range(tensor.dim()):
-        axis, size = labels.axes[d], out.shape[new + d]
-        if tensor.shape[d] == 1 and size > 1:
+def _expanded(call: Call, labels: TensorLabels, before: Sequence[int], after: Sequence[int]) -> TensorLabels:
+    """Labels of a tensor of the shape `before` that is repeated to the shape `after`."""
+    new = len(after) - len(before)
+    axes: list[Labels | None] = [*constant(after[:new])]
+    for axis, own, size in zip(labels.axes, before, after[new:], strict=True):
+        if own == 1 and size > 1:
             call.tracer.fix(axis, "a single unit is expanded")
             axis = uniform(size)
         axes.append(axis)
-    return labels.moved(axes, lambda array: aligned(array, out.dim()))
+    return labels.moved(axes, lambda array: aligned(array, len(after)))
+
+
+@handles("expand")
+def _expand(call: Call) -> Outputs:
+    return _expanded(call, call.joint_labels("self"), call.arguments["self"].shape, call.out.shape)
+
+
+@handles("copy")
+def _copy(call: Call) -> Outputs:
+    return _expanded(call, call.labels("src").computed(), call.arguments["src"].shape, call.arguments["self"].shape)
+
+
+def _cut(call: Call, labels: TensorLabels, dim: int, parts: Sequence[range], reason: str) -> list[TensorLabels]:
+    """Labels of parts of a tensor along an axis: parts of one size lose the same positions, others keep them."""
+    whole = call.arguments["self"].shape[dim]
+    if all(len(part) == whole for part in parts):
+        return [labels] * len(parts)
+    labels = call.tracer.tie(labels, dim)
+    axis, length = labels.axes[dim], len(parts[0])
+    if axis is None:
+        return [labels] * len(parts)
+    if not axis.is_uniform:
+        even = length and all(len(part) == length and part.step == 1 and part.start % length == 0 for part in parts)
+        if even and whole % length == 0:
+            call.tracer.unite_rows(axis.nodes.reshape(-1, length))
+        else:
+            call.tracer.fix(axis, reason)
+    return [labels.with_axis(dim, axis.take(slice(part.start, part.stop, part.step))) for part in parts]
 
 
 @handles("slice")
 def _slice(call: Call) -> Outputs:
-    labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    dim = call.dim()
-    start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
-    length = len(range(start, stop, step))
-    if length == tensor.shape[dim]:
-        return labels
-    if labels.parts is not None:
-        return _sliced_layers(call, labels.parts[start:stop:step] if dim == 0 else ())
-    labels = call.tracer.tie(labels, dim)
-    axis = labels.axes[dim]
-    if axis is None:
-        return labels
-    if not axis.is_uniform:
-        if step == 1 and length and axis.size % length == 0 and start % length == 0:
-            call.tracer.unite_rows(axis.nodes.reshape(-1, length))  # parts of one size lose the same positions
-        else:
-            call.tracer.fix(axis, "sliced at fixed positions")
-    return labels.with_axis(dim, axis.take(slice(start, stop, step)))
+    labels, dim = call.joint_labels("self"), call.dim()
+    whole = call.arguments["self"].shape[dim]
+    part = range(whole)[call.arg("start") : call.arg("end") : call.arg("step", 1)]
+    if labels.parts is not None and len(part) < whole:
+        return _sliced_layers(call, labels.parts[part.start : part.stop : part.step] if dim == 0 else ())
+    return _cut(call, labels, dim, [part], "sliced at fixed positions")[0]
 
 
 def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | None:
@@ -98,20 +113,10 @@ def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | 
 
 @handles("split split_with_sizes unsafe_split unsafe_split_with_sizes")
 def _split(call: Call) -> Outputs:
-    labels, dim = call.joint_labels("self"), call.dim()
-    if len(call.outputs) > 1:
-        labels = call.tracer.tie(labels, dim)
-    axis = labels.axes[dim]
-    if axis is None:
-        return [labels] * len(call.outputs)
+    dim = call.dim()
     sizes = [part.shape[dim] for part in call.outputs]
-    if not axis.is_uniform and len(sizes) > 1:
-        if len(set(sizes)) == 1:
-            call.tracer.unite_rows(axis.nodes.reshape(-1, sizes[0]))
-        else:
-            call.tracer.fix(axis, f"split into fixed sizes {sizes}")
-    ends = np.cumsum(sizes).tolist()
-    return [labels.with_axis(dim, axis.take(slice(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
+    parts = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return _cut(call, call.joint_labels("self"), dim, parts, f"split into fixed sizes {sizes}")
 
 
 @handles("select unbind")

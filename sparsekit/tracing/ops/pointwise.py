@@ -14,7 +14,8 @@ from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLab
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
-_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot", "cat", "stack", "concat"})
+_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
+_JOINS = frozenset({"cat", "stack", "concat"})
 _FIRST = frozenset({"prelu", "_prelu_kernel"})  # zero where the first operand is
 
 
@@ -45,11 +46,9 @@ def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> 
         return operands[0]
     if name == "div":
         return operands[0] if call.arg("rounding_mode") is None else unknown
-    if len(operands) == 1:
-        return operands[0] if _keeps_zero(call) else unknown
-    if name not in _SUMS:
-        return unknown
-    return functools.reduce(call.tracer.both, operands[:2] if name == "where" else operands)  # without the condition
+    if name in _JOINS or (name in _SUMS and len(operands) > 1):
+        return functools.reduce(call.tracer.both, operands[:2] if name == "where" else operands)  # without the condition
+    return operands[0] if len(operands) == 1 and _keeps_zero(call) else unknown
 
 
 def combine(

@@ -56,6 +56,7 @@ class Traced:
         ((2, 3), lambda x: torch.cat([torch.arange(4.0).view(2, 2), x], 1), 1, [-1, -1, 0, 1, 2]),
         ((2, 3), lambda x: torch.stack([x, x]), 2, [0, 1, 2]),
         ((2, 3), lambda x: F.pad(x, (1, 0)), 1, [-1, 0, 1, 2]),
+        ((2, 3), lambda x: torch.empty(4, 2, 3).copy_(x), 2, [0, 1, 2]),
         ((2, 3), lambda x: F.relu(x) + 1, 1, [0, 1, 2]),
         ((2, 3), lambda x: x * torch.rand(2, 1), 1, [0, 1, 2]),
         ((2, 3), lambda x: x + torch.zeros(2, 3), 1, [0, 1, 2]),
@@ -85,6 +86,14 @@ def test_labels_move_with_the_values(
         (lambda x: torch.sigmoid(x) * x, True),
         (lambda x: x.clamp(-1, 1), True),
         (lambda x: x.pow(2), True),
+        (lambda x: torch.cat([x, 2 * x]), True),
+        (lambda x: torch.cat([x, x + 1]), False),
+        (lambda x: torch.stack([torch.zeros_like(x), x]), True),
+        (lambda x: x.masked_fill(x > 1.5, 0.0), True),
+        (lambda x: x.masked_fill(x > 1.5, 1.0), False),
+        (lambda x: torch.where(torch.rand(2, 1) > 0.5, x, 2 * x), True),
+        (lambda x: torch.where(x > 1.5, x, torch.ones(3)), False),
+        (lambda x: F.prelu(x, torch.rand(1)), True),
         (lambda x: F.pad(x, (0, 0, 0, 1)), True),
         (lambda x: F.pad(x, (0, 0, 0, 1), value=-1.0), False),
         (torch.sigmoid, False),
@@ -97,7 +106,7 @@ def test_labels_move_with_the_values(
     ],
 )
 def test_zero_survives_what_maps_zero_to_zero(run: Callable[[Tensor], Tensor], is_zero: bool) -> None:
-    axis = Traced((2, 3), run).labels.axes[1]
+    axis = Traced((2, 3), run).labels.axes[-1]
     assert axis is not None
     assert bool((axis.sources != NOT_ZERO).all()) is is_zero
 
