@@ -8,6 +8,7 @@ whole model. A model on the meta device has no values; its blocks get random one
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -218,14 +219,8 @@ def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [size.module for size in graph.sizes if size.group in names]
     paths += [site.module for site in graph.norms if site.places.keys() & set(names)]
-    common = paths[0].split(".")
-    for path in paths[1:]:
-        parts = path.split(".")
-        same = 0
-        while same < min(len(common), len(parts)) and common[same] == parts[same]:
-            same += 1
-        common = common[:same]
-    return ".".join(common)
+    steps = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
 
 
 def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) -> UnitGraph:

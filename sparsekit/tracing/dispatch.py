@@ -119,25 +119,17 @@ class Dispatcher(DispatchMode):
         views = [other for other in self.tracer.alive if storage_id(other) == storage]
         shared = [other for other in views if self.tracer.known(other) is not None]
         known = before is not None and after is not None and len(shared) == len(views)
-        if known and after is not None and self._overwrite([*shared, tensor], tensor, after):
-            return
+        if known and after is not None:
+            found = {other: written_over(self.tracer, other, tensor, after) for other in (*shared, tensor)}
+            if all(found.values()):
+                for other, labels in found.items():
+                    self.tracer.set(other, labels)
+                return
         reason = f"written in place through a view by {call.name!r}"
         if after is not None and after.has_units:
             call.fix_inputs(reason)
         for other in [*shared, tensor]:
             self.tracer.fix(self.tracer.forget(other), reason)
-
-    def _overwrite(self, tensors: list[Tensor], target: Tensor, after: TensorLabels) -> bool:
-        """Label tensors on one memory after a write to one of them; False if that cannot be said exactly."""
-        shared = {id(tensor): tensor for tensor in tensors}.values()
-        found = [written_over(t, self.tracer.joint_labels(t), target, after, self.tracer.both) for t in shared]
-        if None in found:
-            return False
-        for tensor, (labels, pairs) in zip(shared, filter(None, found), strict=True):
-            for a, b in pairs:
-                self.tracer.unite(a, b)
-            self.tracer.set(tensor, labels)
-        return True
 
     def _note_views(self, call: Call) -> None:
         for tensor in call.outputs:

@@ -1,36 +1,27 @@
 """What a write through a view does to the labels of the tensors that share its memory: `out[:, t] = h` in a loop."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import Labels, TensorLabels
 
 
-def written_over(
-    tensor: Tensor,
-    before: TensorLabels,
-    target: Tensor,
-    written: TensorLabels,
-    both: Callable[[IntArray, IntArray], IntArray],
-) -> tuple[TensorLabels, list[tuple[IntArray, IntArray]]] | None:
-    """Labels of a tensor after `target`, a view of the same memory, was written to.
+def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: TensorLabels) -> TensorLabels | None:
+    """Labels of a tensor after `target`, a view of the same memory, was written to; units that meet there become one.
 
     Args:
+        tracer: The trace.
         tensor: Another view of that memory, or `target` itself.
-        before: Its labels until now.
         target: What was written to.
         written: Labels of the values written.
-        both: Sources of a value that is one of two values.
 
     Returns:
-        The labels, and runs of nodes that become one unit; None if units would lie beside values that belong to no unit, or
-        if axes cannot be matched.
+        None if units would lie beside values that belong to no unit, or if axes cannot be matched.
     """
+    before = tracer.joint_labels(tensor)
     if before.parts or before.joint or before.entry or written.parts or written.joint:
         return None
     axes: list[Labels | None] = [None] * tensor.dim()
-    pairs: list[tuple[IntArray, IntArray]] = []
     for k, labels in enumerate(written.axes):
         if labels is None:
             continue
@@ -42,16 +33,11 @@ def written_over(
             return None
         if own.is_uniform and labels.is_uniform:
             continue  # two constants are not one
-        if own.is_uniform or labels.is_uniform:
-            nodes = labels.nodes if own.is_uniform else own.nodes
-        else:
-            pairs.append((own.nodes, labels.nodes))
-            nodes = own.nodes
-        axes[d] = Labels(nodes, both(own.sources, labels.sources))
-    for own, new in zip(before.axes, axes, strict=True):
-        if own is not None and not own.is_uniform and new is None:
-            return None
-    return TensorLabels(tuple(axes)), pairs
+        if not own.is_uniform and not labels.is_uniform:
+            tracer.unite(own.nodes, labels.nodes)
+        axes[d] = Labels(labels.nodes if own.is_uniform else own.nodes, tracer.both(own.sources, labels.sources))
+    lost = any(own is not None and new is None for own, new in zip(before.units, axes, strict=True))
+    return None if lost else TensorLabels(tuple(axes))
 
 
 def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 from sparsekit.errors import NoUnitsError
+from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels, uniform
 from sparsekit.layers.labels.views import written_over
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
-def over(tensor: Tensor, before: TensorLabels, target: Tensor, written: TensorLabels) -> Any:
-    return written_over(tensor, before, target, written, np.maximum)
+def over(tensor: Tensor, before: TensorLabels, target: Tensor, written: TensorLabels) -> TensorLabels | None:
+    tracer = Tracer()
+    tracer.set(tensor, before)
+    return written_over(tracer, tensor, target, written)
 
 
-def units(first: int, size: int, source: int = 5) -> Labels:
-    return Labels(np.arange(first, first + size), np.full(size, source))
+def units(first: int, size: int) -> Labels:
+    return Labels(np.arange(first, first + size), np.full(size, ALWAYS_ZERO))
 
 
 ZEROS = TensorLabels((uniform(4, ALWAYS_ZERO), uniform(5, ALWAYS_ZERO), uniform(3, ALWAYS_ZERO)))
@@ -46,8 +49,11 @@ def test_ordinary_values_written_over_units_are_refused_and_constants_are_not() 
     base = torch.zeros(4, 5, 3)
     held = TensorLabels((None, None, units(10, 3)))
     assert over(base, held, base[:, 1], TensorLabels((None, None))) is None
-    answer, _ = over(base, held, base[:, 1], TensorLabels((None, uniform(3, NOT_ZERO))))
-    assert answer.axes[2].nodes.tolist() == [10, 11, 12]
+    answer = over(base, held, base[:, 1], TensorLabels((None, uniform(3, NOT_ZERO))))
+    assert answer is not None
+    assert answer.units[2] is not None
+    assert answer.units[2].nodes.tolist() == [10, 11, 12]
+    assert answer.units[2].sources.tolist() == [NOT_ZERO] * 3
 
 
 def test_a_view_of_one_unit_taken_before_the_write_keeps_the_units_whole() -> None:
