@@ -68,20 +68,33 @@ def combine(
     axes: list[Labels | None] = []
     for d, size in enumerate(shape):
         pieces: list[tuple[Labels, TensorLabels]] = []
-        ordinary = False
         sources: list[IntArray] = []
+        ordinary = False
         for owner, own_shape in zip(owners, shapes, strict=True):
             k = d - (rank - len(own_shape))
-            own = owner.axes[k] if k >= 0 else None
-            own_size = own_shape[k] if k >= 0 else 1
+            own, own_size = (owner.axes[k], own_shape[k]) if k >= 0 else (None, 1)
             if own is not None and own_size != size:
                 call.tracer.fix(own, f"a single unit is broadcast by {name!r}", quiet=owner.entry is not None)
                 own = None
             sources.append(own.sources if own is not None else np.full(size, NOT_ZERO, dtype=np.int64))
-            if own is not None:
-                pieces.append((own, owner))
+            pieces += [] if own is None else [(own, owner)]
             ordinary = ordinary or (own is None and own_size > 1)
-        axes.append(_one(call, name, pieces, ordinary, sources, size, broadcast=len(pieces) < len(owners)))
+        held = [(axis, owner) for axis, owner in pieces if not axis.is_uniform]
+        if ordinary:
+            for axis, owner in held:
+                reason = f"combined by {name!r} with values that belong to no unit"
+                call.tracer.fix(axis, reason, quiet=owner.entry is not None)
+            # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
+            axes.append(held[0][0].without_zero() if held else None)
+        elif not pieces or (not held and size == 1 and len(pieces) < len(owners)):
+            axes.append(None)
+        else:
+            nodes = (held or pieces)[0][0].nodes
+            for axis, owner in held:
+                call.tracer.unite(nodes, axis.nodes)
+                if owner.entry is not None:
+                    call.tracer.make_nodes(axis.nodes)
+            axes.append(Labels(nodes, _sources(call, name, sources, size)))
     return TensorLabels(tuple(axes), joint=joint)
 
 
@@ -140,36 +153,6 @@ def _fitting(
                     labels = labels if rest == dim else call.tracer.tie(labels, rest)
                 return labels
     return labels if ordinary is None else call.tracer.tie(labels, ordinary)
-
-
-def _one(
-    call: Call,
-    name: str,
-    pieces: list[tuple[Labels, TensorLabels]],
-    ordinary: bool,
-    sources: list[IntArray],
-    size: int,
-    *,
-    broadcast: bool,
-) -> Labels | None:
-    held = [(axis, owner) for axis, owner in pieces if not axis.is_uniform]
-    if not held:
-        if ordinary or not pieces or (broadcast and size == 1):
-            return None
-        return Labels(pieces[0][0].nodes, _sources(call, name, sources, size))
-    if ordinary:
-        for axis, owner in held:
-            reason = f"combined by {name!r} with values that belong to no unit"
-            call.tracer.fix(axis, reason, quiet=owner.entry is not None)
-        # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
-        return held[0][0].without_zero()
-    first = held[0][0]
-    for axis, _ in held[1:]:
-        call.tracer.unite(first.nodes, axis.nodes)
-    for axis, owner in held:
-        if owner.entry is not None:
-            call.tracer.make_nodes(axis.nodes)
-    return Labels(first.nodes, _sources(call, name, sources, size))
 
 
 @handles(
