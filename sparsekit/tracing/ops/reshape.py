@@ -63,13 +63,17 @@ def _reshape(call: Call) -> Outputs:
         (dim, axis), *others = held
         # A cut along one of them leaves the others whole.
         call.tracer.fix([other for _, other in others], reason, quiet=labels.entry is not None)
-        if math.prod(before[d] for d in mine) > MOST_POSITIONS:
+        positions = math.prod(before[d] for d in mine)
+        if axis.size == positions == max((after[d] for d in theirs), default=1):  # it stays an axis of its own
+            for d in [d for d in theirs if after[d] == positions][:1]:
+                axes[d] = axis
+            continue
+        if positions > MOST_POSITIONS:
             call.tracer.fix(axis, reason)
             continue
         column = [-1 if d == dim else 1 for d in range(len(before))]
         found = _laid(Labels(axis.nodes.reshape(column), axis.sources.reshape(column)), before, after, [(mine, theirs)])
-        if sum(before[d] > 1 for d in mine) > 1 or sum(after[d] > 1 for d in theirs) > 1:
-            call.tracer.split(found.nodes.squeeze() if len(found.dims) > 1 else axis.nodes)
+        call.tracer.split(found.nodes.squeeze() if len(found.dims) > 1 else axis.nodes)
         if len(found.dims) < 2:
             for d in found.dims:
                 axes[d] = Labels(found.nodes.reshape(-1), found.sources.reshape(-1))
