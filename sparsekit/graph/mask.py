@@ -14,26 +14,21 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, narrow_shape
 
 
-def _checked(entries: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    checked: dict[str, Tensor] = {}
-    for name, keep in entries.items():
-        if keep.dtype != torch.bool:
-            if keep.is_floating_point() and bool(torch.isnan(keep).any()):
-                raise InvalidValueError(f"{what} of {name!r} holds NaN; a mask is boolean, True = kept")
-            raise InvalidValueError(
-                f"{what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
-            )
-        checked[name] = keep.detach().clone()  # of the caller's own tensor, which may change later
-    return checked
-
-
 class _Mask(Mapping[str, Tensor]):
     """Shared by both masks: an immutable mapping of boolean tensors that compares by value."""
 
     _what = "the mask"
 
     def __init__(self, entries: Mapping[str, Tensor]) -> None:
-        self._entries = _checked(entries, self._what)
+        for name, keep in entries.items():
+            if keep.dtype != torch.bool:
+                if keep.is_floating_point() and bool(torch.isnan(keep).any()):
+                    raise InvalidValueError(f"{self._what} of {name!r} holds NaN; a mask is boolean, True = kept")
+                raise InvalidValueError(
+                    f"{self._what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
+                )
+        # Of the caller's own tensors, which may change later.
+        self._entries = {name: keep.detach().clone() for name, keep in entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._entries[name]

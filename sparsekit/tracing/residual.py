@@ -64,10 +64,10 @@ class _Finder:
         """(number of the addition, operand, operators) of every value that is computed from what it is added to."""
         for number, add in enumerate(self.seen.adds):
             for place in (0, 1):
-                branch, stream = add.operands[place], add.operands[1 - place]
-                if branch == stream or self.readers.get(branch) != [add.op] or branch in self.outputs:
+                branch, stream = (self.seen.ops[add].reads[at] for at in (place, 1 - place))
+                if branch == stream or self.readers.get(branch) != [add] or branch in self.outputs:
                     continue
-                dead = self._dead(add.op, (add.op, branch)) - self.unread
+                dead = self._dead(add, (add, branch)) - self.unread
                 if any(self.seen.ops[op].flops for op in dead) and self._depends(branch, stream):
                     yield number, place, dead
 
@@ -95,7 +95,8 @@ class _Finder:
         """Modules that return their input where some branches are gone. `adds`: number of an addition → branch, operand."""
         same: dict[int, int] = {}  # value → what it equals without the branches
         for number, (_, place) in adds.items():
-            same[self.seen.adds[number].total] = self.seen.adds[number].operands[1 - place]
+            add = self.seen.ops[self.seen.adds[number]]
+            same[add.makes[0]] = add.reads[1 - place]
 
         def root(value: int) -> int:
             while value in same:

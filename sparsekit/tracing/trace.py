@@ -91,7 +91,9 @@ def trace_units(
         TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
     _check(model)
-    kwargs = _joined(example_kwargs or {}, more_kwargs)
+    kwargs = {**(example_kwargs or {}), **more_kwargs}
+    if twice := sorted(more_kwargs.keys() & (example_kwargs or {})):
+        raise InvalidValueError(f"keyword inputs given twice: {', '.join(twice)}; put all of them into example_kwargs")
     given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
     guard = ReadOnly(model)
     calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, example_inputs))]
@@ -155,13 +157,6 @@ def _check(model: nn.Module) -> None:
                 f"cannot trace {type(model).__name__}: {where} TorchScript, whose layers"
                 " cannot be changed; pass the original nn.Module"
             )
-
-
-def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    twice = sorted(set(example) & set(more))
-    if twice:
-        raise InvalidValueError(f"keyword inputs given twice: {', '.join(twice)}; put all of them into example_kwargs")
-    return {**example, **more}
 
 
 def _run(

@@ -56,15 +56,6 @@ class ModuleCall:
         return None if place is None else Part(self.module, gives, argument, place, 0 if self.alone else len(self.outputs))
 
 
-@dataclass(frozen=True)
-class Addition:
-    """An addition of two values of one shape: the number of its operator, its operands and the sum."""
-
-    op: int
-    operands: tuple[int, int]
-    total: int
-
-
 def _is_addition(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     return (
         func in _ADD
@@ -81,7 +72,7 @@ class Values(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
-        self.adds: list[Addition] = []
+        self.adds: list[int] = []  # numbers of operators that add two values of one shape: the first that they read
         self.calls: list[ModuleCall] = []
         self.relus: dict[int, int] = {}  # result → what it was computed from
         self._running: list[ModuleCall] = []
@@ -115,7 +106,7 @@ class Values(DispatchMode):
         packet = operator_packet(func)
         flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=result)) if packet in flop_registry else 0
         if _is_addition(func, args, kwargs):
-            self.adds.append(Addition(len(self.ops), (reads[0], reads[1]), makes[0]))
+            self.adds.append(len(self.ops))
         if func in _RELU:
             self.relus[makes[0]] = reads[0]
         self.ops.append(Op(tuple(reads), makes, tuple(call.module for call in self._running), flops))
