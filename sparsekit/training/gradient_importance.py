@@ -145,7 +145,12 @@ class FollowScores(Rule):
             scores: Mapping[str, Tensor] | None = None
             fused = host.scores.detach()
             if not isinstance(host.criterion, Learned):
-                scores = host.criterion.scores(host.graph, self._view(host))
+                generator = host.generator
+                if generator is None and not is_learned(host.criterion):
+                    generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
+                weights = execution.narrow_model.dense_state()
+                view = View(importance=split_units(host.graph, fused), weights=weights, generator=generator)
+                scores = host.criterion.scores(host.graph, view)
                 check_scores(host.graph, scores, source)
                 fused = torch.cat([scores[name] for name in host.graph.groups])
             if not (unless_it_stands and execution.fused.stands(fused)):
@@ -155,16 +160,6 @@ class FollowScores(Rule):
                     host.change(mask)
                 self._density = mask.density(host.graph)
             self._mark_seen(host)
-
-    def _view(self, host: Host) -> View:
-        generator = host.generator
-        if generator is None and not is_learned(host.criterion):
-            generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
-        return View(
-            importance=split_units(host.graph, host.scores.detach()),
-            weights=None if type(host.criterion) is Learned else host.execution.narrow_model.dense_state(),
-            generator=generator,
-        )
 
     def _targets(self, host: Host) -> Tensor:
         return self.settings.regularizer.targets(host.execution.fused.magnitudes(), self._sizes).to(host.scores.dtype)

@@ -107,8 +107,20 @@ def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
 @pytest.mark.parametrize("name", sorted(name for name, each in zoo.ZOO.items() if each.groups)[::24])
 def test_a_large_model_costs_what_a_copy_of_it_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs, graph = zoo.traced(name)
-    half = sk.UnitMask({g: torch.arange(group.size) < (group.size + 1) // 2 for g, group in graph.groups.items()})
-    whole = sk.cost_model(model, *args, graph=graph, **kwargs).cost(half) if not graph.ties else None
+    mask = random_mask(graph, 0.5, 0)
+    whole = sk.cost_model(model, *args, graph=graph, **kwargs).cost(mask)
     monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
-    if whole is not None:
-        assert sk.cost_model(model, *args, graph=graph, **kwargs).cost(half) == whole
+    assert sk.cost_model(model, *args, graph=graph, **kwargs).cost(mask) == whole
+
+
+def test_a_model_that_looks_at_values_runs_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
+    model, x = _mlp(), torch.zeros(5, 4)
+    graph = sk.trace_units(model, x)
+    plain = sk.cost_model(model, x, graph=graph, metrics=("memory",)).dense_costs()
+    model.register_forward_pre_hook(lambda _, inputs: None if bool((inputs[0] == 0).all()) else (inputs[0][:1],))
+    assert sk.cost_model(model, x, graph=graph).dense_costs()["flops"] == plain["flops"] == 2 * (4 * 6 + 6 * 3)
+    watched = sk.cost_model(model, x, graph=graph, metrics=("memory",)).dense_costs()
+    assert watched["memory"] == plain["memory"] == 4 * 5 * (6 + 6)
+    with pytest.raises(sk.errors.TraceError, match="failed on the example inputs"):
+        sk.cost_model(model.to("meta"), x, graph=graph)
