@@ -17,7 +17,7 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.deployment.plan import Plan, client_ids
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
-from sparsekit_fl.engines.flower.nodes import Deployment, Nodes, described, introduced_by
+from sparsekit_fl.engines.flower.nodes import Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
@@ -55,7 +55,13 @@ def serve(grid: Grid, context: Context) -> None:
     # The number of clients is not known yet, and no part of what the model is.
     spec = RunSpec.build(plan.make_method(), problem, plan.make_config())
     nodes = Nodes(
-        grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds, identity=introduced_by(spec), allowed=plan.allowed_clients()
+        grid,
+        wanted=plan.nodes,
+        wait_seconds=plan.wait_seconds,
+        identity=introduced_by(spec),
+        allowed=plan.allowed_clients(),
+        memory=plan.memory,
+        timeout_seconds=plan.timeout_seconds or None,
     )
     clients = nodes.introduce()
     config = plan.make_config(len(clients))
@@ -65,7 +71,7 @@ def serve(grid: Grid, context: Context) -> None:
         problem,
         [clients[id] for id in sorted(clients)],
         config,
-        engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
+        engine=nodes,
         callbacks=[_Report()],
         out=plan.out or None,
         resume=plan.resume,

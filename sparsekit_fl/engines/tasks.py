@@ -139,18 +139,10 @@ class TaskPool(ABC):
             yield self.reply(assignment, task, found)
 
     def evaluate(
-        self,
-        state: StateDict,
-        ids: Sequence[int],
-        memory_rounds: MemoryRounds,
-        *,
-        round: int,
-        with_shared: bool,
-        export: Path | None,
+        self, state: StateDict, ids: Sequence[int], memory_rounds: MemoryRounds, *, round: int, export: Path | None, **how: bool
     ) -> Iterator[Scored]:
         models = None if export is None else "sent" if self.exports else "kept"
-        options = {"with_shared": with_shared, "models": models}
-        tasks = [self._task("evaluate", id, memory_rounds.get(id), round, {}, **options) for id in ids]
+        tasks = [self._task("evaluate", id, memory_rounds.get(id), round, {}, models=models, **how) for id in ids]
         for client_id, found in zip(ids, self.answers(tasks, state), strict=True):
             try:
                 yield self._scores(client_id, found, export)

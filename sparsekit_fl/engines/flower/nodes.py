@@ -1,11 +1,10 @@
-"""Nodes and Deployment: the engine over SuperNodes, each of which tells which clients it has."""
+"""Nodes: the engine over SuperNodes, each of which tells which clients it has."""
 
 import json
 import logging
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
 from flwr.app import Message
@@ -105,12 +104,13 @@ _AGAIN_SECONDS = 60.0
 
 
 class Nodes(Carrier):
-    """Finds the SuperNode of each client. Ids of nodes change when a SuperNode starts again, so each new one is asked.
+    """Clients on SuperNodes. Ids of nodes change when a SuperNode starts again, so each new one is asked for its clients.
 
     A client that two nodes claim stays with the one that came first. The other node waits, and takes the first one's place
     when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which takes up
     to a minute. A node that does not say which clients it has is waited for once; afterwards it is asked now and then, and
-    nobody waits. All this is logged, and stands in the record of the round.
+    nobody waits. All this is logged, and stands in the record of the round. By the wall clock (`async_clock="wall"`) each node
+    has one task at a time, and gets the next as soon as it has answered.
 
     Args:
         grid: Flower's grid.
@@ -120,6 +120,8 @@ class Nodes(Carrier):
             model, is not used.
         allowed: Name under which a SuperNode's key was registered → the clients that it may have. Other nodes, and nodes
             that claim more, are not used. None believes what nodes say.
+        memory: "nodes" where they keep the memories of their clients; "server" where the server does, and sends them along.
+        timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
     """
 
     def __init__(
@@ -130,8 +132,11 @@ class Nodes(Carrier):
         wait_seconds: float,
         identity: Mapping[str, str],
         allowed: Mapping[str, Collection[int]] | None = None,
+        memory: Literal["nodes", "server"] = "nodes",
+        timeout_seconds: float | None = None,
     ) -> None:
         self.grid = grid
+        self._memory, self._timeout_seconds = memory, timeout_seconds
         self._identity, self._allowed = identity, allowed
         self._wanted, self._wait_seconds = wanted, wait_seconds
         # In order of arrival: the clients that each node claims; none where it gave no usable answer.
@@ -169,6 +174,19 @@ class Nodes(Carrier):
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
+    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:  # noqa: ARG002
+        """Run the loop over nodes that have introduced their clients; called by Flower's server app."""
+        pool = GridPool(
+            self,
+            spec,
+            workers=len(set(self._used.values())),
+            carried=store if self._memory == "server" else None,
+            timeout_seconds=self._timeout_seconds,
+            run=_run_id(store),
+        )
+        with one_thread():
+            return rounds(pool)
+
     def look(self, *, wait: bool = False) -> bool:
         here, now = set(self.grid.get_node_ids()), time.monotonic()
         for node in [node for node in self._said if node not in here]:
@@ -201,9 +219,6 @@ class Nodes(Carrier):
         if client_id not in self._used:
             raise ClientError(f"no SuperNode has client {client_id} now")
         return self._used[client_id]
-
-    def __len__(self) -> int:
-        return len(set(self._used.values()))
 
     def _tell(self, text: str) -> None:
         _log.warning(text)
@@ -272,34 +287,3 @@ def _run_id(store: ClientStore) -> str:
     if not path.exists():
         write_atomically(path, secrets.token_hex(8).encode(), durable=store.durable)
     return path.read_text()
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """Clients on SuperNodes, which have introduced their clients.
-
-    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered.
-
-    Args:
-        nodes: The SuperNodes.
-        memory: "nodes" where they keep the memories of their clients; "server" where the server does, and sends them along.
-        timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
-    """
-
-    nodes: Nodes
-    _: KW_ONLY
-    memory: Literal["nodes", "server"] = "nodes"
-    timeout_seconds: float | None = None
-
-    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:  # noqa: ARG002
-        """Run the loop; called by Flower's server app."""
-        pool = GridPool(
-            self.nodes,
-            spec,
-            workers=len(self.nodes),
-            carried=store if self.memory == "server" else None,
-            timeout_seconds=self.timeout_seconds,
-            run=_run_id(store),
-        )
-        with one_thread():
-            return rounds(pool)
