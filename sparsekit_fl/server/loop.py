@@ -193,13 +193,9 @@ class Rounds:
         if not free:
             return None, unscored, None
         found, silent = self._evaluate(round, free, last=last, with_shared=whole)
-        unscored = [*unscored, *silent]
         scores = self._scores(found)
         self.callbacks.tell("on_evaluation", self._view, scores)
-        if self._view.stopped and not last:
-            found, unscored = self._evaluate(round, list(self.clients), last=True)
-            scores, last = self._scores(found), True
-        return scores, unscored, found if last else None
+        return scores, [*unscored, *silent], found if last else None
 
     def _scores(self, evaluations: Sequence[Evaluation]) -> RoundScores:
         return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)

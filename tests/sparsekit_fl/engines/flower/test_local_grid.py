@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,31 +125,28 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
 
 
 class Fragile(Carrier):
-    """A grid on which a process dies; the next one is whole."""
+    """A grid of one node with a fault; started anew it has none."""
 
     devices = False
 
-    def __init__(self) -> None:
+    def __init__(self, fault: Fault | None) -> None:
         app = ClientApp()
         app.query()(lambda message, _: Message(content({}), reply_to=message))
-        self._grid = lambda fault: LocalGrid(app, nodes=1, rng=np.random.default_rng(0), fault=fault)
-        self.grid = self._grid(lambda message, reply: self.faults[read(message)[0]["key"]](message, reply))
-
-    faults: ClassVar[dict[str, Fault]] = {
-        "lost": lambda message, reply: None,
-        "killed": lambda message, reply: Message(Error(code=2, reason="ActorDiedError"), reply_to=message),
-        "answered": lambda message, reply: reply,
-    }
+        self.grid = LocalGrid(app, nodes=1, rng=np.random.default_rng(0), fault=fault)
 
     def node_of(self, client_id: int) -> int:
         return 1000
 
     def restart(self, reason: str) -> None:
-        self.grid = self._grid(None)
+        self.grid = Fragile(None).grid
 
 
 def test_what_was_open_is_sent_again_where_the_grid_is_started_anew_whoever_sent_it() -> None:
-    grid = Fragile()
+    def fault(message: Message, reply: Message) -> Message | None:
+        killed = Message(Error(code=2, reason="ActorDiedError"), reply_to=message)
+        return {"lost": None, "killed": killed}.get(read(message)[0]["key"], reply)
+
+    grid = Fragile(fault)
     posts: list[Post[str]] = [
         Post(grid, lambda key, node: Message(content({"key": key}), node, "query"), lambda _: 1000, ttl=5) for _ in range(2)
     ]
