@@ -289,7 +289,8 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
             found["loss"] = (problem.loss(outputs, batch.targets) * batch.size, batch.size)
             for name, (score, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + float(score), before[1] + float(weight))
+                # What has no weight has no value in this batch, whatever its sum is.
+                sums[name] = (before[0] + float(score), before[1] + float(weight)) if float(weight) else before
             if late:
                 kept.append((outputs, batch.targets))
         if late:

@@ -1,5 +1,6 @@
 """fit, batches, the SGD step and scores."""
 
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
@@ -124,8 +125,11 @@ def test_evaluation_sums_loss_and_metrics_over_examples():
     with torch.no_grad():
         module.weight.zero_()
         module.bias.copy_(torch.tensor([1.0, 0.0]))
+    known = {"large": lambda outputs, targets: (len(targets) if len(targets) == 256 else math.nan, len(targets) // 256)}
+    problem = replace(problem, metrics={**problem.metrics, **known})
     scores = evaluate(module, problem, split)
     assert scores["accuracy"] == (300.0, 600.0)
+    assert scores["large"] == (512.0, 2.0), "a batch without weight does not count, whatever its sum is"
     assert scores["loss"][0] / scores["loss"][1] == pytest.approx(0.8132617, abs=1e-5)
     assert not module.training
 
