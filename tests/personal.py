@@ -50,7 +50,7 @@ def server_context(
         roster=roster or dict.fromkeys(range(clients), ClientInfo(10, fl.Capability())),
         cohort_size=cohort,
         rngs=dict.fromkeys(get_args(PolicyKind), np.random.default_rng(rng)),
-        memory={} if memory is None else memory,
+        memories={kind: {} if memory is None else memory},
         kind=kind,
         graph=graph,
         state=state,

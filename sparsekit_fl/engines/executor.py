@@ -15,7 +15,7 @@ from sparsekit.graph import StateDict, UnitMask
 from sparsekit.rng import torch_scope
 from sparsekit.surgery import save_compact
 from sparsekit.training import GradientImportance, LearnableMask
-from sparsekit_fl.client.context import ClientContext, Memory, rngs_by_kind
+from sparsekit_fl.client.context import ClientContext, Memory, RngsByKind
 from sparsekit_fl.client.costs import client_seconds
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
@@ -88,8 +88,8 @@ class ClientExecutor:
             costs=spec.costs,
             masked=self.masked,
             device=self._device,
-            rngs=rngs_by_kind(streams.client(round, client.id)),
-            memory=memory,
+            rngs=RngsByKind(streams.client(round, client.id)),
+            memories=memory,
             extra=extra or {},
             received=received,
             initial_state=lambda: spec.initial,

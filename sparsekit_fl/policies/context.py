@@ -11,7 +11,7 @@ import numpy as np
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import Memory, PolicyKind
+from sparsekit_fl.client.context import Memory, PolicyContext, PolicyKind
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.options.config import RunConfig
@@ -29,14 +29,23 @@ class ClientInfo:
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` of one round, from 1; levels are drawn on access, so ten thousand clients cost nothing."""
+    """Client id → `ClientInfo` of one round, from 1; a level is drawn when first read, so ten thousand clients cost nothing."""
 
     def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
         self._clients = clients
         self._config = config
         self._round = round
+        self._read: dict[int, ClientInfo] = {}
 
     def __getitem__(self, client_id: int) -> ClientInfo:
+        if client_id not in self._read:
+            self._read[client_id] = self._info(client_id)
+        return self._read[client_id]
+
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._clients
+
+    def _info(self, client_id: int) -> ClientInfo:
         client = self._clients[client_id]
         capability = client.capability
         levels = self._config.capability_levels
@@ -55,7 +64,7 @@ class Roster(Mapping[int, ClientInfo]):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ServerContext:
+class ServerContext(PolicyContext):
     """What a policy sees on the server.
 
     Args:
@@ -64,7 +73,7 @@ class ServerContext:
         roster: Client id → examples and capability of this round.
         cohort_size: Number of clients to sample, C.
         rngs: Kind of policy → its generator in this round; the kinds draw independently.
-        memory: State of this kind of policy, which lives from round to round.
+        memories: Kind of policy → its state, which lives from round to round.
         graph: The units of the model.
         state: The shared global state at the start of the round.
         kind: The kind of policy that this context is for.
@@ -78,17 +87,13 @@ class ServerContext:
     roster: Mapping[int, ClientInfo]
     cohort_size: int
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
-    memory: Memory
+    memories: dict[str, Memory]
     graph: UnitGraph
     state: StateDict
     kind: PolicyKind = "sampling"
     costs: CostModel | None = None
     parameters: frozenset[str] = frozenset()
     unreachable: frozenset[int] = frozenset()
-
-    def scoped(self, kind: PolicyKind) -> ServerContext:
-        """Return the same context with the memory and the generator of one kind of policy."""
-        return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
 
     @property
     def everybody(self) -> frozenset[int]:
@@ -100,11 +105,6 @@ class ServerContext:
         roster = {id: self.roster[id] for id in ids}
         away = self.everybody.difference(roster)
         return dataclasses.replace(self, roster=roster, cohort_size=min(self.cohort_size, len(roster)), unreachable=away)
-
-    @property
-    def rng(self) -> np.random.Generator:
-        """The generator of this kind of policy."""
-        return self.rngs[self.kind]
 
 
 class Policy(Checked):

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
-from sparsekit_fl.client.context import Memory, rngs_by_kind
+from sparsekit_fl.client.context import Memory, RngsByKind
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
@@ -167,17 +167,17 @@ class Server:
     def begin(self, round: int) -> None:
         """Begin a round, counted from 1."""
         config = self.spec.config
-        rngs = rngs_by_kind(Streams(config.seed).server(round))
+        rngs = RngsByKind(Streams(config.seed).server(round))
         if self.state.noise_seed is not None:
             # Clients know the seed of the run; who can draw the cohorts again is protected by no sampling.
-            rngs["sampling"] = rngs_by_kind(Streams(self.state.noise_seed).server(round))["sampling"]
+            rngs["sampling"] = RngsByKind(Streams(self.state.noise_seed).server(round))["sampling"]
         self._ctx = ServerContext(
             round=round,
             rounds=config.rounds,
             roster=Roster(self.clients, config, round),
             cohort_size=config.cohort,
             rngs=rngs,
-            memory=self.state.memory,
+            memories=self.state.memory,
             graph=self.spec.graph,
             state=self.shared(),
             costs=self.spec.costs,

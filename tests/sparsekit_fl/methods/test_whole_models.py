@@ -10,7 +10,7 @@ from personal import ONE_STEP, client_context, deep_problem, server_context, tra
 
 import sparsekit_fl as fl
 from sparsekit.rng import torch_scope
-from sparsekit_fl.client.context import rngs_by_kind
+from sparsekit_fl.client.context import RngsByKind
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods import ditto, fedavg, fedlps, fedprox, local, per_fedavg, scaffold, with_settings
@@ -33,12 +33,12 @@ def test_equals_a_loop_written_by_hand():
         model = TinyNet()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for round in range(1, 4):
-        rng = rngs_by_kind(streams.server(round))["sampling"]
+        rng = RngsByKind(streams.server(round))["sampling"]
         cohort = sorted(rng.choice(8, size=4, replace=False).tolist())
         sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
         for client_id in cohort:
             data = clients[client_id].data.train
-            rng = rngs_by_kind(streams.client(round, client_id))["local"]
+            rng = RngsByKind(streams.client(round, client_id))["local"]
             orders = [rng.permutation(len(data)) for _ in range(2)]
             model.load_state_dict(state)
             model.train()
