@@ -86,9 +86,9 @@ class ComplementMean(Mean):
     def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         pruned = {name for update, _ in arrivals for name in update.mask or ()}
 
-        def strong(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+        def strong(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
             """Return the mean, times the rate where the entry has a complement; weights that were sent down stay."""
-            found = rule(graph, state, updates, over)
+            found = rule(state, updates, over)
             changes = {name: change * self.rate if name in pruned else change for name, change in found.changes.items()}
             return found._replace(changes=changes)
 

@@ -175,8 +175,8 @@ class DynamicMean(Mean):
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(ctx.state)
         drifts = ctx.memory.setdefault("drift", {})
 
-        def dynamic(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
-            found = rule(graph, state, updates, over)
+        def dynamic(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+            found = rule(state, updates, over)
             moved = {name: change for name, change in found.changes.items() if found.holders.get(name)}
             for name in [name for name in moved if name in parameters] if self.alpha else ():
                 change, share = moved[name], found.holders[name] / len(ctx.roster)

@@ -13,8 +13,8 @@ In a round:
    `share.upload_mask`, and `share.leave` for each entry that goes up.
 3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
    that one of them refuses changes nothing.
-4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.coverage` what a client
-   trained, and `sampling.seconds`.
+4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.counted` how each
+   counts, and `sampling.seconds`.
 5. Last it calls `ratio.observe`, `mask.observe`, `sampling.observe`.
 
 To score a client: `personal.model`, `personal.calibrate`.

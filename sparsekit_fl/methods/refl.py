@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.graph import StateDict
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
 from sparsekit_fl.policies import SamplingPolicy, ServerContext, Update
@@ -177,24 +177,24 @@ class StaleMean(Mean):
         arrivals = sorted(arrivals, key=lambda one: one[1] > 0)
         ages = [age for _, age in arrivals if age]
 
-        def weighed(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+        def weighed(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
             fresh, late = updates[: len(updates) - len(ages)], updates[len(updates) - len(ages) :]
             found = list(fresh)
-            for one, age, boost in zip(late, ages, _boosts(graph, state, fresh, late), strict=True):
+            for one, age, boost in zip(late, ages, _boosts(state, fresh, late), strict=True):
                 found.append(replace(one, weight=((1.0 - self.beta) / (age + 1) + self.beta * boost) * one.weight))
-            return rule(graph, state, found, over)
+            return rule(state, found, over)
 
         return super().combine(ctx, state, arrivals, weighed)
 
 
-def _boosts(graph: UnitGraph, state: StateDict, fresh: Sequence[Counted], late: Sequence[Counted]) -> list[float]:
+def _boosts(state: StateDict, fresh: Sequence[Counted], late: Sequence[Counted]) -> list[float]:
     """1 − e^(−Λ / Λ_max) for each late update; 0 where there is no fresh one to compare with."""
     if not late or not fresh:
         return [0.0] * len(late)
-    found = mean(graph, state, fresh, "whole").changes
+    found = mean(state, fresh, "whole").changes
     floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
     size = sum(float(found[name].square().sum()) for name in floats)
-    gaps = [sum(float((found[name] - one.update.delta[name]).square().sum()) for name in floats) for one in late]
+    gaps = [sum(float((found[name] - one.delta[name]).square().sum()) for name in floats) for one in late]
     deviations = [gap / (len(fresh) + 1) ** 2 / size if size else 0.0 for gap in gaps]
     largest = max(deviations)
     return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]

@@ -5,9 +5,10 @@ such as pruning the new model, stays. Sums are in float64, in the order of the l
 """
 
 import math
+import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, along, head_entries
+from sparsekit.graph import StateDict, WeightMask, head_entries
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.errors import UpdateError
@@ -34,16 +35,15 @@ class Counted:
     """One update as it counts.
 
     Args:
-        update: The update.
+        delta: State-dict key → change, in the shapes that `kept` says.
+        kept: What of each entry was trained.
         weight: Its weight, before dividing by their sum.
-        covered: State-dict key → which positions of `update.delta` were trained, 1 or 0, of a shape that broadcasts with it;
-            absent for all.
         scale: Factor on its changes, besides the weight.
     """
 
-    update: Update
+    delta: StateDict
+    kept: Kept
     weight: float
-    covered: Mapping[str, Tensor] = field(default_factory=dict)
     scale: float = 1.0
 
 
@@ -57,70 +57,54 @@ class Changes(NamedTuple):
     holders: dict[str, float]
 
 
-Rule = Callable[[UnitGraph, StateDict, Sequence[Counted], Over], Changes]
-"""(the units of the model, the shared state before the round, updates, what is divided by) → changes."""
+Rule = Callable[[StateDict, Sequence[Counted], Over], Changes]
+"""(the shared state before the round, updates, what is divided by) → changes."""
 
 
-class Sums(NamedTuple):
-    """Sums over updates, whose weights are divided by the first one, so that equal weights are exactly 1.
-
-    Args:
-        changes: State-dict key → Σ weight · scale · delta, float64, dense.
-        weight: Σ weight of all updates.
-        whole: State-dict key → Σ weight of the updates that hold it whole.
-        weights: State-dict key → Σ weight of the others, entry by entry, dense; only keys that some update holds in part.
-        holders: State-dict key → number of updates that hold it whole.
-    """
-
-    changes: dict[str, Tensor]
-    weight: float
-    whole: dict[str, float]
-    weights: dict[str, Tensor]
-    holders: dict[str, float]
-
-
-def add_up(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], *, by_holders: bool = False) -> Sums:
-    """Add up updates; `by_holders` adds up the weights of each entry's holders too."""
-    found = Sums({name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}, 0.0, {}, {}, {})
-    unit = next((one.weight for one in updates if one.weight), 1.0)
-    total = 0.0
-    for one in updates:
-        weight, kept = one.weight / unit, Kept(graph, one.update.mask)
-        for name, delta in one.update.delta.items():
-            covered = one.covered.get(name)
+def add_up(state: StateDict, updates: Sequence[Counted], weights: Sequence[float]) -> dict[str, Tensor]:
+    """Add up updates: state-dict key → Σ weight · scale · change, float64, dense."""
+    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
+    for one, weight in zip(updates, weights, strict=True):
+        for name, delta in one.delta.items():
             # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-            change = delta.to(torch.float64, copy=True).mul_(weight * one.scale)
-            kept.add(name, change if covered is None else change * covered, found.changes[name])
-            if kept.is_whole(name) and covered is None:
-                found.whole[name] = found.whole.get(name, 0.0) + weight
-                found.holders[name] = found.holders.get(name, 0.0) + 1.0
-            elif by_holders:
-                if name not in found.weights:
-                    found.weights[name] = torch.zeros_like(found.changes[name])
-                kept.add(name, weight if covered is None else (weight * covered).expand(delta.shape), found.weights[name])
-        total += weight
-    return found._replace(weight=total)
+            one.kept.add(name, delta.to(torch.float64, copy=True).mul_(weight * one.scale), sums[name])
+    return sums
 
 
-def mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+def _whole_holders(state: StateDict, updates: Sequence[Counted]) -> dict[str, float]:
+    return {name: float(sum(one.kept.is_whole(name) for one in updates)) for name in state}
+
+
+def mean(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
     """Return the weighted mean of the changes."""
-    sums = add_up(graph, state, updates, by_holders=over == "holders")
-    if sums.weight == 0:
-        return Changes({}, sums.holders)
+    # Divided by the first one, so that equal weights are exactly 1.
+    unit = next((one.weight for one in updates if one.weight), 1.0)
+    weights = [one.weight / unit for one in updates]
+    holders = _whole_holders(state, updates)
+    total = reduce(operator.add, weights, 0.0)
+    if total == 0:
+        return Changes({}, holders)
+    sums = add_up(state, updates, weights)
     if over != "holders":
-        return Changes({name: total / sums.weight for name, total in sums.changes.items()}, sums.holders)
+        return Changes({name: change / total for name, change in sums.items()}, holders)
     changes = {}
-    for name, total in sums.changes.items():
-        whole = sums.whole.get(name, 0.0)
-        if name in sums.weights:
-            held = sums.weights[name] + whole
-            changes[name] = torch.where(held > 0, total / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    for name, change in sums.items():
+        whole, part = 0.0, None
+        for one, weight in zip(updates, weights, strict=True):
+            if one.kept.is_whole(name):
+                whole += weight
+            else:
+                part = torch.zeros_like(change) if part is None else part
+                one.kept.add(name, weight, part)
+        if part is not None:
+            held = part + whole
+            changes[name] = torch.where(held > 0, change / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
         elif whole:
-            changes[name] = total / whole
-    return Changes(changes, sums.holders)
+            changes[name] = change / whole
+    return Changes(changes, holders)
 
 
-def median(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+def median(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
     """Return the median of each entry over the clients that hold it; of an even number the mean of the middle two.
 
     So an entry that one client holds takes that client's value, and of two clients their mean: with fewer than three there
@@ -135,7 +119,7 @@ def median(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over:
         high = (count // 2).clamp(max=ordered.shape[0] - 1).unsqueeze(0)
         return ((ordered.gather(0, low) + ordered.gather(0, high)) / 2).squeeze(0)
 
-    return _by_entry(graph, state, updates, over, middle)
+    return _by_entry(state, updates, over, middle)
 
 
 def trimmed(share: float, holders: int) -> int:
@@ -151,7 +135,7 @@ def trimmed(share: float, holders: int) -> int:
     return min(math.ceil(share * holders - 1e-9), max(holders - 1, 0) // 2)
 
 
-def trimmed_mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over, *, share: float) -> Changes:
+def trimmed_mean(state: StateDict, updates: Sequence[Counted], over: Over, *, share: float) -> Changes:
     """Return the mean of each entry over its holders, without the largest and the smallest values; see `trimmed`.
 
     Equal values are alike, so it does not matter which of them goes. Clients count equally.
@@ -172,12 +156,10 @@ def trimmed_mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
         total: Tensor = reduce(torch.add, torch.where(stays, ordered, 0.0))
         return total / (count - 2 * cut).clamp(min=1)
 
-    return _by_entry(graph, state, updates, over, inner)
+    return _by_entry(state, updates, over, inner)
 
 
-def _by_entry(
-    graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over, centre: Callable[[Tensor, Tensor], Tensor]
-) -> Changes:
+def _by_entry(state: StateDict, updates: Sequence[Counted], over: Over, centre: Callable[[Tensor, Tensor], Tensor]) -> Changes:
     """Return a centre of the holders' changes, entry by entry.
 
     Where a method divides by all clients, the centre counts in the proportion of holders to clients, as the mean does.
@@ -186,10 +168,9 @@ def _by_entry(
         centre: (float64 (updates, entries), ascending along the updates, infinite from the number of holders on; int64
             (entries,), that number) → the centre of each column, of any value where nobody holds it.
     """
-    held = [(Kept(graph, one.update.mask), one) for one in updates]
-    found = Changes({}, {})
-    for name, tensor in state.items() if held else ():
-        dense = [_dense(kept, one, name, tensor.shape).reshape(-1).split(_CHUNK) for kept, one in held]
+    found = Changes({}, _whole_holders(state, updates))
+    for name, tensor in state.items() if updates else ():
+        dense = [_dense(one, name, tensor.shape).reshape(-1).split(_CHUNK) for one in updates]
         pieces = []
         for columns in zip(*dense, strict=True):
             rows = torch.stack([column.to(torch.float64) for column in columns])
@@ -200,37 +181,34 @@ def _by_entry(
             middle = torch.where(holders > 0, centre(ordered, holders), 0.0) + 0.0
             pieces.append(middle if over == "holders" else middle * holders / len(updates))
         found.changes[name] = torch.cat(pieces).view(tensor.shape)
-        found.holders[name] = float(sum(kept.is_whole(name) and name not in one.covered for kept, one in held))
     return found
 
 
-def _dense(kept: Kept, one: Counted, name: str, shape: torch.Size) -> Tensor:
+def _dense(one: Counted, name: str, shape: torch.Size) -> Tensor:
     """A change in the shape of the model, infinite where the update does not hold it."""
-    delta = one.update.delta[name]
-    if name in one.covered:
-        delta = torch.where(one.covered[name] > 0, delta.to(torch.float64), math.inf)
-    if kept.is_whole(name):
+    delta = one.delta[name]
+    if one.kept.is_whole(name):
         return delta
     delta = delta if delta.is_floating_point() else delta.to(torch.float64)
     dense = torch.full(shape, math.inf, dtype=delta.dtype)
-    kept.scatter(name, delta, dense)
+    one.kept.scatter(name, delta, dense)
     return dense
 
 
-def update_norm(update: Update) -> float:
+def update_norm(delta: StateDict) -> float:
     """Return the Euclidean norm of a change over all floating-point entries; integers, which count batches, are left out."""
-    floats = [delta for delta in update.delta.values() if delta.is_floating_point()]
-    return math.sqrt(math.fsum(float(delta.to(torch.float64).square().sum()) for delta in floats))
+    floats = [change for change in delta.values() if change.is_floating_point()]
+    return math.sqrt(math.fsum(float(change.to(torch.float64).square().sum()) for change in floats))
 
 
 def scales_to(updates: Sequence[Counted], limit: float | None) -> list[Counted]:
     """Return updates whose changes are scaled down to a norm where they are longer; None takes the median of their norms."""
-    norms = [update_norm(one.update) for one in updates]
+    norms = [update_norm(one.delta) for one in updates]
     most = statistics.median(norms) if limit is None else limit
     return [replace(one, scale=most / norm if norm > most else 1.0) for one, norm in zip(updates, norms, strict=True)]
 
 
-def norm_clipped(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over, *, limit: float | None) -> Changes:
+def norm_clipped(state: StateDict, updates: Sequence[Counted], over: Over, *, limit: float | None) -> Changes:
     """Return the method's own mean, weights and all, of changes that are scaled down to a common norm where they are longer.
 
     Integer entries, which count batches, move by the median of the clients' changes.
@@ -241,9 +219,9 @@ def norm_clipped(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
     Source: Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning?, 2019 (arXiv 1911.07963), norm
         thresholding; the median of the cohort in place of a constant is ours.
     """
-    found = mean(graph, state, scales_to(updates, limit), over)
+    found = mean(state, scales_to(updates, limit), over)
     integers = {name: tensor for name, tensor in state.items() if not tensor.is_floating_point()}
-    return found._replace(changes=found.changes | median(graph, integers, updates, over).changes)
+    return found._replace(changes=found.changes | median(integers, updates, over).changes)
 
 
 def rule_of(config: RunConfig) -> Rule:
@@ -288,23 +266,10 @@ class AggregatePolicy(Policy):
                 " hold an entry)"
             )
 
-    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """Return which entries of `name`, inside the update's mask, the client trained, where not all of them.
-
-        Args:
-            ctx: The context of the server.
-            name: State-dict key.
-            update: The update.
-
-        Returns:
-            Float, 1 or 0, of a shape that broadcasts with `update.delta[name]`; None for all.
-        """
-        return None
-
-    def _counted(self, ctx: ServerContext, update: Update) -> Counted:
-        covered = {name: self.coverage(ctx, name, update) for name in update.delta}
+    def counted(self, ctx: ServerContext, update: Update) -> Counted:
+        """Return an update as it counts; the default takes all that its mask keeps, at the weight that `weighting` says."""
         weight = float(update.examples) if self.weighting == "examples" else 1.0
-        return Counted(update, weight, {name: tensor for name, tensor in covered.items() if tensor is not None})
+        return Counted(update.delta, Kept(ctx.graph, update.mask), weight)
 
     def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
         """Return the new shared state; `state` is read only. Integer entries are rounded to the nearest, halves to even.
@@ -317,7 +282,7 @@ class AggregatePolicy(Policy):
             arrivals: Updates and their ages.
             rule: Makes one change of all, as the options of the run say; see `rule_of`.
         """
-        changes = rule(ctx.graph, state, [self._counted(ctx, update) for update, _ in arrivals], self.over).changes
+        changes = rule(state, [self.counted(ctx, update) for update, _ in arrivals], self.over).changes
         result: dict[str, Tensor] = {}
         for name, tensor in state.items():
             if name not in changes:
@@ -355,12 +320,13 @@ class TouchedRowsMean(Mean):
 
     over: Over = "holders"
 
-    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """Return 1 on the rows of the output layer that changed, 0 on the others; None for all other entries."""
-        delta = update.delta[name]
-        if name not in head_entries(ctx.graph.layers) or not delta.ndim:
-            return None
-        if update.mask is not None and not hasattr(update.mask, "counts"):
-            return None  # entries of a weight mask lie in one row
-        changed = (delta != 0).reshape(delta.shape[0], -1).any(dim=1)
-        return along(changed.to(torch.float64), 0, delta.ndim)
+    def counted(self, ctx: ServerContext, update: Update) -> Counted:
+        """Return the update without the rows of the output layer that did not change."""
+        found = super().counted(ctx, update)
+        if isinstance(update.mask, WeightMask):
+            return found  # its entries lie in one row
+        names = head_entries(ctx.graph.layers)
+        head = {name: delta for name, delta in found.delta.items() if name in names and delta.ndim}
+        rows = {name: (delta != 0).reshape(len(delta), -1).any(dim=1).nonzero().reshape(-1) for name, delta in head.items()}
+        delta = {**found.delta, **{name: delta[rows[name]] for name, delta in head.items()}}
+        return replace(found, delta=delta, kept=found.kept.only(rows))

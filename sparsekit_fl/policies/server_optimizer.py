@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.graph import UnitGraph
 from sparsekit_fl.client.context import Memory
-from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import Changes, Counted
 
@@ -47,31 +45,24 @@ class ServerOptimizer:
         self._memory, self._parameters = memory, parameters
         self._private = config.dp_clip is not None
 
-    def moved(self, graph: UnitGraph, found: Changes, updates: Sequence[Counted]) -> Changes:
+    def moved(self, found: Changes, updates: Sequence[Counted]) -> Changes:
         """Return what moves, from the combined changes of the updates."""
-        held = self._held(graph, updates)
         changes = dict(found.changes)
-        for name in held.keys() & changes.keys():
-            there = None if (weight := held[name]) is None else weight > 0
+        for name in self._parameters & changes.keys():
+            there = self._there(name, changes[name], updates)
             moved = self._moved(name, changes[name], there)
             changes[name] = moved if there is None else torch.where(there, moved, 0.0)
         return found._replace(changes=changes)
 
-    def _held(self, graph: UnitGraph, updates: Sequence[Counted]) -> dict[str, Tensor | None]:
-        """Return parameters that some update holds → where it is positive somebody does; None for everywhere."""
-        if self._private:
-            # Noise is on every entry, and which ones clients hold must show nowhere.
-            return dict.fromkeys(self._parameters)
-        found: dict[str, Tensor | None] = {}
+    def _there(self, name: str, change: Tensor, updates: Sequence[Counted]) -> Tensor | None:
+        """Return where some update holds a parameter, bool; None for everywhere."""
+        # In a private run noise is on every entry, and which ones clients hold must show nowhere.
+        if self._private or any(one.kept.is_whole(name) for one in updates):
+            return None
+        held = torch.zeros_like(change)
         for one in updates:
-            kept = Kept(graph, one.update.mask)
-            for name in self._parameters & one.update.delta.keys():
-                covered = one.covered.get(name)
-                if kept.is_whole(name) and covered is None:
-                    found[name] = None
-                elif (held := found.setdefault(name, torch.zeros(graph.shapes[name], dtype=torch.float64))) is not None:
-                    kept.add(name, 1.0 if covered is None else covered.to(torch.float64).expand(kept.shape(name)), held)
-        return found
+            one.kept.add(name, 1.0, held)
+        return held > 0
 
     def _moved(self, name: str, change: Tensor, held: Tensor | None) -> Tensor:
         if self._kind == "none":

@@ -13,7 +13,7 @@ import secrets
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
-from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import AggregatePolicy, Changes, Counted, Over, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
@@ -49,7 +49,6 @@ _ASSUMES = (
 
 
 def noisy_mean(
-    graph: UnitGraph,
     state: StateDict,
     updates: Sequence[Counted],
     over: Over,  # noqa: ARG001 - the number of holders would tell of clients
@@ -71,7 +70,6 @@ def noisy_mean(
     could make them negative; this is done to what is public already.
 
     Args:
-        graph: The units of the model.
         state: The shared state before the round.
         updates: The updates; every entry counts as held by the whole cohort.
         over: Not used.
@@ -87,7 +85,7 @@ def noisy_mean(
     assert clip is not None, "a private run has a norm"
     assert noise is not None, "and a noise multiplier"
     # All clients count equally, or a change of norm C could weigh more than C.
-    sums = add_up(graph, state, [replace(one, weight=1.0) for one in scales_to(updates, clip)]).changes
+    sums = add_up(state, scales_to(updates, clip), [1.0] * len(updates))
     changes = {}
     for place, name in enumerate(sorted(state)):
         before = state[name]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
+from sparsekit.graph import StateDict, clone, is_finite
 from sparsekit_fl.client.context import Memory, RngsByKind
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Assignment, Update
@@ -305,10 +305,10 @@ class Server:
         optimizer = make_server_optimizer(config, memory, self.spec.parameters)
         asked: set[str] = set()
 
-        def rule(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+        def rule(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
             asked.update(state if len(updates) == len(arrivals) else ())
-            found = chosen(graph, state, updates, over)
-            return found if optimizer is None else optimizer.moved(graph, found, updates)
+            found = chosen(state, updates, over)
+            return found if optimizer is None else optimizer.moved(found, updates)
 
         changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, arrivals, rule)
         if (chosen is not mean or optimizer is not None) and not asked.issuperset(ctx.state):

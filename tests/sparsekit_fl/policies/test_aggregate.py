@@ -175,8 +175,8 @@ def test_integers_are_voted_on_too():
 
 
 def test_a_norm_is_over_all_floating_entries_and_no_others():
-    assert update_norm(update(0, [3.0, 4.0, 0.0], count=10**6)) == 5.0
-    assert update_norm(update(0, [3.0, 4.0, 12.0], keep=[True, True, False])) == 5.0
+    assert update_norm(update(0, [3.0, 4.0, 0.0], count=10**6).delta) == 5.0
+    assert update_norm(update(0, [3.0, 4.0, 12.0], keep=[True, True, False]).delta) == 5.0
 
 
 def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
@@ -197,14 +197,12 @@ def test_an_entry_does_not_depend_on_those_beside_it(rule, clients, monkeypatch)
     """Sums over clients are taken in one order, whatever the width and the processor."""
     numbers = torch.from_numpy(np.random.default_rng(clients).normal(size=(clients, 90)))
     state = {"w": torch.zeros(90, dtype=torch.float64)}
-    updates = [
-        combining.Counted(Update(round=1, client_id=k, examples=1, delta={"w": row}, mask=None), 1.0)
-        for k, row in enumerate(numbers)
-    ]
-    whole = rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"]
+    graph = UnitGraph({}, {"w": torch.Size([90])})
+    updates = [Counted({"w": row}, Kept(graph, None), 1.0) for row in numbers]
+    whole = rule(state, updates, "whole").changes["w"]
     for size in (1, 7, 20):
         monkeypatch.setattr(combining, "_CHUNK", size)
-        assert torch.equal(rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"], whole)
+        assert torch.equal(rule(state, updates, "whole").changes["w"], whole)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "heterofl", "cs"])
@@ -228,8 +226,8 @@ def optimizer(memory, **options):
 def moved(memory, change, *, mask=None, **options):
     """One round in which one update holds what `mask` keeps."""
     combined = torch.tensor(change, dtype=torch.float64)
-    update = Counted(fl.Update(round=1, client_id=0, examples=1, delta={"w": combined}, mask=mask), 1.0)
-    found = optimizer(memory, **options).moved(THREE, Changes({"w": combined}, {}), [update])
+    update = Counted({"w": combined}, Kept(THREE, mask), 1.0)
+    found = optimizer(memory, **options).moved(Changes({"w": combined}, {}), [update])
     return found.changes["w"].tolist()
 
 
@@ -285,12 +283,8 @@ def test_buffers_take_the_change_as_it_is():
     one = ServerOptimizer(fl.RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
     change = torch.tensor([1.0, 2.0], dtype=torch.float64)
     found = Changes({"norm.running_mean": change}, {})
-    assert (
-        one.moved(THREE, found, [Counted(fl.Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
-            "norm.running_mean"
-        ]
-        is change
-    )
+    update = Counted(found.changes, Kept(THREE, None), 1.0)
+    assert one.moved(found, [update]).changes["norm.running_mean"] is change
 
 
 @pytest.mark.same_bits
