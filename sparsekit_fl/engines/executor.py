@@ -149,21 +149,20 @@ class ClientExecutor:
             full = _complete(ctx, state)
             model = personal.model(ctx, full)
             _load(ctx, model)
-            personal.calibrate(ctx, module)
+            calibrated = personal.calibrate(ctx, module)
             deploying = sum(ctx.deploying)
             test, validation = ctx.score(module, "test"), ctx.score(module, "val")
             private = any(name not in state and name not in spec.frozen for name in full)
             is_global = model.state is full and model.mask is None and not private
+            if export is not None and (calibrated or not is_global):
+                # As it was scored, and with the mask; what a weight mask drops is saved as zeros.
+                small, mask = ctx.masked.compact(), ctx.masked.unit_mask()
+                save_compact(small, export / f"client-{client_id}.safetensors", graph=spec.graph, mask=mask)
             shared = test if with_shared else None
             if with_shared and not is_global:
                 ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
                 personal.calibrate(ctx, module)
                 shared = ctx.score(module, "test")
-            if export is not None and not is_global:
-                _load(ctx, model)  # scoring may have calibrated it, or loaded the global one
-                # With the mask; what a weight mask drops is saved as zeros.
-                small, mask = ctx.masked.compact(), ctx.masked.unit_mask()
-                save_compact(small, export / f"client-{client_id}.safetensors", graph=spec.graph, mask=mask)
         return Evaluation(
             client_id=client_id,
             examples=len(client.data.test),

@@ -56,13 +56,17 @@ class PersonalPolicy(Policy):
         """
         return PersonalModel(state=state)
 
-    def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
-        """Adjust a module that was just loaded, personal or global, before it is scored. The default changes nothing.
+    def calibrate(self, ctx: ClientContext, module: nn.Module) -> bool:
+        """Adjust a module that was just loaded, personal or global, before it is scored and saved. The default does nothing.
 
         Args:
             ctx: The client's.
             module: To be adjusted in place; the next one is loaded afresh.
+
+        Returns:
+            Whether it was adjusted: the global model is then another one on each client.
         """
+        return False
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class LocalModel(PersonalPolicy):
             sample = self._sample(ctx, result.log)
             training = ctx.score(module, "train", positions=sample) if len(sample) else {}
             quality = _quality(validation, training) if self.select == "best" else [-_mean_loss(validation, training)]
-            if quality < ctx.memory.get("quality", [float("-inf")]):
-                return
+            if not quality >= ctx.memory.get("quality", [float("-inf")]):
+                return  # also where the loss is no number
             ctx.memory["quality"] = quality
         own = {name: tensor for name, tensor in result.state.items() if name not in ctx.frozen}
         ctx.memory.update(state=own, ratio=ratio, round=ctx.round)

@@ -131,20 +131,22 @@ class RecalibratedBatchNorm(PersonalPolicy):
         mask = select(self.criterion, ctx.graph, ratio, RoundView(round=ctx.round, weights=state))
         return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, ratio=ratio)
 
-    def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
+    def calibrate(self, ctx: ClientContext, module: nn.Module) -> bool:
         """Replace the running statistics by the mean over a few large batches of the client's training data."""
         count = len(ctx.client.data.train)
         if count < 2:
-            return
+            return False
 
         def inputs() -> Iterator[tuple[Any, ...]]:
             for epoch in ctx.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH))):
                 # With targets, since the last item of a batch is not an input.
                 yield from ((*batch.inputs, batch.targets) for batch in epoch)
 
-        if recalibrate(module, inputs()):
+        found = bool(recalibrate(module, inputs()))
+        if found:
             ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
         module.eval()
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

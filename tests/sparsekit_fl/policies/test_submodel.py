@@ -22,8 +22,9 @@ from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult, RecalibratedBatchNorm, Sgd, SubmodelSgd
+from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.results.state.store import MemoryStore
-from sparsekit_fl.testing import tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
 PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10)]
@@ -55,6 +56,8 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
 @pytest.mark.parametrize(("select", "number"), [("last", 2), ("best", 0), ("loss", 1)])
 def test_the_last_the_best_or_the_one_of_least_loss_stays(select, number) -> None:
     assert kept(select) == number
+    diverged = (0.0, math.nan, math.nan)
+    assert select == "last" or kept(select, [*PARTICIPATIONS, diverged]) == number
 
 
 def test_without_accuracy_best_is_least_validation_loss() -> None:
@@ -189,6 +192,17 @@ def test_statistics_reach_both_scores_and_not_the_state() -> None:
     own = tiny_run(fl.Method(name="own", source="", personal=RecalibratedBatchNorm()), rounds=2)
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord", "hermes", "fedspa", "ditto"])
+def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> None:
+    result, clients, problem = tiny_run(method, rounds=2, out=tmp_path), tiny_clients(), tiny_problem()
+    for score in result.final.per_client:
+        module, data = load_model(tmp_path, score.client_id, model=problem.model), clients[score.client_id].data.test
+        total, weight = score.personal["loss"]
+        with torch.no_grad():
+            loss = problem.loss(module.eval()(*data.inputs), data.targets)
+        assert float(loss) == pytest.approx(total / weight, rel=1e-5)
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
