@@ -4,10 +4,11 @@ An exit sits where a layer reads its input. Running to an exit stops there: what
 differentiated, whatever code calls the layers.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,67 +104,46 @@ class WithExits(nn.Module):
         return torch.stack(self.outputs(*inputs)).mean(0)
 
 
-class _Point(NamedTuple):
-    """A place where an exit could be: before a layer, counted from 0, that reads `inputs`, with its graph."""
-
-    place: int
-    module: nn.Module
-    inputs: Tensor
-
-    def resolution(self) -> tuple[int, ...] | None:
-        """Positions for which there are features; None where the input is no features, such as token ids."""
-        if not self.inputs.is_floating_point():
-            return None
-        return (len(self.inputs.shape), *(self.inputs.shape[2:] if is_convolution(self.module) else self.inputs.shape[1:-1]))
-
-
-def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> tuple[list[_Point], Any]:
-    """Return every layer that is a module called once with a tensor, and the outputs of the pass."""
+def _read_by(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> tuple[dict[int, Tensor], Any]:
+    """Return what each layer reads, with its graph, of those that are modules called once with a tensor; and the outputs."""
     modules, calls = dict(model.named_modules()), dict[int, list[Any]]()
 
     def note(place: int, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
         calls.setdefault(place, []).append(args[0] if args else None)
 
-    handles = [
-        modules[layer.name].register_forward_pre_hook(partial(note, place))
-        for place, layer in enumerate(layers)
-        if layer.name and layer.name in modules
-    ]
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.enable_grad():
-            outputs = model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
-    once = ((place, *read) for place, read in sorted(calls.items()) if len(read) == 1 and isinstance(read[0], Tensor))
-    return [_Point(place, modules[layers[place].name], read) for place, read in once], outputs
+    for place, layer in enumerate(layers):
+        if layer.name and layer.name in modules:
+            modules[layer.name].register_forward_pre_hook(partial(note, place))
+    with torch.enable_grad():
+        outputs = model(*inputs)
+    return {place: args[0] for place, args in sorted(calls.items()) if len(args) == 1 and isinstance(args[0], Tensor)}, outputs
 
 
-def _depends(point: _Point, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether the input of the point depends on every layer before it: the model is a chain up to there."""
-    names = {name for layer in layers[: point.place] for name in layer.entries}
-    before = [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
-    if not before or not point.inputs.requires_grad:
+def _resolution(module: nn.Module, read: Tensor) -> tuple[int, ...] | None:
+    """Return the positions for which there are features; None where the input is no features, such as token ids."""
+    if not read.is_floating_point():
+        return None
+    return (len(read.shape), *(read.shape[2:] if is_convolution(module) else read.shape[1:-1]))
+
+
+def _depends(read: Tensor, before: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether what is read depends on every layer before: the model is a chain up to there."""
+    names = {name for layer in before for name in layer.entries}
+    wanted = [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
+    if not wanted or not read.requires_grad:
         return False
-    found = torch.autograd.grad(point.inputs.sum(), before, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(read.sum(), wanted, allow_unused=True, retain_graph=True)
     return all(gradient is not None for gradient in found)
 
 
-def _thin(points: Sequence[_Point], shares: Sequence[float], count: int) -> list[_Point]:
-    """Return at most `count` points whose shares of the model's work are nearest to equal parts."""
-    if len(points) <= count:
-        return list(points)
-    left = list(points)
-    chosen: list[_Point] = []
+def _spread(places: Sequence[int], shares: Sequence[float], count: int) -> list[int]:
+    """Return at most `count` places whose shares of the model's work are nearest to equal parts."""
+    if len(places) <= count:
+        return list(places)
+    left = list(places)
     for step in range(1, count + 1):
-        nearest = min(left, key=lambda point: abs(shares[point.place] - step / (count + 1)))
-        chosen.append(nearest)
-        left.remove(nearest)
-    return sorted(chosen, key=lambda point: point.place)
+        left.remove(min(left, key=lambda place: abs(shares[place] - step / (count + 1))))
+    return [place for place in places if place not in left]
 
 
 def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) -> WithExits:
@@ -182,8 +162,8 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     Raises:
         InvalidValueError: no place for an exit; says what is needed.
     """
-    layers = trace_layers(model, *inputs)
-    points, outputs = _points(model, layers, inputs)
+    layers, private = trace_layers(model, *inputs), copy.deepcopy(model).eval()
+    read, outputs = _read_by(private, layers, inputs)
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         raise InvalidValueError(
             f"exits need a model that gives one tensor (N, …, outputs), {type(model).__name__} gives"
@@ -191,23 +171,22 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
         )
     costs = cost_model(model, *inputs)
     work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
-    shares = [flops / max(1, costs.forward_flops(None)) for flops in work]
-    parameters = dict(model.named_parameters())
-    features = (point for point in points if point.place > 0 and point.resolution() is not None and work[point.place] > 0)
-    usable = [point for point in features if point.inputs.shape[0] == outputs.shape[0] and _depends(point, layers, parameters)]
-    inner = [point for point in usable if point.place < len(layers) - 1] or usable
-    resolutions = {point.place: point.resolution() for point in points}
-    changed = [p for p in inner if resolutions.get(p.place - 1, resolutions[p.place]) not in (None, resolutions[p.place])]
-    chosen = _thin(changed or inner, shares, exits - 1)
+    modules = {place: private.get_submodule(layers[place].name) for place in read}
+    resolutions = {place: _resolution(modules[place], tensor) for place, tensor in read.items()}
+    features = [place for place, found in resolutions.items() if place > 0 and found is not None and work[place] > 0]
+    parameters, examples = dict(private.named_parameters()), len(outputs)
+    usable = [p for p in features if len(read[p]) == examples and _depends(read[p], layers[:p], parameters)]
+    inner = [place for place in usable if place < len(layers) - 1] or usable
+    changed = [p for p in inner if resolutions.get(p - 1, resolutions[p]) not in (None, resolutions[p])]
+    chosen = _spread(changed or inner, [flops / max(1, costs.forward_flops(None)) for flops in work], exits - 1)
     if not chosen:
         names = ", ".join(layer.name or "the model itself" for layer in layers)
         raise InvalidValueError(
             f"{type(model).__name__} has no place for an exit: its layers are, in forward order, {names}. An exit needs a layer"
             " that is a module of its own, is called once per pass, and reads what all the layers before it have made"
         )
-    places = [layers[point.place].name for point in chosen]
-    heads = [ExitHead(point.inputs.shape, outputs.shape, convolution=is_convolution(point.module)) for point in chosen]
-    return WithExits(model, places, heads)
+    heads = [ExitHead(read[p].shape, outputs.shape, convolution=is_convolution(modules[p])) for p in chosen]
+    return WithExits(model, [layers[place].name for place in chosen], heads)
 
 
 def build_with_exits(model: Callable[[], nn.Module], inputs: tuple[Any, ...], exits: int) -> WithExits:
