@@ -35,7 +35,7 @@ from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.learnable import learning, pull_to_received
+from sparsekit_fl.policies.learnable import PullToReceived, learning
 from sparsekit_fl.policies.local import local_step, trained_leaves
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 
@@ -103,7 +103,7 @@ def our_step(
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
-    adjusts = [learning(masked), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
+    adjusts = [learning(masked), PullToReceived(masked, leaves, model.state_dict(), 2.0 / entries, training)]
     one = local_step(masked, cross_entropy, make_step(training, leaves.values()), adjusts)
     batch = Batch((x,), y, len(x))
     masked.train()

@@ -201,23 +201,19 @@ def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 # Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
-# uplink bytes that a cost contains are that length. Training and scoring travel apart, as they always have.
-_INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+# uplink bytes that a cost contains are that length. Training and scoring travel apart, the last only where a method scores.
+_INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes", "flops_scoring")
 _FLOAT_COSTS = ("seconds", "wall_seconds")
-
-
-def _int_costs(cost: WorkCost) -> tuple[str, ...]:
-    """The integers that travel: that of scoring only where a method scores."""
-    return (*_INT_COSTS, "flops_scoring") if cost.flops_scoring else _INT_COSTS
 
 
 def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     mask_tensors, mask = pack_mask(update.mask)
+    costs = [getattr(update.cost, name) for name in (_INT_COSTS if update.cost.flops_scoring else _INT_COSTS[:-1])]
     tensors = {
         **_prefixed("delta", update.delta),
         **_prefixed("extra", update.extra),
         **mask_tensors,
-        "cost": torch.tensor([getattr(update.cost, name) for name in _int_costs(update.cost)], dtype=torch.int64),
+        "cost": torch.tensor(costs, dtype=torch.int64),
         "seconds": torch.tensor([getattr(update.cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
         "metrics": torch.tensor(list(update.metrics.values()), dtype=torch.float64),
         "ratio": torch.tensor(update.ratio, dtype=torch.float64),
@@ -274,7 +270,7 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
     try:
         if meta["kind"] != "update":
             raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
-        kinds = (*_INT_COSTS, "flops_scoring")[: max(len(_INT_COSTS), len(tensors["cost"]))]
+        kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
         costs["flops_compact"] = costs.pop("flops_compact_training") + costs.get("flops_scoring", 0)
         seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -31,31 +31,26 @@ from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 
 
-class _Anchors:
-    """The received state at the narrow entries: follows a remask as optimiser state does, but begins at what was received."""
+class PullToReceived:
+    """`pull_towards` the received state, loaded into a mask that changes: the anchors follow a remask as optimiser state does.
 
-    def __init__(self, leaves: Iterable[Tensor], received: StateDict) -> None:
-        self.state: dict[Tensor, dict[str, Tensor]] = {leaf: {"anchor": leaf.detach().clone()} for leaf in leaves}
+    The mask holds it weakly, and the steps that call it hold it.
+    """
+
+    def __init__(
+        self, masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
+    ) -> None:
+        self.state: dict[Tensor, dict[str, Tensor]] = {leaf: {"anchor": leaf.detach().clone()} for leaf in leaves.values()}
         self._received = received
+        masked.track(self)
+        self._pull = pull_towards(leaves, [own["anchor"] for own in self.state.values()], strength, training=training)
 
     def origin(self, key: str) -> Tensor:
-        """Return the dense values of entries that were dropped so far."""
+        """Return the dense values of entries that were dropped so far: they begin at what was received."""
         return self._received[key].detach().clone()
 
-
-def pull_to_received(
-    masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
-) -> Adjust:
-    """`pull_towards` the received state, which is loaded into a mask that changes."""
-    anchors = _Anchors(leaves.values(), received)
-    masked.track(anchors)
-    pull = pull_towards(leaves, [own["anchor"] for own in anchors.state.values()], strength, training=training)
-
-    def adjust(gradients: dict[Tensor, Tensor], held: _Anchors = anchors) -> dict[Tensor, Tensor]:
-        del held  # as long as this function lives, so do the anchors, which the mask holds weakly
-        return pull(gradients)
-
-    return adjust
+    def __call__(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        return self._pull(gradients)
 
 
 def learning(masked: LearnableMask) -> Adjust:
@@ -114,10 +109,10 @@ class LearnableSgd(LocalPolicy):
             metrics = initial_accuracy(ctx, self._loaded(ctx, ctx.initial_state(), ratio).model)
         masked = self._loaded(ctx, start, ratio)
         leaves = trained_leaves(masked)
-        adjusts = [learning(masked)]
+        adjusts: list[Adjust] = [learning(masked)]
         batches = ctx.batches()
         if self.proximal:
-            adjusts.append(pull_to_received(masked, leaves, start, self._pull(start, masked), ctx.training))
+            adjusts.append(PullToReceived(masked, leaves, start, self._pull(start, masked), ctx.training))
         log = sgd(ctx, leaves, batches, adjusts)
         final = masked.unit_mask()
         ctx.memory["importance"] = masked.importance_vector().cpu()
