@@ -140,7 +140,7 @@ class ClientContext(PolicyContext):
             DataError: its inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
         """
         if split not in self.cache:
-            examples = Examples(
+            self.cache[split] = Examples(
                 self.problem,
                 getattr(self.client.data, split),
                 device=self.device,
@@ -148,8 +148,6 @@ class ClientContext(PolicyContext):
                 split=split,
                 rng=None if self.reading is None else self.reading(split),
             )
-            examples.check_finite()
-            self.cache[split] = examples
         return self.cache[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:

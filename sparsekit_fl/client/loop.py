@@ -46,6 +46,9 @@ class Examples:
     """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
 
     `name` and `split` are for messages. `rng` seeds random transforms of the data and augmentations; None: there are none.
+
+    Raises:
+        DataError: inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
     """
 
     def __init__(
@@ -67,14 +70,10 @@ class Examples:
             with self._scope(data):
                 whole = problem.materialise(data, device)
             self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
+            self._check(self._inputs, self._targets, range(len(self)), "examples")
 
     def __len__(self) -> int:
         return len(self._data) if self._lazy else len(self._targets)
-
-    def check_finite(self) -> None:
-        """Raise DataError where inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then."""
-        if not self._lazy:
-            self._check(self._inputs, self._targets, range(len(self)), "examples")
 
     def _check(self, inputs: Sequence[Tensor], targets: Tensor, positions: Sequence[int], what: str) -> None:
         floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]

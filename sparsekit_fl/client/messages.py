@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +201,35 @@ def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
 
 
+def _common(kind: str, message: Assignment | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the metadata of what both messages have."""
+    bits, mask = pack_mask(message.mask)
+    meta = {"kind": kind, "round": message.round, "client": message.client_id, "mask": mask}
+    return {**bits, **_prefixed("extra", message.extra)}, meta
+
+
+@contextmanager
+def _opened(
+    kind: str, payload: bytes, graph: UnitGraph | None, *, max_header_bytes: int | None = None
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]]:
+    """Give the tensors and the metadata of a message, and the fields that both have; whatever is wrong raises DataError."""
+    tensors, meta = unpack(payload, max_header_bytes=max_header_bytes)
+    shapes: dict[str, MaskShapes] | None = None
+    if graph is not None:
+        units = {name: (group.size,) for name, group in graph.groups.items()}
+        shapes = {"unit": units, "weight": {name: tuple(shape) for name, shape in graph.shapes.items()}}
+    try:
+        if meta["kind"] != kind:
+            raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
+        numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
+        mask = unpack_mask(tensors, meta["mask"], shapes=shapes)
+        yield tensors, meta, {**numbers, "mask": mask, "extra": _section("extra", tensors)}
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise DataError(f"a malformed {kind}: {error!r}") from error
+
+
 # Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
 # uplink bytes that a cost contains are that length. Training and scoring travel apart, the last only where a method scores.
 _INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes", "flops_scoring")
@@ -207,26 +237,16 @@ _FLOAT_COSTS = ("seconds", "wall_seconds")
 
 
 def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    mask_tensors, mask = pack_mask(update.mask)
+    tensors, meta = _common("update", update)
     costs = [getattr(update.cost, name) for name in (_INT_COSTS if update.cost.flops_scoring else _INT_COSTS[:-1])]
-    tensors = {
+    tensors |= {
         **_prefixed("delta", update.delta),
-        **_prefixed("extra", update.extra),
-        **mask_tensors,
         "cost": torch.tensor(costs, dtype=torch.int64),
         "seconds": torch.tensor([getattr(update.cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
         "metrics": torch.tensor(list(update.metrics.values()), dtype=torch.float64),
         "ratio": torch.tensor(update.ratio, dtype=torch.float64),
     }
-    meta = {
-        "kind": "update",
-        "round": update.round,
-        "client": update.client_id,
-        "examples": update.examples,
-        "mask": mask,
-        "metrics": list(update.metrics),
-    }
-    return tensors, meta
+    return tensors, {**meta, "examples": update.examples, "metrics": list(update.metrics)}
 
 
 def encode_update(update: Update) -> bytes:
@@ -254,22 +274,12 @@ def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count
     return tensor.tolist()
 
 
-def _mask_shapes(graph: UnitGraph) -> Mapping[str, MaskShapes]:
-    return {
-        "unit": {name: (group.size,) for name, group in graph.groups.items()},
-        "weight": {name: tuple(shape) for name, shape in graph.shapes.items()},
-    }
-
-
 def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
     """The inverse of `encode_update`; raises DataError where the bytes are not an update.
 
     By the units of the model the size of a mask is checked before room is made for it; without them bytes are one's own.
     """
-    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
-    try:
-        if meta["kind"] != "update":
-            raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
+    with _opened("update", payload, graph, max_header_bytes=MAX_HEADER_BYTES) as (tensors, meta, common):
         kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
         costs["flops_compact"] = costs.pop("flops_compact_training") + costs.get("flops_scoring", 0)
@@ -278,25 +288,19 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
         if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
             raise DataError("'metrics' must be distinct names")
         return Update(
-            round=_integer(meta, "round"),
-            client_id=_integer(meta, "client"),
+            **common,
             examples=_integer(meta, "examples"),
             delta=_section("delta", tensors),
-            mask=unpack_mask(tensors, meta["mask"], shapes=None if graph is None else _mask_shapes(graph)),
             ratio=float(tensors["ratio"]),
-            extra=_section("extra", tensors),
             metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
             cost=WorkCost(**costs, **seconds),
         )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"a malformed update: {error!r}") from error
 
 
 def _assignment_parts(assignment: Assignment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    mask_tensors, mask = pack_mask(assignment.mask)
+    tensors, meta = _common("assignment", assignment)
     numbers = [math.nan if assignment.ratio is None else assignment.ratio, *dataclasses.astuple(assignment.capability)]
-    tensors = {**mask_tensors, **_prefixed("extra", assignment.extra), "numbers": torch.tensor(numbers, dtype=torch.float64)}
-    return tensors, {"kind": "assignment", "round": assignment.round, "client": assignment.client_id, "mask": mask}
+    return {**tensors, "numbers": torch.tensor(numbers, dtype=torch.float64)}, meta
 
 
 def encode_assignment(assignment: Assignment, graph: UnitGraph, *, with_state: bool = True) -> bytes:
@@ -323,26 +327,17 @@ def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | No
 
     `state` is the dense shared state, where the message was sent without it.
     """
-    tensors, meta = unpack(payload)
-    try:
-        if meta["kind"] != "assignment":
-            raise DataError(f"expected an assignment, got a message of kind {str(meta['kind'])[:40]!r}")
-        mask = unpack_mask(tensors, meta["mask"], shapes=_mask_shapes(graph))
+    with _opened("assignment", payload, graph) as (tensors, _, common):
         ratio, *capability = tensors["numbers"].tolist()
         if state is None:
             sparse = _section("state", tensors)
             zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
-            dense: StateDict = Kept(graph, mask).scatter_all(sparse, zeros)
+            dense: StateDict = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
         else:
-            dense = mask_state(graph, mask, state)
+            dense = mask_state(graph, common["mask"], state)
         return Assignment(
-            round=_integer(meta, "round"),
-            client_id=_integer(meta, "client"),
+            **common,
             state=dense,
-            mask=mask,
             ratio=None if math.isnan(ratio) else ratio,
-            extra=_section("extra", tensors),
             capability=Capability(*capability),
         )
-    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"a malformed assignment: {error!r}") from error

@@ -48,19 +48,20 @@ class _Step(ABC):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.lr = lr
         self._clip = clip
-        self._rates: Iterator[float] | None = None
-        self._scale: _Scale | None = None
+        self.rates: Iterator[float] | None = None
+        """Learning rates of the steps, in place of one that is constant."""
+        self.scale: _Scale | None = None
 
     def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
         """Take one step down a loss; `adjusts` change the gradients, one after the other, before clipping."""
-        scaled = loss if self._scale is None else loss.float() * self._scale.value
+        scaled = loss if self.scale is None else loss.float() * self.scale.value
         found = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
         gradients = {leaf: one for leaf, one in zip(self.parameters, found, strict=True) if one is not None}
         with torch.no_grad():
-            if self._rates is not None:
-                self.lr = next(self._rates)
-            if self._scale is not None:
-                gradients = self._scale.undone(gradients)
+            if self.rates is not None:
+                self.lr = next(self.rates)
+            if self.scale is not None:
+                gradients = self.scale.undone(gradients)
             if not gradients:
                 return
             for adjust in adjusts:
@@ -71,18 +72,6 @@ class _Step(ABC):
     def holder(self) -> Any:
         """What holds the state of the leaves, so that it can follow a mask."""
         return self
-
-    def set_schedule(self, training: TrainingConfig, steps: int | None) -> None:
-        """Take the learning rates of a round, and the scale of the loss, from the options."""
-        schedule, first = training.local_schedule, self.lr
-        if schedule != "constant" and steps is None:
-            raise InvalidValueError(
-                f"local_schedule={schedule!r} needs the number of steps of the round; a method with its own loop makes its"
-                " optimiser with make_step(training, leaves.values(), steps=batches.steps)"
-            )
-        if schedule != "constant" or training.local_warmup > 0:
-            self._rates = (first * factor(schedule, place, steps or 1, warmup=training.local_warmup) for place in count())
-        self._scale = _Scale() if training.amp == "float16" else None
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         # All out of place, since autograd may hand out expanded or shared tensors.
@@ -210,6 +199,12 @@ def make_step(training: TrainingConfig, leaves: Iterable[Tensor], *, steps: int 
         leaves: What trains.
         steps: Steps of the round, for a schedule over them; None: not known, and then only a constant rate is possible.
     """
+    schedule = training.local_schedule
+    if schedule != "constant" and steps is None:
+        raise InvalidValueError(
+            f"local_schedule={schedule!r} needs the number of steps of the round; a method with its own loop makes its"
+            " optimiser with make_step(training, leaves.values(), steps=batches.steps)"
+        )
     made: SgdStep | TorchStep
     if training.optimizer == "sgd" and not training.optimizer_args:
         made = SgdStep(
@@ -217,5 +212,7 @@ def make_step(training: TrainingConfig, leaves: Iterable[Tensor], *, steps: int 
         )
     else:
         made = TorchStep(leaves, training)
-    made.set_schedule(training, steps)
+    if schedule != "constant" or training.local_warmup > 0:
+        made.rates = (training.lr * factor(schedule, place, steps or 1, warmup=training.local_warmup) for place in count())
+    made.scale = _Scale() if training.amp == "float16" else None
     return made

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from sparsekit.bandit import EUCB, Interval, Pull
 from sparsekit.criteria import Magnitude
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
-from sparsekit_fl.policies import ClientContext, Mean, RatioPolicy, RecalibratedBatchNorm, ServerContext, ServerCriterion
+from sparsekit_fl.policies import Mean, RatioPolicy, RecalibratedBatchNorm, ServerContext, ServerCriterion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class TimelyRatio(RatioPolicy):
 
     Source: Jiang et al., ICDE 2022, algorithm E-UCB.
     """
+
+    learns_from: ClassVar[tuple[str, ...]] = ("loss",)
 
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
     capped: bool = False
@@ -64,13 +66,6 @@ class TimelyRatio(RatioPolicy):
             memory["bandit"] = bandit.state_dict()
         drawn = float(memory["pull"][1])
         return min(drawn, ctx.roster[client_id].capability.ratio) if self.capped else drawn
-
-    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """Return the proposal, since the server has pruned the model to it."""
-        return 1.0 if proposal is None else proposal
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        require_metrics(update, "loss")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         mean = sum(update.cost.seconds for update in updates) / len(updates)

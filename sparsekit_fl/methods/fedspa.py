@@ -100,9 +100,10 @@ class SparseToSparseSgd(Sgd):
         if not share or not isinstance(mask, WeightMask):
             return result
         gradients, examples = self._screen(ctx, mask)
-        bits = [_pack_bits(keep) for keep in move_mask(mask, result.state, gradients, share).values()]
+        # One bit per entry, each layer padded to whole bytes.
+        bits = [np.packbits(keep.reshape(-1).numpy()) for keep in move_mask(mask, result.state, gradients, share).values()]
         work = ctx.work(mask, result.log) + ctx.work_on(examples)
-        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=work)
+        return replace(result, extra={**result.extra, _NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
         """Return the gradients of one batch in evaluation mode, and its size."""
@@ -112,11 +113,6 @@ class SparseToSparseSgd(Sgd):
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
         found = torch.autograd.grad(loss, [leaves[name] for name in mask], materialize_grads=True)
         return dict(zip(mask, found, strict=True)), batch.size
-
-
-def _pack_bits(keep: Tensor) -> Tensor:
-    """Return one bit per entry, padded to whole bytes: uint8."""
-    return torch.from_numpy(np.packbits(keep.reshape(-1).numpy()))
 
 
 def fedspa() -> Method:

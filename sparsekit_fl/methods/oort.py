@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
 from sparsekit_fl.policies import ClientContext, LocalResult, Mask, SamplingPolicy, Sgd
@@ -99,6 +99,8 @@ class GuidedSampling(SamplingPolicy):
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
 
+    learns_from: ClassVar[tuple[str, ...]] = (_SQUARES,)
+
     exploration: Share = 0.9
     decay: Share = 0.98
     least: Share = 0.2
@@ -135,9 +137,6 @@ class GuidedSampling(SamplingPolicy):
         if missing > 0:
             cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        require_metrics(update, _SQUARES)
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         memory = ctx.memory

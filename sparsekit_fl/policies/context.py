@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory, PolicyContext, PolicyKind
-from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
@@ -116,8 +117,15 @@ class Policy(Checked):
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
+    learns_from: ClassVar[tuple[str, ...]] = ()
+    """Metrics that every update must report."""
+
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed."""
+        """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed.
+
+        The default refuses an update without the metrics that the policy learns from.
+        """
+        require_metrics(update, *self.learns_from)
 
 
 def require_accuracy(problem: Problem, who: str) -> None:

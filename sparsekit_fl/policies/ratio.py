@@ -17,7 +17,7 @@ from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph
 from sparsekit_fl.client.context import ClientContext, Memory
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Fraction, Hint, Ratio
 from sparsekit_fl.policies.context import Policy, ServerContext, require_accuracy
 from sparsekit_fl.problem.problem import Problem
@@ -31,8 +31,8 @@ class RatioPolicy(Policy):
         return None
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """Return the executed ratio, in (0, 1]; it is reported with the update."""
-        return 1.0
+        """Return the executed ratio, in (0, 1], which is reported with the update; the default is the proposal, or 1."""
+        return 1.0 if proposal is None else proposal
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates: credit goes to the executed ratio, `update.ratio`."""
@@ -56,9 +56,6 @@ class Constant(RatioPolicy):
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         return self.ratio
 
-    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        return self.ratio
-
 
 @dataclass(frozen=True)
 class ByCapability(RatioPolicy):
@@ -69,9 +66,6 @@ class ByCapability(RatioPolicy):
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         return ctx.roster[client_id].capability.ratio
-
-    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        return ctx.capability.ratio
 
 
 def utility(accuracy: float) -> float:
@@ -110,6 +104,7 @@ class BanditRatio(RatioPolicy):
     """
 
     learns_apart: ClassVar[bool] = True  # a bandit for each client
+    learns_from: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     bandit: str = "p-ucbv"
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
@@ -170,9 +165,6 @@ class BanditRatio(RatioPolicy):
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         limit = min(ctx.capability.ratio, self.high)
         return limit if proposal is None else min(limit, proposal)
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        require_metrics(update, "accuracy")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         for update in updates:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Hint, NonNegativeCount
 from sparsekit_fl.policies.context import Policy, ServerContext
 
@@ -104,6 +104,8 @@ class PowerOfChoice(SamplingPolicy):
     Source: Cho, Wang, Joshi, AISTATS 2022 (arXiv 2010.01243).
     """
 
+    learns_from: ClassVar[tuple[str, ...]] = ("loss",)
+
     candidates: Annotated[NonNegativeCount, Hint("0 takes twice the cohort")] = 0
 
     def sample(self, ctx: ServerContext) -> list[int]:
@@ -119,9 +121,6 @@ class PowerOfChoice(SamplingPolicy):
         # The order of the draw decides among equals.
         ranked = sorted((ids[place] for place in drawn), key=lambda id: -losses.get(str(id), float("inf")))
         return sorted(int(id) for id in ranked[: ctx.cohort_size])
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        require_metrics(update, "loss")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         losses = ctx.memory.setdefault("losses", {})
