@@ -128,8 +128,11 @@ class GuidedSampling(SamplingPolicy):
         }
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
         memory["exploration"] = share
-        exploited = self._exploit(scores, min(int(ctx.cohort_size * (1.0 - share)), len(scores)), ctx.rng)
-        explored = self._explore(fresh, min(ctx.cohort_size - len(exploited), len(fresh)), ctx.rng)
+        best, count = _ranked(scores), min(int(ctx.cohort_size * (1.0 - share)), len(scores))
+        edge = scores[best[min(count, len(best) - 1)]] * self.cut_off if best else 0.0
+        exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, ctx.rng)
+        count = min(ctx.cohort_size - len(exploited), len(fresh))
+        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(self.window * count))]}, count, ctx.rng)
         memory["exploited"] = exploited
         cohort = [*exploited, *explored]
         rest = [client_id for client_id in roster if client_id not in cohort]
@@ -193,20 +196,6 @@ class GuidedSampling(SamplingPolicy):
             scores[int(key)] = max(score * self._late(item["seconds"], preferred), 1e-9)
         return scores
 
-    def _exploit(self, scores: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
-        if count == 0:
-            return []
-        order = sorted(scores, key=lambda client_id: (-scores[client_id], client_id))
-        edge = scores[order[min(count, len(order) - 1)]] * self.cut_off
-        return _draw({client_id: scores[client_id] for client_id in order if scores[client_id] >= edge}, count, rng)
-
-    def _explore(self, promises: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
-        if count == 0:
-            return []
-        order = sorted(promises, key=lambda client_id: (-promises[client_id], client_id))
-        best = order[: max(count, int(self.window * count))]
-        return _draw({client_id: promises[client_id] for client_id in best}, count, rng)
-
 
 def _relative_time(info: ClientInfo) -> float:
     """Return the number of examples over the speed of the device, to which its time is proportional."""
@@ -223,8 +212,15 @@ def _expected_seconds(roster: Mapping[int, ClientInfo], tried: Mapping[str, Any]
     return found
 
 
+def _ranked(weights: Mapping[int, float]) -> list[int]:
+    """Sort ids from the largest weight down; ties go to the lower id."""
+    return sorted(weights, key=lambda client_id: (-weights[client_id], client_id))
+
+
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
     """Draw `count` distinct ids, in proportion to their weights."""
+    if count == 0:
+        return []
     ids = sorted(weights)
     chances = np.array([weights[client_id] for client_id in ids])
     places = rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())
