@@ -134,15 +134,13 @@ def _where(name: str) -> str:
 def _policy(value: Any, kind: str) -> Any:
     if isinstance(value, Policy):
         return value
-    # `power-of-choice` is `PowerOfChoice`, as options name it; other texts are taken as they are.
     text = str(value)
-    text = "".join(word.capitalize() for word in text.split("-")) if text.islower() and ":" not in text else text
-    named = [name for name in policies.__all__ if not name.endswith("Policy") and _is(policies, name, Policy)]
-    if ":" not in text and text not in named:
-        base = annotation_of(Method, kind)
-        hint = nearest(_spelled(text), [_spelled(name) for name in named if _is(policies, name, base)])
-        raise UnknownNameError(f"{kind} must be a policy, got {str(value)!r}; {hint}, or package.module:Class")
-    found = parse_value(Policy, text, name=kind) if ":" in text else getattr(policies, text)
+    public = [getattr(policies, name) for name in policies.__all__ if not name.endswith("Policy")]
+    named = {_spelled(one.__name__): one for one in public if isinstance(one, type) and issubclass(one, Policy)}
+    if ":" not in text and _spelled(text) not in named:
+        hint = nearest(_spelled(text), [name for name, one in named.items() if issubclass(one, annotation_of(Method, kind))])
+        raise UnknownNameError(f"{kind} must be a policy, got {text!r}; {hint}, or package.module:Class")
+    found = parse_value(Policy, text, name=kind) if ":" in text else named[_spelled(text)]
     try:
         return found() if isinstance(found, type) else found
     except TypeError as error:
@@ -154,12 +152,6 @@ def _policy(value: Any, kind: str) -> Any:
 def _spelled(name: str) -> str:
     """`PowerOfChoice` as `power-of-choice`, as options name it."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
-
-
-def _is(module: Any, name: str, base: Any) -> bool:
-    """Whether a name of a module is a class of policies of one kind."""
-    found = getattr(module, name)
-    return isinstance(found, type) and issubclass(found, base)
 
 
 def _replaced(method: Method, owner: Any, path: list[str], value: Any, whole: str) -> Any:
