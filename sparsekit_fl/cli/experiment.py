@@ -143,8 +143,10 @@ def _engine(options: RunOptions) -> Engine:
     name = options.engine or "embedded"
     try:
         make = registry[name]
-    except ImportError as error:
-        raise MissingDependencyError(f"engine {name!r} needs a package: {error}; {install_hint(name)}") from error
+    except InvalidValueError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        raise MissingDependencyError(f"engine {name!r} needs {error.__cause__.name}; {install_hint(name)}") from error
     takes = inspect.signature(make).parameters
     given: dict[str, Any] = {"supernodes": options.supernodes, "ray_address": options.ray_address}
     given = {option: value for option, value in given.items() if value is not None}

@@ -3,6 +3,7 @@
 import json
 import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,14 @@ def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line: str, says: str,
     assert captured.out == ""
     assert says in " ".join(captured.err.replace("│", " ").split())
     assert "Traceback" not in captured.err
+
+
+def test_an_engine_whose_package_is_absent_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sparsekit_fl.engines.flower.simulation", None)
+    assert execute(["run", "fedavg", "--engine", "flower"]) == 2
+    assert 'pip install "sparsekit-torch[flower]"' in capsys.readouterr().err
 
 
 @pytest.mark.slow
