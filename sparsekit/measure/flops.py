@@ -49,11 +49,6 @@ class Recorder(DispatchMode):
         self.calls: list[Call] = []
         self.inside = 0
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of everything that was noted."""
-        return sum(call.flops for call in self.calls)
-
     def amount(self, call: Call) -> Fraction:
         """What the lengths of a call tell: FLOPs of a product, and of a weight at how many positions all of it is used."""
         # A third of the positions where a call uses one of three projections that the weight holds.
