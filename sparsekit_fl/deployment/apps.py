@@ -83,13 +83,14 @@ def serve(grid: Grid, context: Context) -> None:
 def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
     """RunSpec and clients of this node."""
     plan, node = Plan.of(context.run_config), context.node_config
-    if "clients" not in node:
+    own = node.get("clients", node.get("partition-id"))  # what Flower's own examples and its simulation call it: one client
+    if own is None:
         raise InvalidValueError(
             'this SuperNode was given no clients; start it with --node-config \'clients="0-3" state-dir="…"\''
         )
     device = str(node.get("device", "cpu"))
     check_device(device)
-    problem, clients = plan.make_clients(client_ids(str(node["clients"])), node)
+    problem, clients = plan.make_clients(client_ids(str(own)), node)
     return RunSpec.build(plan.make_method(), problem, replace(plan.make_config(), device=device)), clients
 
 

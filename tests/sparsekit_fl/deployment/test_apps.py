@@ -100,6 +100,16 @@ def test_the_device_of_a_node_is_its_own_and_the_cpu_where_none_is_named() -> No
         apps._make(_context(device="gpu1"))
 
 
+def test_a_node_has_the_clients_that_it_names_or_the_one_that_flower_calls_its_partition() -> None:
+    context = _context()
+    assert sorted(apps._make(context)[1]) == [0, 1]
+    context.node_config = {"partition-id": 3, "num-partitions": 8}
+    assert sorted(apps._make(context)[1]) == [3]
+    context.node_config = {}
+    with pytest.raises(InvalidValueError, match="was given no clients; start it with --node-config"):
+        apps._make(context)
+
+
 @pytest.mark.parametrize("memory", ["nodes", "server"])
 @pytest.mark.same_bits
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(memory: str, tmp_path: Path) -> None:
