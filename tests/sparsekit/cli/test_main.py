@@ -4,12 +4,15 @@ import json
 import sys
 from importlib.metadata import EntryPoint
 
+import click
 import pytest
 import typer
 
 from sparsekit import registry
 from sparsekit.cli import main as cli
+from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError
+from sparsekit.registry import load_object
 
 
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +34,18 @@ def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
     assert cli.execute(["units", f"{nets}:long_names", "--json"]) == 0
     (group,) = json.loads(capsys.readouterr().out)["groups"]
     assert group["ties"] == [f"a_module_with_a_long_name.{part}" for part in ("projection_of_the_first_block", "other", "out")]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_help_of_every_argument_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = typer.main.get_command(load_object(COMMANDS[name].path))
+    with pytest.raises(SystemExit):
+        command.main(["--help"], prog_name=name)
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    arguments = [param for param in command.params if isinstance(param, click.Argument)]
+    assert all(getattr(param, "help", None) for param in arguments)
+    for param in arguments:
+        assert " ".join(param.help.split()[:4]) in printed
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
@@ -63,7 +78,8 @@ def test_commands_of_other_packages_are_found_and_a_broken_one_spoils_only_itsel
     _plug_in(monkeypatch, greet="other_package:hello", broken="nowhere_at_all:app", odd="math:pi")
     assert cli.execute(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("greet", "broken", "odd", "units", "not available"))
+    assert all(f" {name} " in out for name in (*COMMANDS, "greet", "broken", "odd"))
+    assert "not available" in out
     assert cli.execute(["greet", "--name", "world"]) == 0
     assert capsys.readouterr().out == "hello world\n"
     assert cli.execute(["broken", "--whatever", "1"]) == 2
