@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
@@ -18,6 +19,7 @@ from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 from sparsekit.training.widening import DenseModel
 
 __all__ = [
+    "Operators",
     "check_masked_equals_compact",
     "check_nothing_is_lost",
     "random_mask",
@@ -127,3 +129,27 @@ def snapshot(model: nn.Module) -> Any:
     modules = [(m.training, sorted(vars(m)), dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
     state = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
     return tensors, modules, state, torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+
+
+class Operators(DispatchMode):
+    """Notes what runs: the names of operators, "crossing" after one between devices, and the dtypes that they make.
+
+    Tensors of one number do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        entering, leaving = (
+            [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor) and leaf.dim()] for each in ((args, kwargs), result)
+        )
+        self.names.append(func.overloadpacket.__name__)
+        devices = [{tensor.device.type for tensor in each} for each in (entering, leaving)]
+        if all(devices) and devices[0] != devices[1]:
+            self.names.append("crossing")
+        self.dtypes |= {tensor.dtype for tensor in leaving}
+        return result

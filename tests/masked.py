@@ -43,6 +43,28 @@ def classifier(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, T
     return model.to(dtype), torch.randn(12, 6, dtype=dtype), torch.randint(3, (12,))
 
 
+def convolutions(
+    dtype: torch.dtype = torch.float32, *, seed: int = 0, device: str | None = None
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """Two convolutions with batch norms and a hidden layer, of 8, 6 and 10 units, images and their classes."""
+    torch.manual_seed(seed)
+    front = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    model = nn.Sequential(*front, nn.Flatten(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    return model.to(device, dtype), torch.randn(12, 2, 6, 6).to(device, dtype), torch.randint(3, (12,)).to(device)
+
+
+def planted(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, set[int]]:
+    """4 of 16 fixed units see the signal, one input each, so that no other set can do without one of them."""
+    generator = torch.Generator().manual_seed(seed)
+    good = torch.randperm(16, generator=generator)[:4].tolist()
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(16))
+    model[0].requires_grad_(False)
+    x = torch.randn(4000, 16, generator=generator)
+    return model, x, (x[:, good].relu().sum(1) > 1.6).long(), set(good)
+
+
 def shake(masked: LearnableMask, seed: int) -> None:
     """Give every unit another importance."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from masked import convolutions
 
 import sparsekit as sk
 from sparsekit import criteria
@@ -24,20 +24,13 @@ CRITERIA: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    front = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    model = nn.Sequential(*front, nn.Flatten(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
-    return model.to(device), torch.randn(12, 2, 6, 6).to(device), torch.randint(3, (12,)).to(device)
-
-
 @pytest.mark.parametrize("name", CRITERIA)
 def test_every_criterion_keeps_the_same_units(name: str, device: str) -> None:
     if device == "cpu":
         pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
-        model, x, y = _task(place)
+        model, x, y = convolutions(device=place)
         generator = torch.Generator().manual_seed(0)
         pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"}, criterion=CRITERIA[name]([(x, y)]), generator=generator)
         assert all(p.device.type == torch.device(place).type for p in pruned.model.parameters())
@@ -51,7 +44,7 @@ def test_what_follows_the_cut_changes_the_model_alike(device: str) -> None:
         pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
-        model, x, y = _task(place)
+        model, x, y = convolutions(device=place)
         pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"})
         compensate(model, pruned.model, pruned.graph, pruned.mask, [x])
         recalibrate(pruned.model, [x])

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import random_mask
+from laws import Operators, random_mask
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_base import Lambda
 
 from sparsekit.errors import TraceError
@@ -97,25 +96,13 @@ def test_under_autocast_a_norm_gives_the_dtype_that_torch_gives() -> None:
         assert call.over(1, torch.arange(8)).dtype == F.layer_norm(x, (8,)).dtype
 
 
-class _Calls(TorchDispatchMode):
-    """Names the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
     graph, x = trace_units(model, torch.randn(4, 3), norm="kept"), torch.zeros(4, 3, device="meta")
-    with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), _Calls() as calls:
+    with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), Operators() as operators:
         model(x)
-    assert not {"_local_scalar_dense", "_to_copy"} & set(calls.names)
+    assert not {"_local_scalar_dense", "_to_copy"} & set(operators.names)
 
 
 def test_in_inference_the_fused_transformer_kernel_does_not_pass_the_norms_by() -> None:

@@ -14,54 +14,30 @@ from typing import Any
 
 import pytest
 import torch
-from masked import train_step
-from torch import Tensor, nn
+from laws import Operators
+from masked import convolutions, train_step
 
 from sparsekit import LearnableMask, MovingAverage
-from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Magnitude
 from sparsekit.training import GradientImportance
 
 ROOT = Path(__file__).parents[3]
 
 
-def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
-    model, x, y = nn.Sequential(*layers), torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
-    return model.to(device), x.to(device), y.to(device)
-
-
-class _Operators(DispatchMode):
-    """Counts operators, and tensors that cross between devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.counts[str(func).split(".")[1]] += 1
-        entering = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()}
-        leaving = {t.device.type for t in tree_leaves(result) if isinstance(t, Tensor) and t.dim()}
-        self.counts["crossings"] += bool(entering and leaving and entering != leaving)
-        return result
-
-
-WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "masked_select", "crossings")
+WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "masked_select", "crossing")
 """Operators after which a GPU's host must wait for a number or a shape."""
 
 
 @pytest.mark.parametrize("criterion", [None, Magnitude()], ids=["learned", "fixed"])
 def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, device: str) -> None:
-    model, x, y = _task(device)
+    model, x, y = convolutions(device=device)
     masked = LearnableMask(model, (x[:2],), ratio=0.5, criterion=criterion, learning=GradientImportance(explore=0.0))
     optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=0.01, momentum=0.9)
     for _ in range(3):
         train_step(masked, optimizer, x, y)
-    with _Operators() as operators:
+    with Operators() as operators:
         train_step(masked, optimizer, x, y)
-    found = {name: operators.counts[name] for name in WAITS if operators.counts[name]}
+    found = Counter(name for name in operators.names if name in WAITS)
     # A learned mask asks one number: whether it stands. Everything else of the step is asked for without waiting.
     assert found in ({}, {"_local_scalar_dense": 1} if criterion is None else {})
 
@@ -71,7 +47,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
         pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
-        model, x, y = _task(place)
+        model, x, y = convolutions(device=place)
         masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=GradientImportance(explore=0.0))
         optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
         average = MovingAverage(masked, decay=0.5)
@@ -96,7 +72,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
 def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> None:
     if device in ("cpu", "elsewhere"):
         pytest.skip("lies there already, or torch gives a module new parameters when it moves to such a device")
-    model, x, y = _task("cpu")
+    model, x, y = convolutions(device="cpu")
     masked = LearnableMask(model, (x[:2],), ratio=0.5)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
     train_step(masked, optimizer, x, y)

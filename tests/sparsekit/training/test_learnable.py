@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import train_step
+from masked import convolutions, train_step
 from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, UnitMask, compact
@@ -16,14 +16,6 @@ from sparsekit.errors import (
     ForeignMaskError,
     UnsupportedModelError,
 )
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(),
-        nn.Linear(12 * 9, 16), nn.ReLU(), nn.Linear(16, 4),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("lr", [None, 0.1], ids=["optimiser", "rule"])
@@ -145,12 +137,11 @@ def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out() -> No
 
 @pytest.mark.same_bits
 def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))
+    model, x, y = convolutions()
     rule = GradientImportance(explore=0.0, lr=0.5)
-    used = LearnableMask(conv_net(), (x,), ratio=0.75, learning=GradientImportance())
-    for importance in (None, torch.rand(used.graph.units)):
-        model = conv_net()
+    used = LearnableMask(model, (x,), ratio=0.75, learning=GradientImportance())
+    for seed, importance in enumerate((None, torch.rand(used.graph.units)), start=1):
+        model, _, _ = convolutions(seed=seed)
         new = LearnableMask(model, graph=used.graph, ratio=0.5, learning=rule)
         if importance is not None:
             new.load(model.state_dict(), importance=importance)
@@ -170,11 +161,11 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
 
 @pytest.mark.parametrize("lr", [5.0, None])
 def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))
-    masked = LearnableMask(conv_net(), (x,), ratio=0.5, learning=GradientImportance(lr=lr))
+    model, x, y = convolutions()
+    state = convolutions(seed=1)[0].state_dict()
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=lr))
     given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
-    masked.load(conv_net().state_dict(), mask=given)
+    masked.load(state, mask=given)
     assert masked.settled
     optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
     for _ in range(3):
@@ -182,11 +173,11 @@ def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> Non
         masked.resample()
     assert masked.unit_mask() == given
     assert torch.equal(masked.importance_vector(), before)
-    masked.load(conv_net().state_dict(), ratio=0.25)
+    masked.load(state, ratio=0.25)
     assert not masked.settled
     assert masked.unit_mask().counts()["0"] == 2
-    with pytest.raises(ForeignMaskError, match=r"importance must have shape \(36,\), got \(3,\)"):
-        masked.load(conv_net().state_dict(), importance=torch.zeros(3))
+    with pytest.raises(ForeignMaskError, match=r"importance must have shape \(24,\), got \(3,\)"):
+        masked.load(state, importance=torch.zeros(3))
 
 
 class Chain(nn.Module):

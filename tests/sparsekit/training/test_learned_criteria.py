@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked import classifier, train_alike, train_step
+from masked import batches_like, classifier, train_alike, train_step
 from torch import Tensor
 
 from sparsekit import LearnableMask
@@ -75,17 +75,13 @@ def test_the_mask_follows_the_scores_and_not_the_importance(dtype: torch.dtype) 
     assert any(mask != seen[0] for mask in seen)
 
 
-def _batch(generator: torch.Generator) -> tuple[tuple[Tensor], Tensor]:
-    x = torch.randn(12, 6, dtype=torch.float64, generator=generator)
-    return (x,), torch.randint(3, (12,), generator=generator)
-
-
 @pytest.mark.parametrize("criterion", [Opposite, Smoothed, ByWeights, Learned])
 def test_compact_and_masked_execution_follow_a_learned_criterion_alike(criterion: Any) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
-    train_alike(classifier()[0], _batch, make, steps=20, tolerance=1e-9, ratio=0.5, criterion=criterion, explore=0.0)
+    model, x, _ = classifier()
+    train_alike(model, batches_like((x,)), make, steps=20, tolerance=1e-9, ratio=0.5, criterion=criterion, explore=0.0)
 
 
 def test_a_criterion_with_a_memory_is_asked_once_a_step() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import train_step
+from masked import convolutions, planted, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -20,35 +20,11 @@ from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance
 
-
-def _convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, bias=False),
-        nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4),
-    )  # fmt: skip
-
-
-def images(generator: torch.Generator) -> Tensor:
-    return torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=generator)
-
-
 EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
 
 
 def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
     return torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
-
-
-def _planted(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, set[int]]:
-    """4 of 16 fixed units see the signal, one input each, so that no other set can do without one of them."""
-    generator = torch.Generator().manual_seed(seed)
-    good = torch.randperm(16, generator=generator)[:4].tolist()
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 2))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.eye(16))
-    model[0].requires_grad_(False)
-    x = torch.randn(4000, 16, generator=generator)
-    return model, x, (x[:, good].relu().sum(1) > 1.6).long(), set(good)
 
 
 def _batches(x: Tensor, y: Tensor, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -71,7 +47,7 @@ def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> No
     found = {LossImportance: 0, GradientImportance: 0}
     for seed in range(3):
         torch.manual_seed(seed)
-        model, x, y, good = _planted(seed)
+        model, x, y, good = planted(seed)
         for learning in (LossImportance(steps=800), GradientImportance()):
             masked = _trained(LearnableMask(model, (x[:2],), ratio=0.25, learning=learning), x, y, 800)
             found[type(learning)] += len(set(masked.unit_mask()["0"].nonzero().flatten().tolist()) & good)
@@ -80,7 +56,7 @@ def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> No
 
 
 def test_with_a_number_of_steps_a_mask_settles_by_half_of_them_and_exploration_keeps_to_its_share() -> None:
-    model, x, y, _ = _planted()
+    model, x, y, _ = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.3)
     when: list[bool] = []
     _trained(masked, x, y, 200, lambda: when.append(masked.settled))
@@ -89,7 +65,7 @@ def test_with_a_number_of_steps_a_mask_settles_by_half_of_them_and_exploration_k
 
 
 def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
-    model, x, y, _ = _planted()
+    model, x, y, _ = planted()
     with pytest.warns(UserWarning, match=r"in 100 steps, explore=0.1 pays for 0.4 rounds of swaps.* 480 steps or explore=0.48"):
         masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=100)
     before = masked.unit_mask()
@@ -100,7 +76,7 @@ def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
 
 
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
-    model, x, y, good = _planted()
+    model, x, y, good = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(explore=0.5))
     when: list[bool] = []
     _trained(masked, x, y, 600, lambda: when.append(masked.settled))
@@ -114,7 +90,7 @@ def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
 def test_noise_swaps_little(seed: int) -> None:
     """Labels that nothing predicts: no unit is worth anything, so hardly any is worth a swap."""
     torch.manual_seed(seed)  # with these two, samples of units that were not kept apart and swaps that pay nothing exceed it
-    model, x, _, _ = _planted(seed)
+    model, x, _, _ = planted(seed)
     y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(seed))
     masked = LearnableMask(model, (x[:2],), ratio=0.5)
     masks = [masked.unit_mask()["0"]]
@@ -123,7 +99,7 @@ def test_noise_swaps_little(seed: int) -> None:
 
 
 def test_optimisers_neither_step_nor_decay_importance() -> None:
-    model, x, y, _ = _planted()
+    model, x, y, _ = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25)
     before = masked.scores.detach().clone()
     optimizer = torch.optim.AdamW(masked.parameters(), lr=0.1, weight_decay=0.5)
@@ -140,12 +116,10 @@ def test_optimisers_neither_step_nor_decay_importance() -> None:
 )
 @pytest.mark.same_bits
 def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str, learning: Any) -> None:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    model = _convolutions().double()
-    masked = LearnableMask(model, (images(generator),), ratio=0.5, learning=learning)
+    model, example, _ = convolutions(torch.float64)
+    masked = LearnableMask(model, (example,), ratio=0.5, learning=learning)
     optimizer = _adam(masked)
-    batches = [(images(generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(40)]
+    batches = [(torch.randn_like(example), torch.randint(3, (12,))) for _ in range(40)]
     for at, (x, y) in enumerate(batches):
         if at == 17:
             if how == "state":
@@ -170,7 +144,7 @@ def _masks(
 ) -> list[Tensor]:
     """The masks of a training whose loss is `times` a mean, its learning rate so that the weights take the same steps."""
     torch.manual_seed(0)
-    model, x, y, _ = _planted()
+    model, x, y, _ = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
     optimizer = torch.optim.SGD(masked.weights(), lr=0.2 / times)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=100, enabled=scale is not None)
@@ -212,11 +186,11 @@ def _rounded(out: Tensor, y: Tensor, _: float) -> Tensor:
 def test_planted_units_are_found_whatever_the_scale_of_targets_and_in_bfloat16(loss_of: Any, deviation: float) -> None:
     """Targets and outputs in another unit: the loss is `deviation` squared times another one."""
     masks = _masks(lambda out, y: loss_of(out, y, deviation), deviation**2, targets=deviation)
-    assert set(masks[-1].nonzero().flatten().tolist()) == _planted()[3]
+    assert set(masks[-1].nonzero().flatten().tolist()) == planted()[3]
 
 
 def test_a_loop_without_an_optimiser_learns_too() -> None:
-    model, x, y, good = _planted()
+    model, x, y, good = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=600)
     for batch, classes in _batches(x, y, 600):
         F.cross_entropy(masked(batch), classes).backward()
@@ -230,7 +204,7 @@ def test_a_loop_without_an_optimiser_learns_too() -> None:
 
 
 def test_a_loop_that_never_says_that_a_step_is_over_is_warned() -> None:
-    model, x, _, _ = _planted()
+    model, x, _, _ = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25)
     for _ in range(999):
         masked(x[:4])
@@ -240,7 +214,7 @@ def test_a_loop_that_never_says_that_a_step_is_over_is_warned() -> None:
 
 def test_a_step_may_have_several_passes() -> None:
     """Gradients that accumulate over four passes decide as those of one pass over all examples."""
-    model, x, y, _ = _planted()
+    model, x, y, _ = planted()
     masks = []
     for parts in (1, 4):
         masked = LearnableMask(model.double(), (x[:2].double(),), ratio=0.25, steps=200, explore=0.3)
@@ -256,7 +230,7 @@ def test_a_step_may_have_several_passes() -> None:
 
 def test_importance_is_in_nats() -> None:
     """What a kept unit is worth is of the size of the rise of the loss without it, though two terms fall short of that."""
-    model, x, y, good = _planted()
+    model, x, y, good = planted()
     masked = _trained(LearnableMask(model, (x[:2],), ratio=0.5, steps=1200, explore=0.3), x, y, 800)
     masked.eval()
     with torch.no_grad():

@@ -7,13 +7,12 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import random_mask
+from laws import Operators, random_mask
 from masked import shake
 from optimizers import Sam
 from torch import nn
 
 from sparsekit import LearnableMask, NarrowModel, UnitGraph, compact
-from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Learned
 
 NAMES = ["embedding-bag", "group-norm", "grouped", "gpt", "lstm-stacked", "resnet-small", "tied-autoencoder", "vgg-small"]
@@ -82,19 +81,6 @@ def test_an_optimiser_whose_step_is_never_called_is_followed_once_it_is_tracked(
     assert norms.max() < 1.2
 
 
-class _Dtypes(DispatchMode):
-    """Notes the dtype of every tensor that an operator makes, but for single numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.seen |= {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        return result
-
-
 def test_training_a_float32_model_makes_no_float64_which_not_every_device_has() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
@@ -102,11 +88,11 @@ def test_training_a_float32_model_makes_no_float64_which_not_every_device_has() 
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, explore=0.5, criterion=Learned()
     )
     optimizer = torch.optim.Adam(masked.parameters(), lr=0.1)
-    with _Dtypes() as dtypes:
+    with Operators() as operators:
         for step in range(6):
             masked.ratio = 0.25 if step == 3 else 0.5
             optimizer.zero_grad()
             (masked(x).square().sum() + masked.penalty()).backward()
             optimizer.step()
-    assert torch.float32 in dtypes.seen
-    assert torch.float64 not in dtypes.seen
+    assert torch.float32 in operators.dtypes
+    assert torch.float64 not in operators.dtypes

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from masked import planted
 from ranks import found_by_two_ranks
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit import LearnableMask
@@ -18,33 +18,19 @@ pytestmark = [
 ]
 
 STEPS = 600
-GOOD = {1, 6, 10, 13}
-
-
-def _model() -> nn.Module:
-    """16 fixed units of one input each, of which 4 see the signal."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 2))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.eye(16))
-    model[0].requires_grad_(False)
-    return model
-
-
-def _batch(step: int, part: slice) -> tuple[Tensor, Tensor]:
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
-    return x[part], (x[:, sorted(GOOD)].relu().sum(1) > 1.6).long()[part]
 
 
 def _train(part: slice, wrap: bool, scale: float = 1.0) -> dict[str, Any]:
-    masked = LearnableMask(_model(), (torch.zeros(2, 16),), ratio=0.25, steps=STEPS, explore=0.2)
+    torch.manual_seed(0)
+    model, x, y, _ = planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=STEPS, explore=0.2)
     called = DistributedDataParallel(masked) if wrap else masked
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
     masks = []
     for step in range(STEPS):
-        x, y = _batch(step, part)
+        at = torch.randint(len(x), (64,), generator=torch.Generator().manual_seed(step))[part]
         optimizer.zero_grad()
-        (F.cross_entropy(called(x), y) * scale).backward()
+        (F.cross_entropy(called(x[at]), y[at]) * scale).backward()
         for weight in masked.weights():
             if weight.grad is not None:
                 weight.grad /= scale
@@ -74,11 +60,11 @@ def test_both_processes_have_one_mask_at_every_step_and_one_model(ranks: list[di
 
 
 def test_the_planted_units_are_found_as_one_process_finds_them(ranks: list[dict[float, dict[str, Any]]]) -> None:
-    alone = _train(slice(None), wrap=False)
+    alone, good = _train(slice(None), wrap=False), planted()[3]
     for found in (alone, ranks[0][1.0]):
-        assert set(found["masks"][-1].nonzero().flatten().tolist()) == GOOD
+        assert set(found["masks"][-1].nonzero().flatten().tolist()) == good
     # Each half is seen with more noise, but it is one currency: the units are worth the same.
-    kept = sorted(GOOD)
+    kept = sorted(good)
     torch.testing.assert_close(ranks[0][1.0]["importance"][kept], alone["importance"][kept], rtol=0.5, atol=0.05)
 
 

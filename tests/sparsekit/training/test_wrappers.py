@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from masked import train_step
+from masked import convolutions, train_step
 from ranks import found_by_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +21,8 @@ from sparsekit.training import wrappers
 
 
 def masked_model(seed: int = 0) -> LearnableMask:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).double()
-    return LearnableMask(model, (torch.randn(4, 5, dtype=torch.float64),), ratio=0.5, explore=0.2, criterion=Learned())
+    model, x, _ = convolutions(torch.float64, seed=seed)
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.2, criterion=Learned())
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -44,7 +43,7 @@ def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pyte
 
 
 def test_training_a_model_that_was_left_in_eval_mode_warns_once() -> None:
-    model, x = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)), torch.randn(4, 5)
+    model, x, _ = convolutions()
     masked = LearnableMask(model.eval(), (x,), ratio=0.5)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
     with pytest.warns(wrappers.EvalModeWarning, match=r"call masked\.train\(\) before you train"):
@@ -65,7 +64,7 @@ def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
         for step in range(steps):
             torch.manual_seed(100 * rank + step)
             optimizer.zero_grad()
-            (ddp(torch.randn(8, 5, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
+            (ddp(torch.randn(8, 2, 6, 6, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
             optimizer.step()
             masks.append(masked.unit_mask()["0"])
 
