@@ -63,19 +63,13 @@ def test_the_table_of_commands_and_their_options_is_that_of_the_program(capsys: 
     assert {option for option in options if option not in shown} == set()
 
 
-def test_every_dependency_has_its_reason() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(item for extra in project["optional-dependencies"].values() for item in extra)]
-    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {project["name"]}
-    assert {name for name in names if name not in INSTALL} == set()
-
-
-def test_every_dependency_is_pinned_for_the_tests() -> None:
+def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    extras = [item for name, extra in project["optional-dependencies"].items() if name != "flower" for item in extra]
-    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in [*project["dependencies"], *extras]} - {project["name"]}
-    assert names - pinned == set()
+    for extra, wanted in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {project["name"]}
+        assert {name for name in names if name not in INSTALL} == set()
+        assert extra == "flower" or names <= pinned, extra
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -3,12 +3,13 @@
 import copy
 import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,17 +23,7 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if "make" not in path.parts)
 PUBLIC = (ROOT / "tests" / "public_api.txt").read_text(encoding="utf-8").split()
 
 
-def _reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_reference", DOCS / "make" / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = _reference()
+REFERENCE = SimpleNamespace(**runpy.run_path(str(DOCS / "make" / "reference.py")))
 EXAMPLES = REFERENCE.examples_of(ROOT)
 
 

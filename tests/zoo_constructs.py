@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from zoo_base import Lambda, add, images, tokens
 
-# ---- recurrent layers
-
 
 def _recurrent(rnn: nn.Module, width: int) -> nn.Module:
     return Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=rnn, head=nn.Linear(width, 2))
@@ -54,17 +52,15 @@ for _name, _cell in (("lstm", nn.LSTMCell), ("gru", nn.GRUCell), ("rnn", nn.RNNC
     add(f"{_name}-cell-loop", images(4, 2, 3), {"cell": 6})(lambda cell=_cell: CellLoop(cell(3, 6)))
 add("cell-of-fixed-width", images(4, 2, 3), {}, fixed=("zoo_constructs.py:",))(lambda: CellLoop(nn.LSTMCell(3, 6), 6))
 add("packed-and-padded", images(3, 4, 3), {"embed": 4, "rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
-    lambda: Lambda(
-        lambda m, x: m.head(
-            pad_packed_sequence(
-                m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 1, 3]), batch_first=True, enforce_sorted=False))[0],
-                batch_first=True,
-            )[0]
-        ),
-        embed=nn.Linear(3, 4),
-        rnn=nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
-        head=nn.Linear(12, 2),
-    )
+    lambda m, x: m.head(
+        pad_packed_sequence(
+            m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 1, 3]), batch_first=True, enforce_sorted=False))[0],
+            batch_first=True,
+        )[0]
+    ),
+    embed=(3, 4),
+    rnn=lambda: nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
+    head=(12, 2),
 )
 for _name, _read, _width in (
     ("the-last", lambda h: h[-1], 6),
@@ -110,8 +106,6 @@ add(
     up=(6, 5),
     head=(5, 2),
 )
-
-# ---- weights that are computed
 
 
 def _behind(layer: nn.Module) -> nn.Module:
@@ -160,9 +154,6 @@ add(
 )(lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))))
 
 
-# ---- how a model is run
-
-
 def _autocast(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype == torch.float32):
         out: Tensor = m.net(x)
@@ -178,20 +169,16 @@ add("autocast", images(4, 3, 6), {"net.0": 6, "net.3": 4})(
 )
 
 
-def _checkpointed(reentrant: bool) -> nn.Module:
-    return Lambda(
-        lambda m, x: m.head(checkpoint(lambda y: F.relu(m.b(F.relu(m.a(y)))), m.stem(x), use_reentrant=reentrant)),
-        stem=nn.Linear(3, 4),
-        a=nn.Linear(4, 6),
-        b=nn.Linear(6, 5),
-        head=nn.Linear(5, 2),
+for _name, _reentrant in (("checkpointed", False), ("checkpointed-reentrant", True)):
+    add(_name, images(4, 3), {"stem": 4, "a": 6, "b": 5})(
+        lambda m, x, reentrant=_reentrant: m.head(
+            checkpoint(lambda y: F.relu(m.b(F.relu(m.a(y)))), m.stem(x), use_reentrant=reentrant)
+        ),
+        stem=(3, 4),
+        a=(4, 6),
+        b=(6, 5),
+        head=(5, 2),
     )
-
-
-add("checkpointed", images(4, 3), {"stem": 4, "a": 6, "b": 5})(lambda: _checkpointed(False))
-add("checkpointed-reentrant", images(4, 3), {"stem": 4, "a": 6, "b": 5})(lambda: _checkpointed(True))
-
-# ---- norms over channels
 
 
 def _normed(norm: nn.Module) -> nn.Module:
@@ -215,10 +202,6 @@ add("instance-norm-statistics", images(2, 1, 5, 5), {"0": 8, "3": 6})(
 )
 add("instance-norm-scale", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.InstanceNorm2d(8, affine=True)))
 add("local-response-norm", images(2, 1, 5, 5), {"3": 6}, fixed=("in '1'",))(lambda: _normed(nn.LocalResponseNorm(3)))
-
-# ---- splitting, joining, moving
-
-
 add("split-unevenly", images(4, 3), {"p": 5}, fixed=("split into fixed sizes [2, 4] at zoo_constructs.py",))(
     lambda m, x: m.head(F.relu(m.p((s := m.a(x).split([2, 4], -1))[0]) + m.q(s[1]))), a=(3, 6), p=(2, 5), q=(4, 5), head=(5, 2)
 )
@@ -280,9 +263,6 @@ add("interpolated-sum", images(2, 1, 5, 5), {"a": 6})(
 add("padded-shortcut", images(4, 3), {"a": 4}, fixed=("'b' (2 units) kept whole",))(
     lambda m, x: m.head(F.relu(m.b(h := F.relu(m.a(x))) + F.pad(h, (0, 2)))), a=(3, 4), b=(4, 6), head=(6, 2)
 )
-
-# ---- channels with parameters and buffers of their own
-
 add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=(3, 12), head=(6, 2))
 
 
@@ -311,9 +291,6 @@ for _name, _layer in (
     ("alpha-dropout-of-channels", nn.FeatureAlphaDropout(0.0)),
 ):
     add(_name, images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda layer=_layer: _normed(layer))
-
-# ---- other layers
-
 add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to keep units apart",))(
     lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
     a=(3, 6),
@@ -334,9 +311,6 @@ add("distance-to-prototypes", images(4, 3), {"b": 5, "a": 6})(
 add("fourier", images(2, 4, 3), {"b": 5, "a": 6})(
     lambda m, x: m.head(torch.fft.fft(m.a(F.relu(m.b(x))), dim=1).real), a=(5, 6), b=(3, 5), head=(6, 2)
 )
-
-
-# ---- what goes in and comes out
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import zoo_base
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_attention import Block, Language, Separate
-from zoo_base import Architecture, Lambda, images, tokens
+from zoo_base import Architecture, images, tokens
 
 __all__ = ["KEPT"]
 
@@ -109,18 +109,13 @@ add("norm-of-a-concatenation", images(4, 3), {"a": 4, "b": 5})(
 )
 
 
-def _checkpointed(reentrant: bool) -> nn.Module:
-    block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-    return Lambda(
-        lambda m, x: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=reentrant)),
-        stem=nn.Linear(3, 6),
-        block=block,
-        head=nn.Linear(6, 2),
+for _name, _reentrant in (("checkpointed-norm", False), ("reentrant-norm", True)):
+    add(_name, images(4, 3), {"stem": 6, "block.1": 8})(
+        lambda m, x, reentrant=_reentrant: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=reentrant)),
+        stem=(3, 6),
+        block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
+        head=(6, 2),
     )
-
-
-add("checkpointed-norm", images(4, 3), {"stem": 6, "block.1": 8})(lambda: _checkpointed(False))
-add("reentrant-norm", images(4, 3), {"stem": 6, "block.1": 8})(lambda: _checkpointed(True))
 add("pool-former", images(2, 1, 6, 6), {"stem": 6})(
     lambda m, x: m.head((h := m.stem(x)) + F.avg_pool2d(m.norm(h), 3, 1, 1) - m.norm(h)),
     stem=(1, 6, 3),

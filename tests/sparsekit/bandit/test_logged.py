@@ -141,9 +141,5 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Interval, list[float]]] = {
 @pytest.mark.parametrize("case", sorted(GOLDEN))
 def test_proposals_stay_what_they_are(case: str) -> None:
     name, options, space, expected = GOLDEN[case]
-    assert golden(name, options, space) == pytest.approx(expected, rel=1e-9)
-
-
-def golden(name: str, options: dict[str, Any], space: Any) -> list[float]:
     bandit = played(name, 30, space, **options)
-    return [*(bandit.ask().value for _ in range(3)), bandit.best().value]
+    assert [*(bandit.ask().value for _ in range(3)), bandit.best().value] == pytest.approx(expected, rel=1e-9)

@@ -30,13 +30,11 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 UNIT = FloatDistribution(0.0, 1.0)
 
 
-class OptunaContract(BasicSamplerTestCase, RelativeSamplerTestCase, SingleOnlySamplerTestCase):
-    """All that Optuna asks of a sampler for one objective."""
-
-
 # One that takes a box, and one that takes an interval alone.
 @pytest.mark.parametrize("bandit", ["split-ucbv", "p-ucbv"])
-class TestOptunaContract(OptunaContract):
+class TestOptunaContract(BasicSamplerTestCase, RelativeSamplerTestCase, SingleOnlySamplerTestCase):
+    """All that Optuna asks of a sampler for one objective."""
+
     @pytest.fixture
     def sampler(self, bandit: str) -> Callable[[], Any]:
         return lambda: BanditSampler(bandit, seed=0)
@@ -54,9 +52,6 @@ def told(sampler: Any) -> list[tuple[Any, float]]:
 
 def add(study: Any, x: float, value: float | None = None, state: Any = TrialState.COMPLETE, **more: Any) -> None:
     study.add_trial(create_trial(state=state, value=value, params={"x": x}, distributions={"x": UNIT}, **more))
-
-
-# --- what becomes of a trial ---
 
 
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
@@ -84,9 +79,6 @@ def test_a_pruned_trial_is_told_its_last_intermediate_value() -> None:
     add(study, 0.7, state=TrialState.PRUNED, intermediate_values={1: math.nan})
     study.ask({"x": UNIT})
     assert told(sampler) == [(0.5, 1.0), (0.9, 0.25)]
-
-
-# --- spaces ---
 
 
 @pytest.mark.parametrize(
@@ -125,9 +117,6 @@ def test_categories_and_branches_come_from_the_independent_sampler() -> None:
     assert {name for number, name in calls if number > 0} == {"kind", "of_a", "of_b"}
     assert len(told(sampler)) == 19
     assert all(0.0 <= value <= 1.0 for value, _ in told(sampler))
-
-
-# --- running ---
 
 
 def test_many_threads_lose_no_trial() -> None:

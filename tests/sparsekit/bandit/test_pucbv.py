@@ -24,12 +24,7 @@ def execute(bandit: PUCBV, value: float, reward: float, drop: Drop = None) -> No
     bandit.tell(replace(bandit.ask(), value=value), reward, drop=drop)
 
 
-def near(value: float, rel: float | None = None) -> Any:
-    return pytest.approx(value, rel=rel)
-
-
-# --- traces ---
-
+near = pytest.approx
 
 TRACES: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]], tuple[Arm, ...]]] = {
     "a reward splits its arm, and both parts inherit": (
@@ -143,8 +138,6 @@ def test_best_does_not_lie_where_values_were_dropped_unless_all_were(arms: int, 
         execute(bandit, *step)
     assert bandit.best() == best
 
-
-# --- invariants ---
 
 STEP = st.tuples(
     st.floats(0.0, 1.0),  # the bound of the proposal, as a share

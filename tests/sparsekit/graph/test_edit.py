@@ -7,47 +7,26 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only, without
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
-
-
-@pytest.fixture(scope="module")
-def graph(model: nn.Module) -> UnitGraph:
-    return trace_units(model, torch.randn(3, 4))
-
-
-@pytest.fixture(scope="module")
-def stacked() -> UnitGraph:
-    """Two layers of one hidden size, whose groups are tied."""
-
-    model, args, _ = zoo.build("lstm-stacked")
-    return trace_units(model, *args)
-
-
-def test_what_is_left_out_is_fixed_with_a_reason(graph: UnitGraph) -> None:
+def test_what_is_left_out_is_fixed_with_a_reason_and_stays_whole_in_a_compact_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    graph = trace_units(model, torch.randn(3, 4))
     smaller = without(graph, ["0"])
     assert list(smaller.groups) == ["2"]
     assert smaller.fixed[-1] == FixedUnits("0", 6, "left out on purpose")
     assert smaller.shapes == graph.shapes
-
-
-def test_a_compact_model_keeps_the_units_that_were_left_out(model: nn.Module, graph: UnitGraph) -> None:
-    smaller = without(graph, ["0"])
     small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
     assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("edit", [without, only])
-def test_tied_groups_are_left_out_together_or_not_at_all(edit: object, stacked: UnitGraph) -> None:
+def test_tied_groups_are_left_out_together_or_not_at_all(edit: object) -> None:
+    _, _, _, stacked = zoo.traced("lstm-stacked")  # two layers of one hidden size
     (tied,) = stacked.ties
     with pytest.raises(InvalidValueError, match="share one size"):
         edit(stacked, tied[:1])  # type: ignore[operator]

@@ -25,9 +25,6 @@ from sparsekit.tracing.verify import Verifier
 trace = functools.partial(laws.trace, category=UnreadParametersWarning)
 
 
-# ---- the model stays as it is
-
-
 class Restless(nn.Module):
     """Changes all that a forward pass can change: parameters, buffers in and out of the state, attributes, generators."""
 
@@ -78,9 +75,6 @@ def test_neither_a_trace_nor_a_cut_changes_the_model(
         graph, _ = trace(model, torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
         sk.compact(model, graph, random_mask(graph, 0.5, 0))
         assert snapshot(model) == before
-
-
-# ---- models without values
 
 
 def attended(m: Any, x: Tensor) -> Any:
@@ -138,9 +132,6 @@ def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name
     ):
         with pytest.raises(sk.errors.UnsupportedModelError, match=r"' is on the meta device, without any; give"):
             call()
-
-
-# ---- no error hides
 
 
 class Stream(nn.Module):
@@ -249,9 +240,6 @@ def test_a_dropped_unit_is_one_whose_value_is_zero(reader: nn.Module, wrap: Call
     torch.testing.assert_close(sk.compact(model, graph, mask)(x), expected, rtol=1e-9, atol=1e-9)
 
 
-# ---- branches
-
-
 def branching(m: nn.Module, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     return m.wide(h) if x.shape[0] > 2 else m.narrow(h)  # type: ignore[no-any-return]
@@ -304,9 +292,6 @@ def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> N
     assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
     with pytest.warns(FixedUnitsWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3), example_inputs=[torch.randn(1, 3)])
-
-
-# ---- an operator that changes a tensor's shape in place
 
 
 @pytest.mark.parametrize(
