@@ -80,7 +80,7 @@ class LocalGrid(Grid):
     Args:
         app: Answers the messages.
         nodes: Number of nodes.
-        rng: Shuffles the replies.
+        seed: Of the shuffling of replies.
         fault: Changes or drops replies; None for none.
         twice: Deliver every reply twice, and once more with the next.
         delay: Message → number of looks for replies after which its own is there; None: at once.
@@ -92,8 +92,8 @@ class LocalGrid(Grid):
         self,
         app: ClientApp,
         *,
-        nodes: int,
-        rng: np.random.Generator,
+        nodes: int = 1,
+        seed: int = 0,
         run_config: Mapping[str, Any] | None = None,
         node_configs: Sequence[Mapping[str, Any]] = (),
         fault: Fault | None = None,
@@ -113,7 +113,7 @@ class LocalGrid(Grid):
             )
             for node in range(nodes)
         }
-        self._rng = rng
+        self._rng = np.random.default_rng(seed)
         self._fault = fault
         self._twice = twice
         self._delay = delay
@@ -196,7 +196,7 @@ class InProcess:
         **options: Any,
     ) -> None:
         self._nodes = nodes
-        self._grid: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice, "delay": delay}
+        self._grid: dict[str, Any] = {"seed": seed, "fault": fault, "twice": twice, "delay": delay}
         self._folder, self._memory, self._devices = folder, memory, devices
         self._options = {"workers": 1, **options}
 

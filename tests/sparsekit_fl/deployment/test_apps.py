@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,9 +21,10 @@ from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.apps import serve
 from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.flower.nodes import _run_id
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.results.saved import load_model
-from sparsekit_fl.results.state.store import DeviceStore
+from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
@@ -50,16 +50,21 @@ def test_a_node_gets_only_the_clients_it_was_given() -> None:
         Plan().make_clients([99], {})
 
 
-def test_a_node_keeps_the_newest_two_memories_of_a_client(tmp_path: Path) -> None:
+def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
+    DeviceStore(tmp_path).write(3, 1, {"local": {"count": 1}})
+    for round in (2, 4, 6):
+        store = DeviceStore(tmp_path)
+        assert store.read(3, 1) == {"local": {"count": 1}}
+        assert store.write(3, round, {"local": {"count": round}})
+    assert sorted(path.stem for path in tmp_path.rglob("*.safetensors")) == ["3-1", "3-6"]
     store = DeviceStore(tmp_path)
-    for round in (1, 4, 6):
-        assert store.write(3, round, {"local": {"count": torch.tensor(round)}})
-    assert int(store.read(3, 6)["local"]["count"]) == 6
-    assert int(store.read(3, 4)["local"]["count"]) == 4
+    assert store.write(3, 8, {"local": {"count": torch.tensor(8)}})
+    assert int(store.read(3, 8)["local"]["count"]) == 8
+    assert store.read(3, 6) == {"local": {"count": 6}}
     with pytest.raises(LostMemoryError):
         store.read(3, 1)
     assert store.read(3, None) == {}
-    assert not store.write(3, 7, {"local": {}})
+    assert not store.write(3, 9, {"local": {}})
 
 
 def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> None:
@@ -89,8 +94,9 @@ def test_what_runs_leave_in_the_app_folder_is_never_sent_to_devices(tmp_path: Pa
     assert "mine.py" in zipfile.ZipFile(io.BytesIO(build_fab_from_disk(tmp_path))).namelist()
 
 
-def _context(**node_config: str) -> Any:
-    return SimpleNamespace(run_config=Plan().to_run_config(), node_config={"clients": "0-1", **node_config})
+def _context(run_config: dict[str, Any] | None = None, **node_config: str) -> Any:
+    run_config = {**Plan().to_run_config(), **(run_config or {})}
+    return SimpleNamespace(run_config=run_config, node_config={"clients": "0-1", **node_config})
 
 
 def test_the_device_of_a_node_is_its_own_and_the_cpu_where_none_is_named() -> None:
@@ -110,20 +116,41 @@ def test_a_node_has_the_clients_that_it_names_or_the_one_that_flower_calls_its_p
         apps._make(context)
 
 
+@pytest.mark.parametrize("options", [{"min-replies": 2}, {"async-buffer": 2}, {"cohort": 9}])
+def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str, Any]) -> None:
+    assert list(apps._make(_context(options, clients="3"))[1]) == [3]
+
+
+def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
+    id = _run_id(ClientStore(tmp_path / "a", durable=True))
+    again = ClientStore(tmp_path / "a", durable=True)
+    again.keep_only({})
+    assert _run_id(again) == id
+    assert _run_id(ClientStore(tmp_path / "b", durable=True)) != id
+    for options in ({"rounds": 3}, {"rounds": 9, "timeout-seconds": 5.0, "out": "elsewhere"}):
+        store = apps._executor(_context(options, **{"state-dir": "state"}), id).store
+        assert isinstance(store, DeviceStore)
+        assert store.folder == Path("state") / id
+
+
+TINY: dict[str, Any] = {"problem": "sparsekit_fl.testing:tiny_problem", "local_epochs": 1, "batch_size": 8}
+
+
+def _serve(plan: Plan, nodes: list[dict[str, str]]) -> None:
+    """Run a plan on two nodes, whose keys were registered as "first" and "second"."""
+    config = plan.to_run_config()
+    given = [{"data": "sparsekit_fl.testing:tiny_client", **one} for one in nodes]
+    grid = LocalGrid(apps.client, nodes=2, run_config=config, node_configs=given)
+    names = [SimpleNamespace(node_id=node, name=name) for node, name in ((1000, "first"), (1001, "second"))]
+    grid.get_nodes = lambda: names  # type: ignore[attr-defined]
+    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+
+
 @pytest.mark.parametrize("memory", ["nodes", "server"])
 @pytest.mark.same_bits
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(memory: str, tmp_path: Path) -> None:
-    plan = Plan(
-        method="fedlps", problem="sparsekit_fl.testing:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
-        batch_size=8, out=str(tmp_path / "server"), nodes=2, memory=memory,
-    )  # fmt: skip
-    config = plan.to_run_config()
-    nodes = [
-        {"clients": ids, "data": "sparsekit_fl.testing:tiny_client", "state-dir": str(tmp_path / name)}
-        for ids, name in (("0-3", "a"), ("4-7", "b"))
-    ]
-    grid = LocalGrid(apps.client, nodes=2, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
-    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    plan = Plan(**TINY, method="fedlps", rounds=2, cohort=4, seed=3, out=str(tmp_path / "server"), nodes=2, memory=memory)
+    _serve(plan, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
     here = run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(8), out=tmp_path / "here")
     (home,) = (tmp_path / "a").iterdir()
     widths = set()
@@ -144,15 +171,10 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
 def test_a_node_that_claims_clients_which_the_servers_list_gives_to_another_takes_no_part(tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.toml"
     allowed.write_text('first = "0-3"\nsecond = "4-7"\n')
-    plan = Plan(method="fedavg", problem="sparsekit_fl.testing:tiny_problem", rounds=1, cohort=2, local_epochs=1, batch_size=8,
-                out=str(tmp_path / "out"), memory="server", allowed=str(allowed))  # fmt: skip
-    config = plan.to_run_config()
+    out = tmp_path / "out"
+    plan = Plan(**TINY, method="fedavg", rounds=1, cohort=2, out=str(out), memory="server", allowed=str(allowed))
     # The second one has its own client and one of the first's, which nobody else claims.
-    nodes = [{"clients": ids, "data": "sparsekit_fl.testing:tiny_client"} for ids in ("0-2", "3,4")]
-    grid = LocalGrid(apps.client, nodes=2, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
-    names = [SimpleNamespace(node_id=node, name=name) for node, name in ((1000, "first"), (1001, "second"))]
-    grid.get_nodes = lambda: names  # type: ignore[attr-defined]
-    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    _serve(plan, [{"clients": ids} for ids in ("0-2", "3,4")])
+    result = json.loads((out / "result.json").read_text())
     assert [one["id"] for one in result["final"]["per_client"]] == [0, 1, 2]
     assert "it claims the clients [3], which 'second' is not allowed to have" in "; ".join(result["rounds"][0]["notes"])

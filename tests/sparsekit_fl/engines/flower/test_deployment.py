@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,19 +75,13 @@ NODES = {"fast": "0,1", "other": "2,3", "slow": "4", "killed": "5"}
 ROUNDS = 7
 
 
-class Seen:
-    before: list[dict[str, Any]]
-    result: dict[str, Any]
-    rounds: list[dict[str, Any]]
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("asynchronous")
     out = folder / "run"
     options = {"rounds": ROUNDS, "eval_every": ROUNDS, "cohort": 6, "async_buffer": 2, "nodes": len(NODES)}
     plan = Plan(**PLANTED, **options, out=str(out))
-    found = Seen()
+    found = SimpleNamespace()
     with Deployment(folder) as deployment:
         deployment.plant("hold-4-1", "hold-5-1")
         deployment.start_superlink()
@@ -110,7 +105,7 @@ def _came(record: dict[str, Any]) -> list[tuple[int, int]]:
     return [(int(client), int(age)) for client, age in re.findall(r"(\d+) \((\d+)\)", note)]
 
 
-def test_a_slow_supernode_holds_up_nobody_and_comes_in_with_its_age(seen: Seen) -> None:
+def test_a_slow_supernode_holds_up_nobody_and_comes_in_with_its_age(seen: SimpleNamespace) -> None:
     early = {client for record in seen.before for client, _ in _came(record)}
     assert early <= {0, 1, 2, 3}
     assert all(len(_came(record)) == 2 for record in seen.rounds)
@@ -118,7 +113,7 @@ def test_a_slow_supernode_holds_up_nobody_and_comes_in_with_its_age(seen: Seen) 
     assert ages[0] >= 3
 
 
-def test_a_killed_supernode_holds_up_nobody_and_its_client_is_dropped(seen: Seen) -> None:
+def test_a_killed_supernode_holds_up_nobody_and_its_client_is_dropped(seen: SimpleNamespace) -> None:
     assert len(seen.rounds) == ROUNDS
     assert all(client != 5 for record in seen.rounds for client, _ in _came(record))
     told = "; ".join([*(one["reason"] for one in seen.rounds[-1]["dropped"]), *seen.rounds[-1]["notes"]])

@@ -3,45 +3,46 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from flwr.app import Error, Message
+from flwr.app import Message
 from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
-from local_grid import InProcess, LocalGrid, over_the_wire
+from local_grid import InProcess, LocalGrid, gone, over_the_wire, planted
+from personal import tiny_run
 
 from sparsekit.errors import DataError
-from sparsekit_fl.deployment import apps
-from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import nodes as module
-from sparsekit_fl.engines.flower.nodes import Nodes, _run_id, described, read_clients
+from sparsekit_fl.engines.flower.nodes import Nodes, described, read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
-from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.results.state.store import ClientStore, DeviceStore
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
-class FakeGrid:
+class Devices(LocalGrid):
     """Nodes that come and go, each with the clients that it claims; some say nothing."""
 
-    def __init__(self, nodes: dict[int, list[int]], *, silent: tuple[int, ...] = ()) -> None:
-        self.nodes, self.silent = nodes, set(silent)
-        self.looked: Callable[[], object] = lambda: None
+    def __init__(self, nodes: dict[int, list[int]]) -> None:
+        self.nodes = nodes
+        self.silent: set[int] = set()
         self.asked: list[int] = []
-        self._replies: list[Message] = []
-        # Flower asks these of the process that makes a message.
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self.looked: Callable[[], object] = lambda: None
+        super().__init__(self.introduce, fault=self.unless_silent)  # type: ignore[arg-type]
+        self._contexts = dict.fromkeys(range(9))
+
+    def introduce(self, message: Message, context: object) -> Message:
+        data = ClientData(train=range(3), val=range(1), test=range(1))
+        about = described(Client(id=client_id, data=data) for client_id in self.nodes[message.metadata.dst_node_id])
+        return Message(content({}, **about), reply_to=message)
+
+    def unless_silent(self, message: Message, reply: Message) -> Message | None:
+        self.asked.append(message.metadata.dst_node_id)
+        return None if self.asked[-1] in self.silent else reply
 
     def get_node_ids(self) -> list[int]:
         self.looked()
@@ -50,30 +51,13 @@ class FakeGrid:
     def get_nodes(self) -> list[Any]:
         return [SimpleNamespace(node_id=node, name=f"device-{node}") for node in self.nodes]
 
-    def push_messages(self, messages: list[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            node = message.metadata.dst_node_id
-            self.asked.append(node)
-            message.metadata.__dict__["_message_id"] = f"m{node}-{len(self.asked)}"
-            data = ClientData(train=range(3), val=range(1), test=range(1))
-            about = described(Client(id=client_id, data=data) for client_id in self.nodes[node])
-            if node not in self.silent:
-                self._replies.append(Message(content({}, **about), reply_to=message))
-            ids.append(message.metadata.message_id)
-        return ids
 
-    def pull_messages(self, ids: list[str]) -> list[Message]:
-        found, self._replies = self._replies, []
-        return found
-
-
-def found(grid: FakeGrid, **options: Any) -> Nodes:
-    return Nodes(grid, **{"wanted": len(grid.nodes), "wait_seconds": 1, "identity": {}, **options})  # type: ignore[arg-type]
+def found(grid: Devices, **options: Any) -> Nodes:
+    return Nodes(grid, **{"wanted": len(grid.nodes), "wait_seconds": 1, "identity": {}, **options})
 
 
 def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -> None:
-    grid = FakeGrid({1: [0, 1], 2: [2]})
+    grid = Devices({1: [0, 1], 2: [2]})
     nodes = found(grid)
     assert sorted(nodes.introduce()) == [0, 1, 2]
     grid.nodes[3] = [0, 1]
@@ -93,7 +77,7 @@ def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -
 
 
 def test_with_a_list_a_node_that_claims_the_clients_of_others_locks_nobody_out() -> None:
-    grid = FakeGrid({1: [0, 1, 2, 3], 2: [2, 3], 3: [9]})
+    grid = Devices({1: [0, 1, 2, 3], 2: [2, 3], 3: [9]})
     nodes = found(grid, allowed={"device-1": [0, 1], "device-2": [2, 3, 4]})
     assert sorted(nodes.introduce()) == [2, 3]
     assert nodes.node_of(2) == 2
@@ -102,13 +86,13 @@ def test_with_a_list_a_node_that_claims_the_clients_of_others_locks_nobody_out()
         "SuperNode 3 is not used: its key was registered under the name 'device-3', which is not among those that are allowed",
     ]
     with pytest.raises(WorkerDiedError, match="no SuperNode can be used"):
-        found(FakeGrid({1: [5]}), allowed={"device-1": [0, 1]}).introduce()
+        found(Devices({1: [5]}), allowed={"device-1": [0, 1]}).introduce()
 
 
 def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUERY_SECONDS", 0.3)
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
-    grid = FakeGrid({1: [0]})
+    grid = Devices({1: [0]})
     nodes = found(grid, wait_seconds=0.1)
     nodes.introduce()
     grid.nodes[2], grid.silent = [1], {2}
@@ -130,7 +114,7 @@ def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long_as_it_waits_for_nodes() -> None:
-    grid = FakeGrid({1: [0, 1], 2: [2]})
+    grid = Devices({1: [0, 1], 2: [2]})
     nodes = found(grid, wait_seconds=3)
     nodes.introduce()
     del grid.nodes[1]
@@ -157,53 +141,20 @@ def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long
 def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     away = [True]
 
-    def fault(message: Message, reply: Message) -> Message:
-        task = read(message)[0]["tasks"][0]
-        gone = away and task["task"] == "train" and task["round"] == 1
-        return Message(Error(code=5, reason="node unavailable"), reply_to=message) if gone else reply
-
     def back(self: GridPool, ids: Any, needed: int) -> None:
         assert len(ids) >= needed == 2
         away.clear()
 
-    def ran(engine: InProcess) -> Any:
-        config = tiny_config(rounds=3)
-        config = type(config)(**{**vars(config), "cohort": 8 if options else 4, **options})
-        return run(Method(name="m", source=""), tiny_problem(), tiny_clients(), config, engine=engine)
+    def ran(**engine: Any) -> Any:
+        given = {"cohort": 8 if options else 4, **options}
+        return tiny_run(rounds=3, engine=InProcess(**engine), **given)
 
     monkeypatch.setattr(GridPool, "await_clients", back)
-    result = ran(InProcess(fault=fault))
+    result = ran(fault=planted(lambda message, reply: gone(message) if away else reply, rounds=[1]))
     assert not away
     assert sum("repeated, since" in note or "asked again" in note for note in result.rounds[0].notes) == 1
     if not options:  # asynchronously others may come in first
-        assert result.final.state_sha256 == ran(InProcess()).final.state_sha256
-
-
-def context(**run_config: Any) -> Any:
-    return SimpleNamespace(
-        run_config={**Plan().to_run_config(), **run_config}, node_config={"clients": "3", "state-dir": "state"}
-    )
-
-
-@pytest.mark.parametrize("options", [{"min-replies": 2}, {"async-buffer": 2}, {"cohort": 9}])
-def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str, Any]) -> None:
-    _, clients = apps._make(context(**options))
-    assert list(clients) == [3]
-
-
-def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
-    id = _run_id(ClientStore(tmp_path / "a", durable=True))
-    again = ClientStore(tmp_path / "a", durable=True)
-    again.keep_only({})
-    assert _run_id(again) == id
-    assert _run_id(ClientStore(tmp_path / "b", durable=True)) != id
-
-    def folder(**options: Any) -> Path:
-        store = apps._executor(context(**options), id).store
-        assert isinstance(store, DeviceStore)
-        return store.folder
-
-    assert folder(rounds=3) == folder(rounds=9, **{"timeout-seconds": 5.0, "out": "elsewhere"}) == Path("state") / id
+        assert result.final.state_sha256 == ran().final.state_sha256
 
 
 def _roster(count: int) -> list[Client]:
@@ -217,23 +168,23 @@ def _roster(count: int) -> list[Client]:
     ]
 
 
-def _said(**payloads: bytes) -> Message:
-    LocalGrid(ClientApp(), nodes=1, rng=np.random.default_rng(0))  # what Flower asks of a process that makes a message
-    return over_the_wire(Message(content({}, **payloads), 1, "query"))
-
-
 def _facts(client: Client) -> tuple[Any, ...]:
     return client.id, len(client.data.train), len(client.data.val), len(client.data.test), client.capability
 
 
+OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
+
+
+def introduced(roster: list[Client], header: dict[str, Any]) -> Nodes:
+    """The nodes of a grid whose one node introduces itself with this header."""
+    app = ClientApp()
+    app.query()(lambda message, context: Message(content(header, **described(roster)), reply_to=message))
+    return Nodes(LocalGrid(app), wanted=1, wait_seconds=1, identity=OURS)
+
+
 def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None:
-    roster, app = _roster(12_000), ClientApp()
-
-    @app.query()
-    def answer(message: Message, _: Any) -> Message:
-        return Message(content({}, **described(roster)), reply_to=message)
-
-    nodes = Nodes(LocalGrid(app, nodes=1, rng=np.random.default_rng(0)), wanted=1, wait_seconds=1, identity={})
+    roster = _roster(12_000)
+    nodes = introduced(roster, {"identity": OURS})
     found = nodes.introduce()
     assert [_facts(client) for client in found.values()] == [_facts(client) for client in roster]
     assert nodes.node_of(3 * 11_999) == 1000
@@ -250,6 +201,7 @@ def _rows(**changed: Any) -> list[list[Any]]:
     ("clients", "message"),
     [
         (None, "describes its clients badly"),
+        *((payload, "badly") for payload in (b"\xff\x00", b"[" * 10**5, b"[[1,")),
         ([], "at least 1 item"),
         ({}, "valid array"),
         ([3, 4], "valid array"),
@@ -271,30 +223,11 @@ def _rows(**changed: Any) -> list[list[Any]]:
     ],
 )
 def test_a_malformed_introduction_is_refused(clients: Any, message: str) -> None:
-    said = {} if clients is None else {"clients": json.dumps(clients).encode()}
+    LocalGrid(ClientApp())  # what Flower asks of a process that makes a message
+    payload = clients if isinstance(clients, bytes) else json.dumps(clients).encode()
+    said = {} if clients is None else {"clients": payload}
     with pytest.raises(DataError, match=message):
-        read_clients(_said(**said), {})
-
-
-def test_bytes_that_are_no_introduction_are_refused() -> None:
-    for payload in (b"\xff\x00", b"[" * 10**5, b"[[1,"):
-        with pytest.raises(DataError, match="badly"):
-            read_clients(_said(clients=payload), {})
-
-
-OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
-
-
-def introduced(header: dict[str, Any]) -> Nodes:
-    """The nodes of a grid whose one node introduces itself with this header."""
-    app = ClientApp()
-    app.query()(lambda message, context: Message(content(header, **described(_roster(2))), reply_to=message))
-    grid = LocalGrid(app, nodes=1, rng=np.random.default_rng(0))
-    return Nodes(grid, wanted=1, wait_seconds=1, identity=OURS)
-
-
-def test_a_node_of_the_same_code_and_model_is_used() -> None:
-    assert set(introduced({"identity": OURS}).introduce()) == {0, 3}
+        read_clients(over_the_wire(Message(content({}, **said), 1, "query")), {})
 
 
 @pytest.mark.parametrize(
@@ -308,4 +241,4 @@ def test_a_node_of_the_same_code_and_model_is_used() -> None:
 )
 def test_a_node_whose_code_or_model_differs_is_not_used_and_the_error_says_why(header: dict[str, Any], says: str) -> None:
     with pytest.raises(WorkerDiedError, match=says):
-        introduced(header).introduce()
+        introduced(_roster(2), header).introduce()
