@@ -4,64 +4,43 @@ from typing import Any
 
 import pytest
 import torch
+from personal import tiny_run
 from torch import nn
 
 import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.measure.budget import BudgetError
-from sparsekit.measure.cost import CostModel, cost_model
+from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
-from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
 from sparsekit_fl.results.part import Cost
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
-UNIT = 2 * (6 + 3)  # of one example and one of its eight units
-BEST = {"personal": "LocalModel", "personal.select": "best"}
-SCORES = {
-    "fedlps", "fedlps-magnitude", "fedlps-ordered", "fedlps-own", "fedlps-paper", "fedlps-random", "flst",
-    "hermes", "lotteryfl", "p-ucbv-dyn", "p-ucbv-fix", "rcr-dyn", "rcr-fix",
-}  # fmt: skip
+BEST = "fedavg personal=LocalModel personal.select=best"
 
 
-def cost(method, *, rounds=1, **options):
-    settings = options.pop("settings", {})
-    made = make_method(method, settings=settings)
-    return fl.run(made, tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), **options)
-
-
-def examples_of(record, *splits):
-    return {c.id: sum(len(getattr(c.data, split)) for split in splits) for c in tiny_clients() if c.id in record.cohort}
-
-
-def first_scores(record):
-    """Training examples that cost a hundredth of the work of two epochs."""
-    return {id: max(1, 3 * 2 * count // 100) for id, count in examples_of(record, "train").items()}
-
-
-def scored_to_choose(record, first=False):
+def scored_to_choose(record):
     """Validation data, and of the training data what a twentieth of the work of two epochs leaves for them."""
-    val, train = examples_of(record, "val"), examples_of(record, "train")
-    before = first_scores(record) if first else dict.fromkeys(val, 0)
-    return {id: val[id] + max(0, int(0.05 * 3 * 2 * train[id]) - val[id] - before[id]) for id in val}
+    cohort = [client.data for client in tiny_clients() if client.id in record.cohort]
+    return sum(max(len(data.val), int(0.05 * 3 * 2 * len(data.train))) for data in cohort)
 
 
 def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
-    result = cost("fedavg", settings=BEST)
+    result = tiny_run(BEST, rounds=1)
     assert 0 < result.cost.flops_scoring <= 0.05 * result.cost.flops_compact_training
-    assert result.cost.flops_scoring == sum(scored_to_choose(result.rounds[0]).values()) * DENSE
-    assert result.cost.flops_compact_training == cost("fedavg").cost.flops_compact
+    assert result.cost.flops_scoring == scored_to_choose(result.rounds[0]) * DENSE
+    assert result.cost.flops_compact_training == tiny_run(rounds=1).cost.flops_compact
     assert result.cost.flops_compact == result.cost.flops_compact_training + result.cost.flops_scoring == result.cost.flops
-    assert result.cost.flops_rowmask == cost("fedavg").cost.flops_rowmask, "the paper's count is of training alone"
+    assert result.cost.flops_rowmask == tiny_run(rounds=1).cost.flops_rowmask, "the paper's count is of training alone"
     assert Cost.of(result.cost).work() == result.cost
 
 
 @pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
-    result = cost("fedavg", settings=BEST, engine=engine)
-    plain, record = cost("fedavg"), result.rounds[0]
+    result = tiny_run(BEST, rounds=1, engine=engine)
+    plain, record = tiny_run(rounds=1), result.rounds[0]
     assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
     assert result.cost.scoring_seconds > 0
     assert record.seconds == result.cost.simulated_seconds == result.cost.seconds + result.cost.scoring_seconds
@@ -73,7 +52,7 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
 
 
 def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
-    result = cost("per-fedavg")
+    result = tiny_run("per-fedavg", rounds=1)
     steps = sum(min(AdaptedModel().largest_batch, len(client.data.train)) for client in tiny_clients())
     assert result.cost.flops_deploying == steps * 3 * DENSE
     assert result.rounds[-1].cost.flops_deploying == 0
@@ -88,20 +67,14 @@ def test_a_client_downloads_computes_and_uploads_one_after_the_other():
     assert client_seconds(cost, capability) == pytest.approx(2.0 + 3.0 + 5.0)
 
 
-def test_a_round_takes_as_long_as_its_slowest_client():
+def test_a_round_takes_as_long_as_its_slowest_client_or_ends_before_and_costs_nothing_without_work():
     costs = [
         fl.WorkCost(flops_compact=1, seconds=2.0, wall_seconds=9.0),
         fl.WorkCost(flops_compact=2, seconds=5.0, wall_seconds=9.0),
     ]
     assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops_compact=3, seconds=5.0, wall_seconds=3.0)
-
-
-def test_a_round_without_work_costs_nothing():
+    assert round_cost(costs, wall_seconds=1.0, seconds=2.5).seconds == 2.5
     assert round_cost([], wall_seconds=0.0) == fl.WorkCost()
-
-
-def test_a_round_may_end_before_its_slowest_client():
-    assert round_cost([fl.WorkCost(seconds=5.0), fl.WorkCost(seconds=2.0)], wall_seconds=1.0, seconds=2.5).seconds == 2.5
 
 
 def test_the_ratio_is_the_largest_that_fits() -> None:
@@ -134,27 +107,6 @@ def test_no_budget_is_exceeded(budget: dict[str, float]) -> None:
 def test_what_cannot_be_met_or_meant_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         fl.DeviceBudgets(tiny_problem()).capability(**given)
-
-
-def _mlp() -> CostModel:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    x = torch.zeros(5, 4)
-    return cost_model(model, x, graph=sk.trace_units(model, x))
-
-
-def test_each_bias_entry_adds_one_flop_per_position() -> None:
-    assert rowmask_flops(_mlp()) == 2 * (4 * 6 + 6 * 3) + 6 + 3
-
-
-def test_a_unit_mask_saves_rows_and_no_columns() -> None:
-    mask = sk.UnitMask({"0": torch.tensor([True, False, True, False, False, False])})
-    assert rowmask_flops(_mlp(), mask) == 2 * (4 * 2 + 6 * 3) + 6 + 3
-
-
-def test_a_weight_mask_counts_its_own_entries() -> None:
-    keep = torch.zeros(6, 4, dtype=torch.bool)
-    keep[0] = True
-    assert rowmask_flops(_mlp(), sk.WeightMask({"0.weight": keep})) == 2 * (4 + 18) + 9
 
 
 def test_the_flops_of_a_part_are_those_of_its_weights() -> None:

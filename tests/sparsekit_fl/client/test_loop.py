@@ -1,4 +1,4 @@
-"""fit, batches, the SGD step and scores."""
+"""fit, batches, augmentations and scores."""
 
 import math
 from collections import OrderedDict
@@ -8,20 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from personal import Read
+from personal import Read, tiny_run
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from torch.utils.data import Dataset
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, fit
-from sparsekit_fl.client.optimizer import SgdStep
-from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.augment import Augmentations, Crop, Erase, Flip, Noise, make_augment
 from sparsekit_fl.problem.data import LazyData
 from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 
 def examples(count):
@@ -49,43 +46,6 @@ def test_every_epoch_sees_every_example_once_in_its_own_order():
     assert not torch.equal(orders[0], orders[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "weight_decay": 0.01}])
-@pytest.mark.same_bits
-def test_the_step_gives_the_bits_of_torch_sgd(options):
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    theirs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    theirs.load_state_dict(ours.state_dict())
-    step, optimizer = SgdStep(ours.parameters(), lr=0.1, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, **options)
-    for _ in range(5):
-        x = torch.randn(6, 3)
-        step(ours(x).square().mean())
-        optimizer.zero_grad()
-        theirs(x).square().mean().backward()
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
-
-
-@pytest.mark.parametrize("size", [10.0, 1e-3], ids=["too large", "small enough to stay"])
-def test_clipping_equals_torch_clipping(size):
-    ours, theirs = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(5, 3) * size
-    SgdStep(ours.parameters(), lr=0.1, clip=0.5)(ours(x).square().sum())
-    theirs(x).square().sum().backward()
-    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
-    assert torch.allclose(ours.weight, theirs.weight, rtol=0, atol=1e-7)
-
-
-def test_unused_and_frozen_parameters_are_left_alone():
-    used, unused, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    frozen.requires_grad_(False)
-    SgdStep([unused, used, frozen], lr=0.5, momentum=0.9, weight_decay=0.1)((used * frozen).sum())
-    assert unused.tolist() == frozen.tolist() == [1.0, 1.0]
-    assert used.tolist() == pytest.approx([0.45, 0.45])
-
-
 def test_the_log_has_means_per_epoch_and_counts():
     module = nn.Linear(1, 2)
     found = batches(10, epochs=2)
@@ -103,14 +63,8 @@ def test_the_log_has_means_per_epoch_and_counts():
 def test_dropout_draws_from_the_given_generator_alone():
     def losses(seed):
         module = nn.Dropout(0.5)
-        log = fit(
-            module,
-            batches(32, seed=1),
-            lambda batch: (None, module(batch.inputs[0]).sum()),
-            metrics={},
-            rng=np.random.default_rng(seed),
-        )
-        return log.loss
+        found, rng = batches(32, seed=1), np.random.default_rng(seed)
+        return fit(module, found, lambda batch: (None, module(batch.inputs[0]).sum()), metrics={}, rng=rng).loss
 
     torch.manual_seed(1)
     first = losses(0)
@@ -307,47 +261,30 @@ def test_an_augmentation_is_new_in_every_epoch_and_the_same_for_the_same_seed():
 
 
 def test_scores_are_of_the_data_as_they_are():
-    examples = Examples(
-        replace(tiny_problem(), augment=Noise(scale=0.5)),
-        tiny_clients(1)[0].data.test,
-        device="cpu",
-        rng=np.random.default_rng(0),
-    )
-    (batch,) = examples.batches(None, [(0, len(examples))])
-    assert torch.equal(batch.inputs[0], tiny_clients(1)[0].data.test.batch()[0][0])
+    problem, data = replace(tiny_problem(), augment=Noise(scale=0.5)), tiny_clients(1)[0].data.test
+    (batch,) = Examples(problem, data, device="cpu", rng=np.random.default_rng(0)).batches(None, [(0, len(data))])
+    assert torch.equal(batch.inputs[0], data.batch()[0][0])
 
 
-class Shaken(Dataset):
+class Shaken(Read):
     """Items with a random transform, as torchvision's, which draws from torch's generator."""
 
-    def __init__(self, data):
-        self.data, self.reads = data, 0
-
-    def __len__(self):
-        return len(self.data)
-
     def __getitem__(self, place):
-        self.reads += 1
-        inputs, target = self.data[place]
+        inputs, target = super().__getitem__(place)
         return inputs + 0.5 * torch.randn(inputs.shape), target
 
 
 def shaken_clients():
     return [
-        fl.Client(
-            id=c.id, data=fl.ClientData(Shaken(c.data.train), Shaken(c.data.val), Shaken(c.data.test)), capability=c.capability
-        )
-        for c in tiny_clients()
+        replace(client, data=fl.ClientData(*(Shaken(getattr(client.data, split)) for split in ("train", "val", "test"))))
+        for client in tiny_clients()
     ]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps"])
 @pytest.mark.same_bits
 def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
-    runs = [
-        fl.run(registry[method](), tiny_problem(), shaken_clients(), tiny_config(rounds=2), engine=fl.Embedded(workers=workers))
-        for workers in (1, 3)
-    ]
+    runs = [tiny_run(method, clients=shaken_clients(), rounds=2, engine=fl.Embedded(workers)) for workers in (1, 3)]
     assert runs[0].final.to_dict() == runs[1].final.to_dict()
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]
 
@@ -366,8 +303,7 @@ def test_lazy_pictures_train():
         model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2)), example_inputs=(torch.zeros(1, 1, 6, 6),)
     )
     split = fl.ClientData(data.take(list(range(16))), None, data.take(list(range(16, 24))))
-    config = replace(tiny_config(rounds=2), cohort=1)
-    result = fl.run(registry["fedavg"](), problem, [fl.Client(id=0, data=split)], config)
+    result = tiny_run(problem=problem, clients=[fl.Client(id=0, data=split)], rounds=2, cohort=1)
     assert result.final.personal["accuracy"] == 1.0
     with pytest.raises(DataError, match=r"index must be in \[0, 24\)"):
         data.take([1]).__class__(read=data.read, targets=data.targets, shape=data.shape, index=torch.tensor([99]))

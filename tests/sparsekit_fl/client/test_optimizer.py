@@ -4,27 +4,62 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.client.optimizer import TorchStep, check_training, make_step
+from sparsekit_fl.client.optimizer import SgdStep, TorchStep, check_training, make_step
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.training import factor, optimizer_names
 
+TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD"])
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        # Without a rate and a decay they are those of torch's class.
+        *((name, options) for name in TORCHS for options in ({}, {"lr": 0.01, "weight_decay": 0.1})),
+        *(
+            ("sgd", {"lr": 0.1, **options})
+            for options in ({}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "weight_decay": 0.01})
+        ),
+    ],
+)
 @pytest.mark.same_bits
-def test_a_step_is_torchs_own(name):
-    training = TrainingConfig(lr=0.01, weight_decay=0.1, optimizer=name)
-    mine, torchs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
-    step = make_step(training, [mine])
-    kind = torch.optim.SGD if ":" in name else optimizer_names()[name.lower()]
-    other = kind([torchs], lr=0.01, weight_decay=0.1)
-    for _ in range(3):
-        step((mine**2).sum())
+def test_a_step_is_torchs_own(name, options):
+    mine, torchs = ([torch.nn.Parameter(torch.tensor(value)) for value in ([1.0, -2.0, 3.0], [[0.3]])] for _ in range(2))
+    step = make_step(TrainingConfig(optimizer=name, **options), mine)
+    kind = torch.optim.SGD if name in {"sgd", "torch.optim:SGD"} else optimizer_names()[name.lower()]
+    other = kind(torchs, **options)
+
+    def loss(leaves):
+        return leaves[0].tanh().mul(leaves[1]).square().sum()
+
+    for _ in range(5):
+        step(loss(mine))
         other.zero_grad()
-        (torchs**2).sum().backward()
+        loss(torchs).backward()
         other.step()
-    assert torch.equal(mine, torchs)
-    assert isinstance(step, TorchStep)
-    assert mine.grad is None
+    assert all(torch.equal(one, two) for one, two in zip(mine, torchs, strict=True))
+    assert isinstance(step, SgdStep if name == "sgd" else TorchStep)
+    assert all(leaf.grad is None for leaf in mine)
+
+
+@pytest.mark.parametrize("size", [10.0, 1e-3], ids=["too large", "small enough to stay"])
+def test_clipping_equals_torch_clipping(size):
+    ours, theirs = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 3) * size
+    SgdStep(ours.parameters(), lr=0.1, clip=0.5)(ours(x).square().sum())
+    theirs(x).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    assert torch.allclose(ours.weight, theirs.weight, rtol=0, atol=1e-7)
+
+
+def test_unused_and_frozen_parameters_are_left_alone():
+    used, unused, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    SgdStep([unused, used, frozen], lr=0.5, momentum=0.9, weight_decay=0.1)((used * frozen).sum())
+    assert unused.tolist() == frozen.tolist() == [1.0, 1.0]
+    assert used.tolist() == pytest.approx([0.45, 0.45])
 
 
 @pytest.mark.parametrize(
@@ -42,18 +77,6 @@ def test_a_step_is_torchs_own(name):
 def test_what_is_wrong_is_said_before_a_run(options, error, message):
     with pytest.raises(error, match=message):
         check_training(TrainingConfig(**options))
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "nadam", "adagrad", "torch.optim:SGD"])
-@pytest.mark.same_bits
-def test_without_a_rate_and_a_decay_they_are_those_of_torchs_class(name):
-    mine, torchs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
-    step = make_step(TrainingConfig(optimizer=name), [mine])
-    other = (torch.optim.SGD if ":" in name else optimizer_names()[name])([torchs])
-    step((mine**2).sum())
-    (torchs**2).sum().backward()
-    other.step()
-    assert torch.equal(mine, torchs)
 
 
 def test_the_courses_of_the_learning_rate():
