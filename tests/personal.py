@@ -116,10 +116,10 @@ ONE_STEP = training(tiny_config(), local_epochs=1, batch_size=64)
 """All examples of a client in one batch, once."""
 
 
-def client_context(method, problem=None, config=None, *, place=0, kind="local", round=1, memory=None, received=None):
+def client_context(method, problem=None, config=None, *, client=None, kind="local", round=1, memory=None, received=None):
     """The specification of a run, a client of it, and what the client's policy of that kind sees."""
     spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
-    client = tiny_clients(place + 1)[place]
+    client = client or tiny_clients(1)[0]
     memory = {} if memory is None else memory
     given = {"client": client, "capability": client.capability, "memory": memory, "received": received}
     return spec, client, ClientExecutor(spec, {}, MemoryStore()).context(round=round, **given).scoped(kind)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from personal import watched
 from safetensors.torch import save
 
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
-from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.messages import (
     Assignment,
     Evaluation,
@@ -31,13 +31,11 @@ from sparsekit_fl.client.messages import (
 from sparsekit_fl.client.packing import Kept, pack
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies import Mean
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -322,26 +320,13 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
 pytestmark = pytest.mark.slow
 
 
-class Sent(Callback):
-    def __init__(self):
-        self.updates = {}
-
-    def on_client_end(self, run, client_id, update):
-        if isinstance(update, Evaluation):
-            return
-        self.updates[client_id] = update
-
-
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl"])
 @pytest.mark.same_bits
 def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_what_they_would(method):
     sent = []
     for factor in (1.0, -10.0):
-        watch = Sent()
-        engine = attacks.hostile_engine(frozenset({0, 1, 2, 3}), factor)
-        config = tiny_config(rounds=1)
-        run(registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, callbacks=[watch])
-        sent.append(watch.updates)
+        _, updates = watched(method, engine=attacks.hostile_engine(frozenset({0, 1, 2, 3}), factor), rounds=1)
+        sent.append({update.client_id: update for update in updates})
     assert len({client_id < 4 for client_id in sent[0]}) == 2
     for client_id, honest in sent[0].items():
         for name, delta in honest.delta.items():

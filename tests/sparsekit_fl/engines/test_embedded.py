@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from personal import tiny_run
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import EngineContract, TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, TinyNet, tiny_problem
 
 
 class TestOneWorker(EngineContract):
@@ -47,7 +46,7 @@ def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     with pytest.raises(
         WorkerDiedError, match=r"signal 9 \(SIGKILL.*client \d+ in round 3.*round 2 of 4 was finished.*--resume"
     ):
-        run(deadly, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2), out=tmp_path)
+        tiny_run(deadly, engine=Embedded(2), out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
@@ -55,7 +54,7 @@ def test_threads_are_put_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+        tiny_run(rounds=1)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -76,7 +75,7 @@ class OnlyHere:
 def test_a_worker_whose_model_cannot_be_made_says_so_with_the_reason() -> None:
     problem = replace(tiny_problem(), model=OnlyHere())
     with pytest.raises(WorkerDiedError, match=r"failed: FileNotFoundError: weights.pt is not on this machine") as error:
-        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2))
+        tiny_run(problem=problem, engine=Embedded(2))
     assert error.value.__cause__ is not None
     assert "Traceback" in "".join(error.value.__cause__.__notes__)
 
@@ -89,7 +88,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidValueError, match=says):
-        run(fedavg(), tiny_problem(), tiny_clients(), replace(tiny_config(), device=device), engine=Embedded(2))
+        tiny_run(device=device, engine=Embedded(2))
 
 
 @pytest.mark.slow
@@ -99,9 +98,8 @@ def test_a_spawned_worker_takes_lambdas_and_local_classes_and_gives_the_same_bit
         pass
 
     problem = Problem(model=lambda: Mine(), example_inputs=(torch.zeros(2, 6),))
-    config = tiny_config(rounds=2)
-    spawned = run(fedavg(), problem, tiny_clients(), config, engine=Embedded(2, start_method="spawn"))
-    assert spawned.final.state_sha256 == run(fedavg(), problem, tiny_clients(), config).final.state_sha256
+    spawned = tiny_run(problem=problem, rounds=2, engine=Embedded(2, start_method="spawn"))
+    assert spawned.final.state_sha256 == tiny_run(problem=problem, rounds=2).final.state_sha256
 
 
 def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
@@ -113,4 +111,4 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
 
     problem = Problem(model=model, example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lock.*workers=1"):
-        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
+        tiny_run(problem=problem, engine=Embedded(2, start_method="spawn"))

@@ -100,11 +100,9 @@ def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
 
 def long_problem() -> Problem:
     """Seven layers of equal size, so that five outputs come after parts of the work that can be counted by hand."""
-    return Problem(model=_long, example_inputs=(torch.zeros(2, 6),))
-
-
-def _long() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
+    return Problem(
+        model=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3)), example_inputs=(torch.zeros(2, 6),)
+    )
 
 
 def test_depth_follows_capability() -> None:
@@ -189,15 +187,11 @@ def test_positions_without_a_target_teach_nothing() -> None:
     )
 
 
-def context(method, *, round=1, ratio=1.0, memory=None):
-    config = dataclasses.replace(ONE_STEP, rounds=10)
-    return client_context(method, deep_problem(), config, round=round, memory=memory)
-
-
 def test_one_step_by_hand() -> None:
     """Cross-entropies, weighted distillation and both terms of FedDyn."""
     drift = 0.05
-    spec, client, ctx = context(depthfl(), round=2)
+    config = dataclasses.replace(ONE_STEP, rounds=10)
+    spec, client, ctx = client_context(depthfl(), deep_problem(), config, round=2)
     parameters = [name for name in spec.initial if spec.initial[name].is_floating_point()]
     ctx.memory["drift"] = {name: torch.full_like(spec.initial[name], drift) for name in parameters}
     start = {name: tensor.clone() for name, tensor in spec.initial.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from personal import server_context, watched
+from personal import server_context, tiny_run, training, watched
 from torch import nn
 
 import sparsekit_fl as fl
@@ -52,10 +52,9 @@ def test_a_proposal_that_was_never_answered_is_made_again() -> None:
 
 def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
     def flops(epochs_factor: float, epochs: int) -> int:
-        config = tiny_config(rounds=1)
-        config = dataclasses.replace(config, training=dataclasses.replace(config.training, local_epochs=epochs))
+        config = training(tiny_config(rounds=1), local_epochs=epochs)
         method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(epochs_factor=epochs_factor))
-        return fl.run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact_training
+        return tiny_run(method, config=config).cost.flops_compact_training
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
@@ -104,7 +103,7 @@ def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) ->
         example_inputs=(torch.zeros(2, 6),),
     )
     states = [
-        fl.run(dataclasses.replace(fedavg(), share=share), problem, tiny_clients(), tiny_config(rounds=1)).final.state_sha256
+        tiny_run(dataclasses.replace(fedavg(), share=share), problem=problem, rounds=1).final.state_sha256
         for share in (Everything(), OwnClasses())
     ]
     assert states[0] == states[1]

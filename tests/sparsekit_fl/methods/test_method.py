@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit import criteria
@@ -19,7 +20,6 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.settings import arguments_of, settings_of
 from sparsekit_fl.options.checked import choices, described
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class Plain(policies.LocalPolicy):
@@ -37,7 +37,7 @@ def test_a_description_names_every_option_and_no_address():
 
 def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
     for note in ("It saves bytes.", ""):
-        result = fl.run(fl.Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+        result = tiny_run(fl.Method(name="m", source="s", note=note), rounds=1)
         assert result.to_dict().get("note", "") == note
         assert ("note" in result.to_dict()) == bool(note)
 
@@ -61,8 +61,7 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     plain = fl.Method(name="m", source="")
     hooks = {kind: [name.split(".")[1] for name in written if name.startswith(f"{kind}.")] for kind in plain.policies()}
     recorded = {kind: _recorded(policy, kind, hooks[kind], calls) for kind, policy in plain.policies().items()}
-    config = replace(tiny_config(rounds=1), cohort=1)
-    fl.run(replace(plain, **recorded), tiny_problem(), tiny_clients(), config)
+    tiny_run(replace(plain, **recorded), rounds=1, cohort=1)
     assert list(dict.fromkeys(calls)) == written
 
 
@@ -74,9 +73,7 @@ def test_every_policy_may_refuse_a_problem_before_the_run():
 
         picky = type("Picky", (type(policy),), {"check": refuse})()
         with pytest.raises(InvalidValueError, match=f"{kind} cannot work"):
-            fl.run(
-                replace(fl.Method(name="m", source=""), **{kind: picky}), tiny_problem(), tiny_clients(), tiny_config(rounds=1)
-            )
+            tiny_run(replace(fl.Method(name="m", source=""), **{kind: picky}), rounds=1)
 
 
 def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is() -> None:

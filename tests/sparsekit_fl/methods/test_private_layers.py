@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from personal import client_context, training, watched
+from personal import client_context, tiny_run, training, watched
 from torch import nn
 
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.methods import fedp3, fedper, fedrep, local
+from sparsekit_fl.methods import fedp3, fedper, fedrep
 from sparsekit_fl.methods.fedp3 import own_layers
 from sparsekit_fl.methods.fedrep import HeadThenBody
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -22,7 +21,7 @@ HEAD = {"last.weight", "last.bias"}
 def test_the_head_never_travels(method) -> None:
     result, updates = watched(method())
     assert all(set(item.delta).isdisjoint(HEAD) and "first.weight" in item.delta for item in updates)
-    start = run(local(), tiny_problem(), tiny_clients(), tiny_config(rounds=1)).state
+    start = tiny_run("local", rounds=1).state
     assert all(torch.equal(result.state[name], start[name]) for name in HEAD)
     assert not torch.equal(result.state["first.weight"], start["first.weight"])
     assert result.final.personal["loss"] < result.final.shared["loss"]

@@ -107,22 +107,20 @@ def combine(policy, *pairs):
     return policy.combine(context(5, {}), STATE, pairs)["w"].tolist()
 
 
+FRESH = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
+
+
 def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() -> None:
-    fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
     late = [(update(2, [2.0, 6.0, 0.0]), 1), (update(3, [2.0, 0.0, 3.0]), 2)]
     # ū = (2, 0, 0); gaps 36 and 9 over (n + 1)² · ‖ū‖² = 36: Λ = 1 and 1/4.
     first = 0.65 / 2 + 0.35 * (1 - math.exp(-1.0))
     second = 0.65 / 3 + 0.35 * (1 - math.exp(-0.25))
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
-    assert combine(StaleMean(beta=0.35), *late, *fresh) == pytest.approx(expected)
+    assert combine(StaleMean(beta=0.35), *late, *FRESH) == pytest.approx(expected)
 
 
-def test_without_late_updates_it_is_the_mean() -> None:
-    fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
-    assert combine(StaleMean(), *fresh) == combine(Mean("uniform"), *fresh) == [3.0, 2.0, 3.0]
-
-
-def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
+def test_without_late_updates_it_is_the_mean_and_without_fresh_ones_they_weigh_by_age_alone() -> None:
+    assert combine(StaleMean(), *FRESH) == combine(Mean("uniform"), *FRESH) == [3.0, 2.0, 3.0]
     late = [(update(0, [1.0, 0.0, 0.0]), 1), (update(1, [4.0, 0.0, 0.0]), 3)]
     assert combine(StaleMean(beta=0.0), *late) == pytest.approx([1.0 + (1.0 / 2 + 4.0 / 4) / (1 / 2 + 1 / 4), 2.0, 3.0])

@@ -29,6 +29,13 @@ class _TiedWithoutBias(nn.Module):
         return F.linear(self.mix(self.embedding(tokens)), self.embedding.weight)
 
 
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
 FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
 TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
 BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
@@ -62,6 +69,10 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("fedper share.layers=2", tiny_problem(), "leaves nothing to share"),
         ("cs", FLAT, "CS has nothing to prune"),
         ("depthfl", FLAT, "no place for an exit"),
+        *(
+            (name, FROZEN, "no weight matrix besides its output layer that trains")
+            for name in ("cs", "fedspa", "prunefl", "lotteryfl")
+        ),
     ],
 )
 def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: fl.Problem, message: str) -> None:

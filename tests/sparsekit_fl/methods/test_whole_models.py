@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, server_context, training, watched
+from personal import ONE_STEP, client_context, deep_problem, server_context, tiny_run, training, watched
 
 import sparsekit_fl as fl
 from sparsekit.rng import torch_scope
@@ -19,7 +19,6 @@ from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.methods.scaffold import ControlledMean
 from sparsekit_fl.policies import Assignment, Constant, LearnableSgd, Mean, Update
 from sparsekit_fl.policies.aggregate import median
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -27,7 +26,7 @@ from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_proble
 @pytest.mark.same_bits
 def test_equals_a_loop_written_by_hand():
     clients, config = tiny_clients(), tiny_config(rounds=3)
-    result = run(fedavg(), tiny_problem(), clients, config)
+    result = tiny_run(clients=clients, config=config)
     streams = Streams(config.seed)
     with torch_scope(streams.model()):
         model = TinyNet()
@@ -64,14 +63,10 @@ def test_equals_a_loop_written_by_hand():
 
 def test_the_global_model_never_moves_and_personal_models_learn():
     config = tiny_config(rounds=8)
-    result = run(local(), tiny_problem(), tiny_clients(), config)
+    result = tiny_run(local(), config=config)
     initial = RunSpec.build(local(), tiny_problem(), config).initial
     assert all(torch.equal(result.state[name], initial[name]) for name in initial)
     assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
-
-
-def trained(method):
-    return run(method, tiny_problem(), tiny_clients(), tiny_config())
 
 
 LEARNED = replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1))
@@ -80,31 +75,13 @@ LEARNED = replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3
 @pytest.mark.parametrize("method", [with_settings(fedprox(), {"local.proximal": 0.5}), LEARNED], ids=["fedprox", "fedlps"])
 def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
     """Plain SGD interpolates the leaves, in fedlps under a moving mask; weight decay of almost nothing takes the other way."""
-    near, far = (
-        run(method, tiny_problem(), tiny_clients(), training(tiny_config(rounds=2), weight_decay=decay)).state
-        for decay in (0.0, 1e-30)
-    )
+    near, far = (tiny_run(method, config=training(tiny_config(rounds=2), weight_decay=decay)).state for decay in (0.0, 1e-30))
     assert all(torch.allclose(value.double(), far[name].double(), atol=1e-5) for name, value in near.items())
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
     ours, alone = watched(with_settings(ditto(), {"local.strength": 0.0}))[0], watched(local())[0]
     assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
-
-
-def test_one_step_by_hand() -> None:
-    """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
-    spec, client, ctx = client_context(with_settings(ditto(), {"local.strength": 0.5}), config=ONE_STEP)
-    own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in spec.initial.items()}
-    ctx.memory["model"] = own
-    TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
-    model = tiny_problem().model()
-    model.load_state_dict(own)
-    data = client.data.train
-    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
-    for name, value in model.named_parameters():
-        expected = value - 0.1 * (value.grad + 0.5 * (value - spec.initial[name]))
-        assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
 
 
 def gradient(weights, data):
@@ -116,6 +93,18 @@ def gradient(weights, data):
 
 def moved(weights, direction, rate):
     return {name: value - rate * direction[name] for name, value in weights.items()}
+
+
+def test_one_step_by_hand() -> None:
+    """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
+    spec, client, ctx = client_context(with_settings(ditto(), {"local.strength": 0.5}), deep_problem(), ONE_STEP)
+    own = {name: tensor + 0.1 for name, tensor in spec.initial.items()}
+    ctx.memory["model"] = own
+    TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
+    slope = gradient(own, client.data.train)
+    for name, value in own.items():
+        expected = value - 0.1 * (slope[name] + 0.5 * (value - spec.initial[name]))
+        assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
 
 
 def test_a_first_order_step_by_hand() -> None:
@@ -184,9 +173,9 @@ def by_hand(cohorts, clients, server_lr):
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch(server_lr):
     clients = tiny_clients(4)
-    result = fl.run(scaffold(), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
+    given = {"problem": deep_problem(), "clients": clients, "config": CONFIG, "server_lr": server_lr}
+    result, plain = (tiny_run(method, **given) for method in (scaffold(), replace(fedavg(), aggregate=Mean("uniform"))))
     expected = by_hand([record.cohort for record in result.rounds], clients, server_lr)
-    plain = fl.run(replace(fedavg(), aggregate=Mean("uniform")), deep_problem(), clients, replace(CONFIG, server_lr=server_lr))
     for name, value in expected.items():
         torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
         assert float((plain.state[name] - value).abs().max()) > 1e-3, "the correction is there to be seen"

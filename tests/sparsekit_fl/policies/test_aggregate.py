@@ -97,12 +97,6 @@ def test_a_mean_of_whole_entries_refuses_masked_updates():
         policy.validate(ctx, masked, Assignment(round=1, client_id=0, state=START))
 
 
-def test_an_entry_that_nobody_keeps_is_the_same_bits():
-    updates = [update(k, [1.0, 1.0, 1.0], keep=[True, True, False]) for k in range(3)]
-    for policy in (ALL, HOLDERS, BY_EXAMPLES):
-        assert torch.equal(combine(policy, mean, updates, START)["w"][2], START["w"][2])
-
-
 @pytest.mark.same_bits
 def test_a_full_mask_gives_the_bits_of_no_mask():
     deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()

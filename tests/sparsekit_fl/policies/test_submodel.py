@@ -17,13 +17,10 @@ import sparsekit_fl as fl
 from sparsekit.criteria import Ordered
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.loop import TrainingLog
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult, RecalibratedBatchNorm, Sgd, SubmodelSgd
 from sparsekit_fl.results.saved import load_model
-from sparsekit_fl.results.state.store import MemoryStore
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
@@ -53,16 +50,21 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
     return int(memory["state"]["number"])
 
 
-@pytest.mark.parametrize(("select", "number"), [("last", 2), ("best", 0), ("loss", 1)])
-def test_the_last_the_best_or_the_one_of_least_loss_stays(select, number) -> None:
-    assert kept(select) == number
+@pytest.mark.parametrize(
+    ("metric", "select", "number"),
+    [
+        ("accuracy", "last", 2),
+        ("accuracy", "best", 0),
+        ("accuracy", "loss", 1),
+        # Without accuracy, best is the least validation loss.
+        ("log_loss", "best", 0),
+        ("log_loss", "loss", 1),
+    ],
+)
+def test_the_last_the_best_or_the_one_of_least_loss_stays(metric, select, number) -> None:
+    assert kept(select, metric=metric) == number
     diverged = (0.0, math.nan, math.nan)
-    assert select == "last" or kept(select, [*PARTICIPATIONS, diverged]) == number
-
-
-def test_without_accuracy_best_is_least_validation_loss() -> None:
-    assert kept("best", metric="log_loss") == 0
-    assert kept("loss", metric="log_loss") == 1
+    assert select == "last" or kept(select, [*PARTICIPATIONS, diverged], metric=metric) == number
 
 
 @pytest.mark.parametrize("select", ["best", "loss"])
@@ -120,23 +122,21 @@ def one_client(labels, *, capability=0.5, model=Line, inputs=None):
 def trained(local, labels, *, ratio=0.5):
     client, problem, config = one_client(labels)
     method = dataclasses.replace(heterofl(), local=local)
-    spec = RunSpec.build(method, problem, config)
-    worker = ClientExecutor(spec, {}, MemoryStore())
-    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    spec, _, ctx = client_context(method, problem, config, client=client)
     keep = torch.tensor([True, ratio == 1.0])
     result = local.train(ctx, spec.initial, UnitMask({"first": keep}), ratio)
-    return result, worker
+    return result, ctx
 
 
 def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
     # Unit 0 alone is kept: it gives 1, the scaler makes it 2, and every logit is 2. The gradient of each logit is
     # 1/3 − [class], times the scaled activation.
-    result, worker = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
+    result, ctx = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
     expected = torch.ones(3, 1) - 2.0 * (torch.full((3, 1), 1 / 3) - torch.tensor([[1.0], [0.0], [0.0]]))
     assert torch.allclose(result.state["last.weight"], expected)
     plain, _ = trained(Sgd(), [0, 0])
     assert not torch.allclose(plain.state["last.weight"], expected)
-    hidden = worker.masked.model.first(torch.tensor([[1.0, 2.0]]))
+    hidden = ctx.masked.model.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
 
 
@@ -174,10 +174,8 @@ class Normed(nn.Module):
 def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
-    spec = RunSpec.build(fedavg(), problem, config)
-    worker = ClientExecutor(spec, {}, MemoryStore())
-    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    module = worker.masked.model
+    spec, _, ctx = client_context(fedavg(), problem, config, client=client, kind="personal")
+    module = ctx.masked.model
     RecalibratedBatchNorm().calibrate(ctx, module)
     assert module.norm.running_mean.tolist() == [4.0, 25.0]
     assert torch.allclose(module.norm.running_var, x.var(0))

@@ -17,9 +17,8 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit import criteria
 from sparsekit.graph.state import digest
-from sparsekit_fl.methods import fedavg, fedlps, local
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
 
 def test_result_json_has_what_scripts_rely_on(tmp_path):
@@ -57,10 +56,9 @@ class Scored(fl.Callback):
 
 @pytest.mark.same_bits
 def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
-    config = replace(tiny_config(rounds=6), eval_clients=3)
     seen, others = Scored(), Scored()
-    result = tiny_run("fedlps", config=config, callbacks=[seen], out=tmp_path)
-    whole = run(fedlps(), tiny_problem(), tiny_clients(), replace(config, eval_clients=None))
+    result = tiny_run("fedlps", rounds=6, eval_clients=3, callbacks=[seen], out=tmp_path)
+    whole = tiny_run("fedlps", rounds=6)
     assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
     assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
@@ -68,7 +66,7 @@ def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(t
     # Scoring changes nothing, and what it scores is the same for any method.
     assert result.final == whole.final
     assert all("clients" not in (record["evaluation"] or {}) for record in whole.to_dict()["rounds"])
-    run(local(), tiny_problem(), tiny_clients(), config, callbacks=[others], engine=fl.Embedded(2))
+    tiny_run("local", rounds=6, eval_clients=3, callbacks=[others], engine=fl.Embedded(2))
     assert others.by_round == seen.by_round
 
 
@@ -127,8 +125,7 @@ def test_a_run_that_a_callback_ends_before_the_first_round_is_scored_and_can_go_
 
 def test_a_model_without_units_can_still_be_averaged():
     problem = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    result = run(fedavg(), problem, tiny_clients(), tiny_config())
-    assert result.final.personal["accuracy"] > 0.3
+    assert tiny_run(problem=problem).final.personal["accuracy"] > 0.3
 
 
 def half_run(folder, *, resume, workers):
@@ -140,8 +137,7 @@ def half_run(folder, *, resume, workers):
         aggregate=fl.policies.Mean(over="all"),
         personal=fl.policies.LocalModel("best"),
     )
-    config = tiny_config(rounds=20)
-    return run(method, tiny_problem(), tiny_clients(), config, out=folder, resume=resume, engine=fl.Embedded(workers))
+    return tiny_run(method, rounds=20, out=folder, resume=resume, engine=fl.Embedded(workers))
 
 
 def half_run_until(call, folder, **options):

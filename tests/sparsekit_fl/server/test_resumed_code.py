@@ -85,7 +85,9 @@ def begun(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: A
     return run(method, problem, clients, replace(tiny_config(), capability_levels=None), out=folder / "run", **options)
 
 
-def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_its_own_code_and_devices_and_not_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
     for name, old, new in [
@@ -100,25 +102,17 @@ def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, mo
         assert CODE.count(old) == 1
         with pytest.raises(fl.errors.ResumeError, match=rf"other code of your own \({name}\)"):
             begun(tmp_path, CODE.replace(old, new), monkeypatch, resume=True)
-    # Comments decide nothing.
-    result = begun(tmp_path, CODE.replace("# a factor", "# the factor"), monkeypatch, resume=True)
-    assert len(result.rounds) == 4
-
-
-def test_other_code_can_be_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = tiny_clients()
+    for change in ({"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}):
+        clients = [replace(first, capability=fl.Capability(**change)), *others]
+        with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
+            begun(tmp_path, CODE, monkeypatch, resume=True, clients=clients)
+    # Comments decide nothing, and other code can be accepted.
+    commented = CODE.replace("# a factor", "# the factor")
     with pytest.raises(fl.errors.RunInterrupted):
-        begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
+        begun(tmp_path, commented, monkeypatch, resume=True, callbacks=[StopAfter(2)])
     other = CODE.replace("torch.relu", "torch.tanh")
     assert len(begun(tmp_path, other, monkeypatch, resume=True, accept_code=True).rounds) == 4
-
-
-@pytest.mark.parametrize("change", [{"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}])
-def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(fl.errors.RunInterrupted):
-        begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
-    first, *others = tiny_clients()
-    with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
-        begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=fl.Capability(**change)), *others])
 
 
 def test_a_factory_that_is_found_by_its_path_counts_and_so_does_one_that_another_is_given(tmp_path: Path) -> None:

@@ -115,15 +115,6 @@ def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entrie
     assert len(reasons) == 1
 
 
-def test_assignments_depend_on_seed_and_round_alone(spec):
-    clients = by_id(tiny_clients())
-    one, other = Server(spec, clients), Server(spec, clients)
-    one.assign(1)
-    assert [(a.client_id, a.capability) for a in one.assign(5)] == [(a.client_id, a.capability) for a in other.assign(5)]
-    cohorts = {tuple(a.client_id for a in one.assign(round)) for round in range(1, 9)}
-    assert len(cohorts) > 3
-
-
 ROUNDED = replace(tiny_config(), upload="bfloat16")
 
 
