@@ -102,9 +102,6 @@ def interval(low: Any, high: Any, scale: Any = "linear") -> Callable[[], object]
                 ("x=1:2:log:log", "must be NAME=LOW:HIGH"),
                 ("x=one:2", "at least two different values"),
                 ("x=2:1", "x=2:1: low must be below high"),
-                ("x=nan:1", "low must be a number"),
-                ("x=0:inf", "finite"),
-                ("x=0:1:log", "low > 0"),
                 ("x=0.5:8:int", "bounds must be whole"),
                 ("x=0:8:int:log", "begin at 1 or above"),
             )

@@ -1,7 +1,6 @@
 """Study: what is proposed, failures, several trials at a time, and going on after any death."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,18 +95,6 @@ def test_a_line_that_was_not_written_whole_is_done_again(tmp_path: Path) -> None
         journal.write_bytes(left)
 
 
-def test_it_stops_when_asked_to_and_goes_on(tmp_path: Path) -> None:
-    stop = threading.Event()
-
-    def heard(trial: Any) -> None:
-        if trial.number == 3 and trial.state.is_finished():
-            stop.set()
-
-    with opened(tmp_path) as study, pytest.raises(KeyboardInterrupt):
-        study.run(Here(hill), 8, heard, stop=stop)
-    assert rows(tmp_path) == rows(None)
-
-
 @pytest.mark.parametrize("maximize", [True, False])
 def test_the_best_is_found_with_its_mean(maximize: bool) -> None:
     with opened(None, maximize=maximize) as study:
@@ -119,15 +106,7 @@ def test_the_best_is_found_with_its_mean(maximize: bool) -> None:
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-def test_several_trials_run_at_a_time_and_none_is_lost() -> None:
-    with opened(None, jobs=3) as study:
-        workers = Here(hill)
-        study.run(workers, 7)
-        assert (workers.most, workers.begun) == (3, list(range(7)))
-        assert [trial.number for trial in study.ended] == list(range(7))
-
-
-def test_trials_that_ran_go_on_with_their_values_and_the_rest_follow(tmp_path: Path) -> None:
+def test_trials_that_ran_several_at_a_time_go_on_with_their_values_and_the_rest_follow(tmp_path: Path) -> None:
     begun: dict[int, Any] = {}
 
     def heard(trial: Any) -> None:
@@ -138,8 +117,8 @@ def test_trials_that_ran_go_on_with_their_values_and_the_rest_follow(tmp_path: P
     with opened(tmp_path, jobs=3) as study:
         workers = Here(hill)
         study.run(workers, 6, heard)
-        assert workers.begun == [0, 1, 3, 4, 5]
-        assert len(study.ended) == 6
+        assert (workers.most, workers.begun) == (3, [0, 1, 3, 4, 5])
+        assert [trial.number for trial in study.ended] == list(range(6))
 
 
 def test_a_grid_ends_by_itself_and_goes_on(tmp_path: Path) -> None:
