@@ -211,7 +211,7 @@ def test_the_bandit_needs_numpy_alone() -> None:
         (
             "import numpy as np; from sparsekit.bandit import PUCBV, Interval;"
             "bandit = PUCBV(Interval(0.0, 1.0), horizon=5, rng=np.random.default_rng(0)); bandit.tell(bandit.ask(), 1.0)",
-            ("torch", "torch_pruning", "typer", "rich", "flwr", "scipy"),
+            ("torch", "torch_pruning", "typer", "rich", "flwr", "scipy", "optuna"),
         ),
         (
             "for package in (sparsekit, sparsekit_fl): [getattr(package, name) for name in package.__all__]",
