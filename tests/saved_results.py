@@ -6,6 +6,8 @@ from typing import Any
 
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.results.read import SCHEMA_NUMBER
+from sparsekit_fl.results.report.comparison import Comparison, comparisons_of
+from sparsekit_fl.results.report.trials import Trial
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""
@@ -56,6 +58,12 @@ def result(
     final = {"personal": {"accuracy": scored[max(scored)]}, "global": {} if shared is None else {"accuracy": shared}}
     whole = {"method": method, "policies": {}, "config": config, "seed": seed, "final": final, "cost": cost(rounds)}
     return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
+
+
+def compared(*results: dict[str, Any], target: float | None = None, failed: tuple[Trial, ...] = ()) -> Comparison:
+    """The comparison of results under one protocol."""
+    (found,) = comparisons_of([*map(Trial.of, results), *failed], target=target)
+    return found
 
 
 def save(folder: Path, *results: dict[str, Any]) -> Path:

@@ -3,17 +3,10 @@
 from typing import Any
 
 import pytest
-from saved_results import SECONDS, result
+from saved_results import SECONDS, compared, result
 
 from sparsekit_fl.paper.figures import missing_figures, paper_figures
-from sparsekit_fl.results.report.comparison import Comparison, comparisons_of
 from sparsekit_fl.results.report.plots import Figure
-from sparsekit_fl.results.report.trials import Trial
-
-
-def compared(*results: dict[str, Any], target: float | None = None) -> Comparison:
-    (found,) = comparisons_of(map(Trial.of, results), target=target)
-    return found
 
 
 def figures(*results: dict[str, Any], target: float | None = None) -> dict[str, Figure]:

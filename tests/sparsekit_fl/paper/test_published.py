@@ -4,23 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_results import result
+from saved_results import compared, result
 
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 from sparsekit_fl.paper.report import read_comparisons
-from sparsekit_fl.results.report.comparison import comparisons_of
-from sparsekit_fl.results.report.trials import Trial
-
-
-def _frame(*results: dict[str, Any]) -> Any:
-    (comparison,) = comparisons_of(map(Trial.of, results))
-    return published_beside(comparison)
 
 
 def _beside(*results: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Accuracy and FLOPs of each row."""
-    rows = [*_frame(*results).itertuples()]
+    rows = [*published_beside(compared(*results)).itertuples()]
     return [*zip(rows[::2], rows[1::2], strict=True)]
 
 
@@ -74,20 +67,20 @@ def test_published_numbers_stand_beside_their_own_protocol_alone(change: dict[st
     for name, value in change.items():
         about = made["config"]["experiment"] if name in made["config"]["experiment"] else made["config"]
         about[name] = {**about[name], **value} if name == "training" else value
-    (comparison,) = comparisons_of([Trial.of(made)])
+    comparison = compared(made)
     assert says in protocol_difference(comparison)
     assert bool(says) == (published_beside(comparison) is None) == bool(protocol_difference(comparison))
 
 
 def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capability() -> None:
-    assert _frame(result("fedavg", lack_classes=8)) is None
+    assert published_beside(compared(result("fedavg", lack_classes=8))) is None
     low = _beside(result("fedavg", heterogeneity="low"), result("fedavg", accuracies={100: 0.8}))
     assert [row.ours for row, _ in low] == [80.0]
     fixed = result("rcr-fix")
     fixed["config"]["capability"] = "fixed"
-    assert _frame(fixed) is None
+    assert published_beside(compared(fixed)) is None
     fixed["policies"] = {"capability": "fixed"}
-    assert len(_frame(fixed, result("fedavg"))) == 4
+    assert len(published_beside(compared(fixed, result("fedavg")))) == 4
 
 
 def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:

@@ -86,8 +86,12 @@ def test_a_record_comes_back_equal_and_numbers_that_json_lacks_become_null() -> 
     assert plain({"a": [float("nan"), 1.0], "b": (float("inf"), "x")}) == {"a": [None, 1.0], "b": [None, "x"]}
 
 
-def test_a_result_of_another_version_and_a_damaged_one_are_refused(finished: fl.RunResult, tmp_path: Path) -> None:
+def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_is_refused(
+    finished: fl.RunResult, tmp_path: Path
+) -> None:
+    finished.save(tmp_path / "result.json")
     raw = finished.to_dict()
+    assert fl.load_result(tmp_path).to_dict() == raw
     for change, says in (
         ({"schema": SCHEMA_NUMBER + 1}, r"has schema 4, and this version reads 3"),
         ({"rounds": [{"round": 1}]}, "is damaged"),

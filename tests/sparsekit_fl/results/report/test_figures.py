@@ -3,17 +3,14 @@
 from typing import Any
 
 import pytest
-from saved_results import FLOPS, SECONDS, result
+from saved_results import FLOPS, SECONDS, compared, result
 
-from sparsekit_fl.results.report.comparison import comparisons_of
 from sparsekit_fl.results.report.figures import figures_of
 from sparsekit_fl.results.report.plots import Figure
-from sparsekit_fl.results.report.trials import Trial
 
 
 def figures(*results: dict[str, Any]) -> dict[str, Figure]:
-    (comparison,) = comparisons_of(map(Trial.of, results))
-    return {figure.name: figure for figure in figures_of(comparison)}
+    return {figure.name: figure for figure in figures_of(compared(*results))}
 
 
 def points(figure: Figure, series: str) -> list[tuple[Any, ...]]:

@@ -3,24 +3,18 @@
 import csv
 import io
 import math
-from typing import Any
 
 import pytest
 from rich.console import Console
-from saved_results import SECONDS, result
+from saved_results import SECONDS, compared, result
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.results.report.columns import texts
-from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.results.report.comparison import Comparison, check_target
 from sparsekit_fl.results.report.tables import latex_escape, latex_table, markdown_table, show
 from sparsekit_fl.results.report.trials import Trial
 
 NASTY = "a_b & 100% of #1 {$x^2$} ~ <c> \\d ± – µ 木"
-
-
-def compare(*results: dict[str, Any], target: float | None = None, failed: tuple[Trial, ...] = ()) -> Comparison:
-    (found,) = comparisons_of([*map(Trial.of, results), *failed], target=target)
-    return found
 
 
 def shown(comparison: Comparison, width: int = 200) -> str:
@@ -53,7 +47,7 @@ def test_a_column_has_one_prefix_and_three_digits(
 def test_means_deviations_and_n_are_those_of_each_row() -> None:
     a = [result("a", seed, accuracies={100: accuracy}, shared=shared)
          for seed, accuracy, shared in ((0, 0.5, None), (1, 0.7, 0.25))]  # fmt: skip
-    comparison = compare(*a, result("b"))
+    comparison = compared(*a, result("b"))
     first, second = comparison.rows
     assert first.mean["personal_accuracy"] == pytest.approx(0.6)
     assert first.deviation["personal_accuracy"] == pytest.approx(0.02**0.5)
@@ -71,7 +65,7 @@ def test_a_failed_seed_is_marked_in_every_file() -> None:
     failed = Trial(method="a", seed=2, config=result("a")["config"], error="[red] it diverged")
     lost = result("a", 3)
     lost["final"]["personal"]["accuracy"] = None
-    comparison = compare(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
+    comparison = compared(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
     assert [row.runs for row in comparison.rows] == ["2 of 4", "1"]
     for text in (shown(comparison), markdown_table(comparison), latex_table(comparison)):
         assert "2 of 4" in text
@@ -86,22 +80,22 @@ def test_a_failed_seed_is_marked_in_every_file() -> None:
 
 def test_what_failed_before_it_had_a_configuration_counts_once_at_every_level() -> None:
     failed = Trial(method="a", seed=1, config={}, error="no such option")
-    levels = compare(result("a", heterogeneity="low"), result("a"), failed=(failed,))
+    levels = compared(result("a", heterogeneity="low"), result("a"), failed=(failed,))
     assert [row.runs for row in levels.rows] == ["1 of 2", "1 of 2"]
     own = result("a")
     own["config"]["capability_levels"] = [1.0, 0.3]
-    assert [row.runs for row in compare(own, failed=(failed,)).rows] == ["1 of 2"]
+    assert [row.runs for row in compared(own, failed=(failed,)).rows] == ["1 of 2"]
 
 
 def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() -> None:
     one = result("a", accuracies={10: 0.4, 20: 0.6, 30: 0.5, 100: 0.9})
     for target, seconds in ((0.6, 20 * SECONDS), (0.61, 100 * SECONDS), (0.95, None)):
-        assert compare(one, target=target).records()[0]["target_seconds"] == seconds
-    both = compare(one, result("a", 1, accuracies={100: 0.3}), target=0.6)
+        assert compared(one, target=target).records()[0]["target_seconds"] == seconds
+    both = compared(one, result("a", 1, accuracies={100: 0.3}), target=0.6)
     assert "time to 60%" in shown(both)
     assert both.rows[0].text["target_seconds"] == "10.0 s (1 of 2)"
-    assert compare(result("a", accuracies={100: 0.987}), result("b", accuracies={100: 0.5})).goal == 0.88
-    assert compare(result("a", accuracies={100: 0.7})).goal == 0.63
+    assert compared(result("a", accuracies={100: 0.987}), result("b", accuracies={100: 0.5})).goal == 0.88
+    assert compared(result("a", accuracies={100: 0.7})).goal == 0.63
     for target in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(InvalidValueError, match=r"must be an accuracy in \(0, 1\]"):
             check_target(target)
@@ -109,21 +103,17 @@ def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() ->
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
-    text = shown(compare(*(result("fedlps-magnitude", seed, accuracies={100: 0.9 + seed / 100}) for seed in range(3))), width)
+    text = shown(compared(*(result("fedlps-magnitude", seed, accuracies={100: 0.9 + seed / 100}) for seed in range(3))), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     for part in ("91.0 ± 1.0%", "100 ± 0 MB", "2.79 ± 0.00T", "50.0 ± 0.0 s", "wall time"):
         assert part in text
 
 
-def _latex() -> str:
-    return latex_table(
-        compare(*(result(NASTY, seed, note=f"Note {NASTY}") for seed in (0, 1)), result("b", heterogeneity="low"))
-    )
-
-
 def test_the_latex_table_is_escaped_and_has_rules_a_caption_and_footnotes() -> None:
     assert latex_escape("a_b & 5% ± 1 {\\} 木") == r"a\_b \& 5\% $\pm$ 1 \{\textbackslash{}\} ?"
+    nasty = (result(NASTY, seed, note=f"Note {NASTY}") for seed in (0, 1))
+    table = latex_table(compared(*nasty, result("b", heterogeneity="low")))
     for part in (
         r"\toprule",
         r"\midrule",
@@ -132,4 +122,4 @@ def test_the_latex_table_is_escaped_and_has_rules_a_caption_and_footnotes() -> N
         r"\textsuperscript{1}",
         r"\caption{cnn on mnist",
     ):
-        assert part in _latex()
+        assert part in table

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from saved_results import result, save
+from saved_results import compared, result, save
 
 from sparsekit.errors import DataError
 from sparsekit_fl.results.report.comparison import comparisons_of
@@ -17,8 +17,7 @@ def test_levels_are_read_from_the_configuration() -> None:
     for config in ({"capability_levels": [1.0, 0.3]}, {"capability_levels": None}, {}):
         assert Trial(method="a", seed=0, config=config).level == ("", -1)
     made = [result("a", heterogeneity=name, lack_classes=lack) for name in ("high", "low", "median") for lack in (8, 2)]
-    (comparison,) = comparisons_of(map(Trial.of, made))
-    assert comparison.levels == tuple((name, lack) for name in ("low", "median", "high") for lack in (2, 8))
+    assert compared(*made).levels == tuple((name, lack) for name in ("low", "median", "high") for lack in (2, 8))
 
 
 def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp_path: Path) -> None:
