@@ -189,20 +189,8 @@ def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
-    command = [
-        "compare",
-        "fedavg",
-        "local",
-        *TINY,
-        "--seeds",
-        "1",
-        "--rounds",
-        "400",
-        "--jobs",
-        str(jobs),
-        "--out",
-        str(tmp_path),
-    ]
+    long = ["--seeds", "1", "--rounds", "400", "--jobs", str(jobs)]
+    command = ["compare", "fedavg", "local", *TINY, *long, "--out", str(tmp_path)]
     # To this process alone: it has to tell its children.
     code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/checkpoint.safetensors").exists)
     assert (code, out) == (130, ""), err

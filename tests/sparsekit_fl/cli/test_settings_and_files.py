@@ -1,4 +1,4 @@
-"""`--set`, `--config`, `list options` and `describe`."""
+"""`--set`, `--config` and `list`."""
 
 import contextlib
 import json
@@ -13,6 +13,7 @@ from sparsekit.cli import command_app
 from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import MOMENTARY, written
+from sparsekit_fl.cli.listing import KINDS
 from sparsekit_fl.cli.options import RunOptions, known_options, path_of, takes_options
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.settings import arguments_of
@@ -138,3 +139,24 @@ def test_a_wrong_file_is_refused(text, message, tmp_path, capsys):
     (tmp_path / "run.toml").write_text(text)
     assert execute(["run", "fedavg", "--config", str(tmp_path / "run.toml")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_has_a_line_about_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["list", kind, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) >= 1
+    assert all(item["about"] and "not available" not in item["about"] for item in found)
+    assert execute(["list", kind]) == 0
+    out = capsys.readouterr().out
+    assert all(item["name"] in out for item in found)
+
+
+def test_a_broken_plug_in_says_so_and_spoils_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(registry._table, "broken", "nowhere_at_all:method")
+    assert execute(["list", "methods", "--json"]) == 0
+    about = {item["name"]: item["about"] for item in json.loads(capsys.readouterr().out)}
+    assert "nowhere_at_all" in about["broken"]
+    assert "FedAvg" in about["fedavg"]

@@ -1,11 +1,15 @@
-"""Options: validated, and the same after a trip through plain values or TOML."""
+"""Options: validated, the same after a trip through plain values, and offered by the command line and by Flower."""
 
-import tomllib
+import json
 
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.options.checked import choices
 from sparsekit_fl.options.config import _BELONGS, HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.options.given import Option, options
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
 
@@ -14,20 +18,12 @@ def test_levels_of_heterogeneity_are_those_of_the_paper():
     assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
 
 
-def test_plain_values_are_read():
-    text = (
-        'rounds = 7\ncohort = 3\nseed = 4\ncapability = "dynamic"\ncapability_levels = [1.0, 0.5]\nlr_decay = 0.998\n'
-        "[training]\nlr = 8\nmomentum = 0.5\nclip = 1.0\n"
+def test_plain_values_are_read_as_they_were_written():
+    training = TrainingConfig(lr=8, momentum=0.5, clip=1.0)
+    config = RunConfig(
+        rounds=7, cohort=3, training=training, seed=4, capability="dynamic", capability_levels=(1.0, 0.5), lr_decay=0.998
     )
-    assert RunConfig.from_dict(tomllib.loads(text)) == RunConfig(
-        rounds=7,
-        cohort=3,
-        training=TrainingConfig(lr=8, momentum=0.5, clip=1.0),
-        seed=4,
-        capability="dynamic",
-        capability_levels=(1.0, 0.5),
-        lr_decay=0.998,
-    )
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_unknown_keys_name_the_nearest():
@@ -38,7 +34,7 @@ def test_unknown_keys_name_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("given", "message"),
     [
         ({"rounds": True}, "rounds must be an integer"),
         (
@@ -47,15 +43,14 @@ def test_unknown_keys_name_the_nearest():
         ),
         ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number >= 0, got nan"),
         ({"rounds": 1, "training": 1.0}, "training must be a TrainingConfig, got float"),
-        ({"rounds": 1, "min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
         ({"rounds": 1, "dp_clip": 1.0}, "dp_clip needs dp_noise"),
         ({"rounds": 1, "dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean'"),
         ({}, "lacks 'rounds'"),
     ],
 )
-def test_values_that_are_not_allowed_are_refused(options, message):
+def test_values_that_are_not_allowed_are_refused(given, message):
     with pytest.raises(InvalidValueError, match=message):
-        RunConfig.from_dict(options)
+        RunConfig.from_dict(given)
 
 
 GIVEN = {
@@ -76,3 +71,27 @@ def test_an_option_without_the_feature_that_it_belongs_to_is_refused(name):
         more = {"dp_noise": 1.0} if feature == "dp_clip" else {}
         config = RunConfig(rounds=1, **more | {feature: value, name: GIVEN[name]})
         assert getattr(config, name) == GIVEN[name]
+
+
+def test_the_command_line_takes_every_option_that_has_a_panel() -> None:
+    assert set(options(RunConfig, TrainingConfig)) < set(options(RunOptions))
+
+
+def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what_is_not_given() -> None:
+    written = Plan().to_run_config()
+    offered = {name.replace("_", "-") for name in options(RunConfig, TrainingConfig)} - {"device", "capability"}
+    # Every node reads the run configuration, and who knows the seed of the noise can remove it.
+    assert offered - set(written) == {"dp-noise-seed"}
+    assert all(isinstance(value, bool | int | float | str) for value in written.values())
+    assert Plan.of(written) == Plan()
+    assert Plan.of(written).given == {}
+    # What is typed at the command line of Flower may be text, and zero is a value.
+    given = Plan.of({**written, "rounds": "3", "lr": 0, "clip": "none", "upload": "bfloat16"})
+    assert given == Plan(rounds=3, lr=0, clip=None, upload="bfloat16")
+    assert given.given_of(TrainingConfig) == {"lr": 0, "clip": None}
+
+
+def test_every_option_of_a_run_says_what_it_is() -> None:
+    for kind in (RunConfig, TrainingConfig):
+        told = {choice.name for choice in choices(kind) if (option := choice.note(Option)) and option.help}
+        assert told == set(kind.__dataclass_fields__) - {"training"}

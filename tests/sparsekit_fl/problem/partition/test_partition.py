@@ -4,13 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.partition.base import hold_out
 from sparsekit_fl.problem.partition.dirichlet import dirichlet
 from sparsekit_fl.problem.partition.natural import natural
-from sparsekit_fl.problem.partition.pathological import pathological
+from sparsekit_fl.problem.partition.pathological import lacking, pathological
 from sparsekit_fl.testing import PartitionContract
 
 
@@ -159,3 +161,23 @@ def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
 
     assert set(classes(True)) == {2}
     assert 3 <= classes(False).count(1) <= 20
+
+
+@given(classes=st.integers(2, 200), per_client=st.integers(1, 20), images=st.integers(2, 200), data=st.data())
+def test_a_client_keeps_its_number_of_examples(classes: int, per_client: int, images: int, data: st.DataObject) -> None:
+    lack = data.draw(st.integers(0, classes - 1))
+    found = lacking(lack, classes, {"classes_per_client": per_client, "images_per_class": images})
+    owned, each = found["classes_per_client"], found["images_per_class"]
+    assert owned == classes - lack
+    assert each >= 2
+    assert each == 2 or per_client * images - owned < owned * each <= per_client * images
+    assert found["distinct"] is True
+
+
+@pytest.mark.parametrize("lack", [0, 4, 8])
+def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
+    _, clients = fl.build_problem(fl.preset_for(), lack_classes=lack)
+    for client in clients:
+        assert len(set(client.data.train.labels().tolist())) == 10 - lack
+        assert set(client.data.test.labels().tolist()) == set(client.data.train.labels().tolist())
+        assert 38 <= len(client.data.train) + len(client.data.val) <= 50
