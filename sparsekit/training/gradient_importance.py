@@ -30,8 +30,7 @@ class GradientImportance(Learning):
     The mask follows after every step in which the order of importance changed. By default the optimiser steps importance: add
     `masked.penalty()` to the loss, and keep importance out of weight decay with `masked.param_groups()`. With a rate of its own
     the rule steps it by plain gradient descent, which is faster, as both gradients are computed in closed form from those of
-    the weights; `penalty()` is then 0, and optimisers need not know importance. It reads weights and their gradients at every
-    fourth step alone, and after a change of the mask: between, the gradient of the gates and the target stay as they were.
+    the weights; `penalty()` is then 0, and optimisers need not know importance.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
@@ -45,9 +44,12 @@ class GradientImportance(Learning):
             With 0 they learn from the regulariser alone.
         lr: Learning rate of importance; None leaves its step to the optimiser. Where gradients of the weights are clipped, call
             `masked.learn()` before.
+        refresh_every: With `lr`, importance takes a step after every step of the weights, but its target and the gradient of
+            the gates are computed from the weights only at every n-th step and after a change of the mask, and reused in
+            between. 1 is the algorithm of the paper; computed every time, they take a tenth of the time of a small step.
 
     Raises:
-        InvalidValueError: `explore` outside [0, 1], or `lr` below 0 or infinite.
+        InvalidValueError: `explore` outside [0, 1], `lr` below 0 or infinite, or `refresh_every` below 1.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
@@ -55,18 +57,17 @@ class GradientImportance(Learning):
     regularizer: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
     explore: float = 0.1
     lr: float | None = None
+    refresh_every: int = 4
 
     def __post_init__(self) -> None:
         check_explore(self.explore)
+        if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
+            raise InvalidValueError(f"refresh_every must be a whole number >= 1, got {self.refresh_every!r}")
         if self.lr is not None and not 0.0 <= self.lr < math.inf:
             raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
     def rule(self, host: Host) -> FollowScores:
         return FollowScores(self, host)
-
-
-_EVERY = 4
-"""Own steps of the rule for one reading of the weights and their gradients: read every time, they took a tenth of a step."""
 
 
 class FollowScores(Rule):
@@ -165,8 +166,8 @@ class FollowScores(Rule):
         return self.settings.regularizer.targets(host.execution.fused.magnitudes(), self._sizes).to(host.scores.dtype)
 
     def _recent(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The targets and the gates' gradient, read anew at every fourth step; the latter also for other kept units."""
-        fused, due = host.execution.fused, self._age % _EVERY == 0
+        """Return the targets and the gates' gradient, computed again when due; the latter also after a change of the mask."""
+        fused, due = host.execution.fused, self._age % self.settings.refresh_every == 0
         self._age += 1
         if self._target is None or due:
             self._target = self._targets(host)
