@@ -120,9 +120,6 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
         if self.problem:
             # A user's clients have capabilities of their own.
             given |= {"capability": "fixed", "capability_levels": None}
-        if given.get("async_buffer") is not None:
-            # Devices come in when they do.
-            given = {"async_clock": "wall", **given}
         return preset_for(preset=self.preset).config(given, _MANY if clients is None else clients)
 
     def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update
@@ -52,28 +52,10 @@ class Unscored:
 Scored = Evaluation | Unscored
 
 
-@runtime_checkable
-class ClientStream(Protocol):
-    """A pool that also starts clients one by one, and gives their replies as they come in: for rounds by the wall clock."""
-
-    def free(self, ids: Collection[int]) -> Mapping[int, int]:
-        """Return those of these clients that could start now, each with what it would keep busy: of one such thing, one."""
-        ...
-
-    def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
-        """Start clients that are free; see `ClientPool.map`."""
-        ...
-
-    def arrived(self) -> list[Reply]:
-        """Wait until something has happened: replies in the order in which they came, or none where a client became free."""
-        ...
-
-
 class ClientPool(Protocol):
     """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result.
 
-    One that can also start clients one by one is a `ClientStream` too. One whose clients may be away for a while has a method
-    `await_clients(ids, needed)`; see the function of that name.
+    A pool whose clients may be away for a while has a method `await_clients(ids, needed)`; see the function of that name.
     """
 
     workers: int

@@ -41,8 +41,6 @@ _BELONGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "server_momentum": ("server_optimizer", ("fedavgm", *_ADAPTIVE)),
     "server_beta2": ("server_optimizer", ("fedadam", "fedyogi")),
     "server_tau": ("server_optimizer", _ADAPTIVE),
-    "async_staleness": ("async_buffer", ()),
-    "async_clock": ("async_buffer", ()),
     "trim_share": ("aggregation", ("trimmed-mean",)),
     "clip_norm": ("aggregation", ("norm-clipped",)),
     "dp_noise": ("dp_clip", ()),
@@ -184,27 +182,6 @@ class RunConfig(Checked):
             unset="all are always there",
         ),
     ] = None
-    async_buffer: Annotated[
-        Count | None,
-        Option(
-            "Asynchronous rounds: aggregate as soon as N updates have come in, while `cohort` clients train all the time"
-            " (FedBuff).",
-            SERVER,
-            unset="rounds wait for their cohort",
-        ),
-    ] = None
-    async_staleness: Annotated[
-        NonNegative, Option("An update that is s rounds old counts (1 + s)^-a, and this is a.", SERVER)
-    ] = 0.5
-    async_clock: Annotated[
-        Literal["simulated", "wall"] | None,
-        Option(
-            "What decides who comes in first: the clients' simulated speeds, with the same bits on any engine, or the wall"
-            " clock, on Flower's nodes alone.",
-            SERVER,
-            unset="simulated; on SuperNodes wall",
-        ),
-    ] = None
     min_replies: Annotated[
         Count | None,
         Option(
@@ -271,16 +248,6 @@ class RunConfig(Checked):
             raise InvalidValueError(
                 f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
                 " more than the noise hides, and dp_clip clips norms itself"
-            )
-        if self.async_buffer is not None and self.async_buffer > self.cohort:
-            raise InvalidValueError(
-                f"async_buffer must be at most cohort ({self.cohort}), the number of clients that train at a time, got"
-                f" {self.async_buffer}"
-            )
-        if self.async_buffer is not None and self.dp_clip is not None:
-            raise InvalidValueError(
-                "dp_clip needs rounds that wait for their cohort: with async_buffer fast clients take part more often, which"
-                " the accountant does not count on"
             )
 
     def _check_features(self) -> None:

@@ -227,7 +227,7 @@ class RoundRecord(Part):
         ratios: Client id → executed ratio.
         capabilities: Client id → largest ratio that its device could train in this round.
         cost: Cost of the run so far.
-        seconds: Simulated, of this round, with scoring; measured where rounds are asynchronous by the wall clock.
+        seconds: Simulated, of this round, with scoring.
         evaluation: Means over all clients or a sample, where this round was evaluated.
         notes: What else a reader should know, such as a client whose memory was lost.
     """

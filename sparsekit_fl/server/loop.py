@@ -35,7 +35,7 @@ from sparsekit_fl.results.state.models import model_path, save_whole, write_reci
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.checkpoint import RunFolder, Saved, describe_run
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.server.steps import Simulated, Steps, Synchronous, Wall, shortened
+from sparsekit_fl.server.steps import Synchronous, shortened
 from sparsekit_fl.streams import Streams
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,10 @@ class Rounds:
         """Run what is left of the rounds, and write the result."""
         try:
             self.callbacks.start(self._view, self.saved.callbacks)
-            self._pool, self._steps = pool, self._make_steps(pool)
+            self._pool = pool
+            self._steps = Synchronous(
+                self.server, pool, lambda *trained: self.callbacks.tell("on_client_end", self._view, *trained)
+            )
             result = self._run()
         except BaseException:
             try:
@@ -101,13 +104,6 @@ class Rounds:
             raise
         self.callbacks.tell("on_run_end", self._view, result)
         return result
-
-    def _make_steps(self, pool: ClientPool) -> Steps:
-        config = self.spec.config
-        kind: type[Steps] = Synchronous
-        if config.async_buffer is not None:
-            kind = Wall if config.async_clock == "wall" else Simulated
-        return kind(self.server, pool, lambda *trained: self.callbacks.tell("on_client_end", self._view, *trained))
 
     def _run(self) -> RunResult:
         final: list[Evaluation] | None = None
@@ -131,16 +127,12 @@ class Rounds:
         except TooFewRepliesError as error:
             raise TooFewRepliesError(f"{error}; {self.hint}") from error.__cause__
         self._warn(round, step.dropped)
-        # Asynchronously a client may have started in an earlier round, after which its memory is named.
-        valid = {update.client_id: update.round for update in step.received}
-        stored = [reply.client_id for reply in step.replies if reply.stored and reply.client_id in valid]
-        newest = {client_id: valid[client_id] for client_id in stored}
+        valid = {update.client_id for update in step.received}
+        newest = {reply.client_id: round for reply in step.replies if reply.stored and reply.client_id in valid}
         stale = {client_id: self._memory_rounds[client_id] for client_id in newest if client_id in self._memory_rounds}
         self._memory_rounds = {**self._memory_rounds, **newest}
         self._view.round = round
         scores, unscored, final = self._score(round)
-        if final is not None and (left := self._steps.under_way):
-            unscored.append(f"asynchronous: the run ended while clients were under way, whose work does not count: {left}")
         cost = replace(step.cost, wall_seconds=time.perf_counter() - began)
         record = RoundRecord(
             round=round,
@@ -186,16 +178,10 @@ class Rounds:
         if not whole and round % (config.eval_every or 1):
             return None, [], None
         ids = list(self.clients) if last else self._scored(round)
-        # Asynchronously others are at work, and nobody waits for them.
-        free = ids if last else self._steps.free(ids)
-        busy = [f"asynchronous: {len(free)} of {len(ids)} clients were scored; the nodes of the others were at work"]
-        unscored = busy if len(free) < len(ids) else []
-        if not free:
-            return None, unscored, None
-        found, silent = self._evaluate(round, free, last=last, with_shared=whole)
+        found, unscored = self._evaluate(round, ids, last=last, with_shared=whole)
         scores = self._scores(found)
         self.callbacks.tell("on_evaluation", self._view, scores)
-        return scores, [*unscored, *silent], found if last else None
+        return scores, unscored, found if last else None
 
     def _scores(self, evaluations: Sequence[Evaluation]) -> RoundScores:
         return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)

@@ -1,6 +1,6 @@
 """Server: assignments of a round, and the updates that change the model."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,11 +15,10 @@ from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload
-from sparsekit_fl.policies.aggregate import AggregatePolicy, Changes, Counted, Over, mean, rule_of
+from sparsekit_fl.policies.aggregate import Changes, Counted, Over, mean, rule_of
 from sparsekit_fl.policies.context import Roster, ServerContext
-from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
+from sparsekit_fl.policies.sampling import Poisson
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.problem.clients import Client
@@ -46,15 +45,6 @@ class ServerState:
     state: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
     noise_seed: int | None = field(default=None, repr=False)
-
-
-def aged(update: Update, age: int, staleness: float) -> Update:
-    """Return an update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
-    if not age or not staleness:
-        return update
-    factor = (1 + age) ** -staleness
-    delta = {name: value * factor if value.is_floating_point() else value for name, value in update.delta.items()}
-    return replace(update, delta=delta)
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
@@ -108,22 +98,6 @@ def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
         raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MOST_COUNTED}")
 
 
-def _check_asynchronous(method: Method) -> None:
-    """Raise InvalidValueError where a method does not leave to the run which updates count when."""
-    sampling, aggregate = type(method.sampling), type(method.aggregate)
-    for name in ("arrivals", "seconds"):
-        if getattr(sampling, name) is not getattr(SamplingPolicy, name):
-            raise InvalidValueError(
-                f"method {method.name!r} cannot run with async_buffer: {sampling.__name__} decides itself"
-                f" {'which updates count' if name == 'arrivals' else 'how long a round lasts'}"
-            )
-    if aggregate.combine is not AggregatePolicy.combine:
-        raise InvalidValueError(
-            f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
-            " updates, and clients that are under way would not know"
-        )
-
-
 class Server:
     """Holds the global model. Policies keep their state in `state.memory`; nothing else lives from round to round.
 
@@ -154,8 +128,6 @@ class Server:
         if config.dp_clip is not None:
             check_private(method)
         self._availability = None if config.availability is None else Availability.read(config.availability)
-        if config.async_buffer is not None:
-            _check_asynchronous(method)
         self.privacy = privacy_of(
             config, clients, poisson=isinstance(method.sampling, Poisson), availability=self._availability
         )
@@ -188,7 +160,7 @@ class Server:
         """Sample the cohort of the next round, counted from 1, and write its assignments.
 
         Raises:
-            InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.
+            InvalidValueError: the sampling policy returned a client that is away, a stranger, or one twice.
         """
         self.begin(round)
         return self.make_assignments(self._sample(self._reachable()))
@@ -198,24 +170,13 @@ class Server:
         assert self._ctx is not None, "begin() comes first"
         return self._ctx
 
-    def sample(self, ids: Collection[int], room: int) -> list[int]:
-        """Sample as many of these clients as there is room for, within a round that has begun."""
-        there = self._reachable()
-        sampled = there.reaching([id for id in ids if id in there.roster])
-        sampled = replace(sampled, cohort_size=max(0, min(room, len(sampled.roster))))
-        return self._sample(sampled) if sampled.cohort_size else []
-
-    def shuffled(self, ids: Sequence[int]) -> list[int]:
-        """Return clients in another order, drawn within the round that has begun."""
-        return [ids[place] for place in self._now.scoped("sampling").rng.permutation(len(ids))]
-
     def _sample(self, ctx: ServerContext) -> list[int]:
         cohort = self.spec.method.sampling.sample(ctx.scoped("sampling"))
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
         if wrong or not (cohort or isinstance(self.spec.method.sampling, Poisson)):
             raise InvalidValueError(
                 f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {ctx.round}; it must choose distinct"
-                " clients out of ctx.roster, which holds those that can be reached and are not under way"
+                " clients out of ctx.roster, which holds those that can be reached"
             )
         return cohort
 
@@ -251,24 +212,19 @@ class Server:
             )
         return ctx.reaching(there)
 
-    def aggregate(self, updates: Sequence[Update], ages: Sequence[int] | None = None) -> float | None:
+    def aggregate(self, updates: Sequence[Update]) -> float | None:
         """Aggregate updates that `validated` returned, and let the policies learn from them.
 
         Args:
             updates: In the order in which they are added up; at most one per client.
-            ages: Aggregations since the client of each received its model; None where the sampling policy says what counts.
 
         Returns:
             Simulated length of the round, where it does not wait for the slowest client.
         """
-        ctx, method, staleness = self._now, self.spec.method, self.spec.config.async_staleness
+        ctx, method = self._now, self.spec.method
         sampling = ctx.scoped("sampling")
         if updates or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
-            if ages is None:
-                arrivals = method.sampling.arrivals(sampling, updates)
-            else:
-                arrivals = [(aged(update, age, staleness), age) for update, age in zip(updates, ages, strict=True)]
-            self._aggregate(arrivals)
+            self._aggregate(method.sampling.arrivals(sampling, updates))
         seconds = method.sampling.seconds(sampling)
         self.state.round = ctx.round
         if updates:

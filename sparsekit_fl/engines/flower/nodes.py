@@ -109,8 +109,7 @@ class Nodes(Carrier):
     A client that two nodes claim stays with the one that came first. The other node waits, and takes the first one's place
     when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which takes up
     to a minute. A node that does not say which clients it has is waited for once; afterwards it is asked now and then, and
-    nobody waits. All this is logged, and stands in the record of the round. By the wall clock (`async_clock="wall"`) each node
-    has one task at a time, and gets the next as soon as it has answered.
+    nobody waits. All this is logged, and stands in the record of the round.
 
     Args:
         grid: Flower's grid.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -12,28 +11,25 @@ from flwr.app import Message
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Assignment
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.engines.base import Reply, in_order
-from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
+from sparsekit_fl.engines.base import in_order
+from sparsekit_fl.engines.flower.post import Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.engines.tasks import Answer, Task, TaskPool
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
+from sparsekit_fl.results.state.store import ClientStore
 
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
 # with ten thousand clients to score at once it would do little else. As many as keep the workers busy are enough.
 _MOST_OPEN = 50
-# A look for nodes is a request to the SuperLink.
-_LOOK_SECONDS = 2.0
 # Of one message: what it says of them, and what its reply says, must fit into a header of 2**20 bytes.
 _MOST_TASKS = 1000
 
 
 class GridPool(TaskPool):
-    """Runs clients on the nodes of a grid, and starts them one by one where rounds go by the wall clock.
+    """Runs clients on the nodes of a grid.
 
     Replies count by the client that they answer for, never by their order. Scores that do not come are asked for twice.
 
@@ -60,10 +56,6 @@ class GridPool(TaskPool):
         self.carrier, self.carried, self._run = carrier, carried, run
         self.exports = self.trusted = not carrier.devices
         self._ttl = _TTL_SECONDS if timeout_seconds is None else timeout_seconds
-        # Of clients that were started one by one.
-        self._post = self._new_post()
-        self._asked: dict[int, tuple[Assignment, Task]] = {}
-        self._looked = float("-inf")
 
     def await_clients(self, ids: Collection[int], needed: int) -> None:
         self.carrier.await_clients(ids, needed)
@@ -138,30 +130,3 @@ class GridPool(TaskPool):
         except DataError as error:
             return [({"failure": str(error)}, {})] * count
         return [(reply, part(payloads, place)) for place, reply in enumerate(replies)]
-
-    def free(self, ids: Collection[int]) -> dict[int, int]:
-        self.carrier.look()
-        self._looked = time.monotonic()
-        busy, found = self._post.busy, {}
-        for id in ids:
-            with contextlib.suppress(ClientError):  # its node is away
-                place = self.carrier.node_of(id) if self.carrier.devices else id
-                if id not in self._asked and place not in busy:
-                    found[id] = place
-        return found
-
-    def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
-        tasks = {one.client_id: (one, self.training(one, memory_rounds)) for one in assignments}
-        self._asked.update(tasks)
-        self._post.add((task,) for _, task in tasks.values())
-
-    def arrived(self) -> list[Reply]:
-        while self._asked:
-            if found := self._post.poll():
-                return [self.reply(*self._asked.pop(task.header["client"]), *self._read(said, 1)) for (task,), said in found]
-            if time.monotonic() - self._looked > _LOOK_SECONDS:
-                self._looked = time.monotonic()
-                if self.carrier.look():
-                    break
-            time.sleep(POLL_SECONDS)
-        return []

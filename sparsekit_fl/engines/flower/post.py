@@ -94,11 +94,6 @@ class Post(Generic[K]):
         """Keys of what is not answered yet."""
         return [*(key for key, _, _ in self._open.values()), *self._waiting]
 
-    @property
-    def busy(self) -> set[int]:
-        """Nodes with an open message."""
-        return {node for _, node, _ in self._open.values()}
-
     def add(self, keys: Iterable[K]) -> None:
         """Send messages, now or when there is room."""
         self._waiting.extend(keys)

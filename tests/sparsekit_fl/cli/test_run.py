@@ -147,8 +147,6 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(
             "fedlps --set partition.lack_classes=2 --partition dirichlet",
             "lack_classes belongs to the partition 'pathological'",
         ),
-        ("fedlps --set async_buffer=99", "async_buffer must be at most cohort (5)"),
-        ("fedlps --set async_buffer=2 --set async_clock=wall", "needs nodes that answer one by one"),
         ("fedlps --set min_replies=99", "min_replies must be at most cohort (5)"),
         ("fedlps --set training.optimizer_args='a b'", "optimizer_args must be NAME=VALUE"),
         ("fedlps --set training.momentum=1", "training.momentum must be in [0, 1), got 1.0"),

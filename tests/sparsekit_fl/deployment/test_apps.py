@@ -116,7 +116,7 @@ def test_a_node_has_the_clients_that_it_names_or_the_one_that_flower_calls_its_p
         apps._make(context)
 
 
-@pytest.mark.parametrize("options", [{"min-replies": 2}, {"async-buffer": 2}, {"cohort": 9}])
+@pytest.mark.parametrize("options", [{"min-replies": 2}, {"cohort": 9}])
 def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str, Any]) -> None:
     assert list(apps._make(_context(options, clients="3"))[1]) == [3]
 

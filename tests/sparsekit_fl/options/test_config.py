@@ -55,10 +55,10 @@ def test_values_that_are_not_allowed_are_refused(given, message):
 
 GIVEN = {
     "lr_step": 3, "lr_gamma": 0.5, "lr_end": 0.2, "server_momentum": 0.5, "server_beta2": 0.5, "server_tau": 0.1,
-    "async_staleness": 1.0, "async_clock": "simulated", "trim_share": 0.1, "clip_norm": 1.0, "dp_noise": 1.0, "dp_delta": 0.1,
+    "trim_share": 0.1, "clip_norm": 1.0, "dp_noise": 1.0, "dp_delta": 0.1,
     "dp_noise_seed": 3,
 }  # fmt: skip
-NEEDED = {"async_buffer": (1,), "dp_clip": (1.0,)}
+NEEDED = {"dp_clip": (1.0,)}
 
 
 @pytest.mark.parametrize("name", _BELONGS)

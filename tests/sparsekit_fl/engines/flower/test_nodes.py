@@ -136,9 +136,8 @@ def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long
     assert time.monotonic() - began >= 3, "it gives up after a while"
 
 
-@pytest.mark.parametrize("options", [{}, {"async_buffer": 4, "async_clock": "wall"}], ids=["rounds", "asynchronous"])
 @pytest.mark.same_bits
-def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_repeated_once_its_clients_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     away = [True]
 
     def back(self: GridPool, ids: Any, needed: int) -> None:
@@ -146,15 +145,13 @@ def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], 
         away.clear()
 
     def ran(**engine: Any) -> Any:
-        given = {"cohort": 8 if options else 4, **options}
-        return tiny_run(rounds=3, engine=InProcess(**engine), **given)
+        return tiny_run(rounds=3, engine=InProcess(**engine), cohort=4)
 
     monkeypatch.setattr(GridPool, "await_clients", back)
     result = ran(fault=planted(lambda message, reply: gone(message) if away else reply, rounds=[1]))
     assert not away
-    assert sum("repeated, since" in note or "asked again" in note for note in result.rounds[0].notes) == 1
-    if not options:  # asynchronously others may come in first
-        assert result.final.state_sha256 == ran().final.state_sha256
+    assert sum("repeated, since" in note for note in result.rounds[0].notes) == 1
+    assert result.final.state_sha256 == ran().final.state_sha256
 
 
 def _roster(count: int) -> list[Client]:
