@@ -235,7 +235,7 @@ def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> 
         "ratio": round(update.ratio, 4),
         "step_over_reference": round(over(times, "step", "plain")[1], 3),
         "round_over_reference": round(over(times, "round", "plain")[1], 3),
-        "flops_over_reference": round(update.cost.flops_compact_training / reference.flops(), 3),
+        "flops_over_reference": round(update.cost.flops_training / reference.flops(), 3),
         "passes_per_batch": round(len(record.passes) / steps, 2),
         "reference_milliseconds": round(1e3 * statistics.median(times["plain"]) / len(record.passes), 3),
     }

@@ -50,7 +50,7 @@ Result = Mapping[str, Any]
 """What `RunResult.to_dict` gives."""
 
 _ROUND = ("round", "cohort", "loss", "accuracy", "ratios", "seconds", "evaluation")
-_COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds")
+_COST = ("flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds")
 
 # --- engines ---
 

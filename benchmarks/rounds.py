@@ -51,7 +51,7 @@ def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns
 
     def spent(name: str) -> float:
         clock = Clock(rounds)
-        flops[name] = fl.run(methods[name](), problem, clients, config, callbacks=[clock]).cost.flops_compact
+        flops[name] = fl.run(methods[name](), problem, clients, config, callbacks=[clock]).cost.flops
         return clock.seconds
 
     seconds = in_turns({name: partial(spent, name) for name in names}, turns, seconds=lambda run: run())

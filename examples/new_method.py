@@ -53,7 +53,7 @@ def main() -> None:
     for method in (fedhalf(), fl.methods.fedavg()):
         result = fl.run(method, problem, clients, config)
         accuracy = result.final.metrics["accuracy"]
-        print(f"{method.name:8} accuracy {accuracy:.1%} at {result.cost.flops_compact / 1e9:.1f} GFLOPs")
+        print(f"{method.name:8} accuracy {accuracy:.1%} at {result.cost.flops / 1e9:.1f} GFLOPs")
 
 
 if __name__ == "__main__":

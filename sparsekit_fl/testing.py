@@ -197,7 +197,7 @@ class MethodContract:
         assert math.isfinite(whole.final.personal["loss"])
         assert len(whole.final.per_client) == 8
         cost = whole.cost
-        assert min(cost.flops_compact, cost.flops_rowmask, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
+        assert min(cost.flops, cost.flops_paper, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
         with pytest.raises(RunInterrupted):
             _tiny_run(make(), engine=Embedded(2), out=tmp_path, callbacks=(StopAfter(2),))
         other = _tiny_run(make(), out=tmp_path, resume=True)

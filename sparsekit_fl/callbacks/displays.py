@@ -25,7 +25,7 @@ from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.errors import need
 from sparsekit_fl.results.frames import plot_rounds
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.scores import RoundRecord, headline
+from sparsekit_fl.results.scores import RoundRecord, primary_metric
 from sparsekit_fl.results.text import flops_text, score_text
 
 
@@ -93,11 +93,11 @@ class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """Show the newest score, or training accuracy before there is one, and the FLOPs so far."""
         if record.evaluation is not None and record.evaluation.personal:
-            name = headline(list(record.evaluation.personal))
+            name = primary_metric(list(record.evaluation.personal))
             self._score = score_text(name, record.evaluation.personal[name])
         elif not self._score and record.accuracy is not None:
             self._score = f"training {score_text('accuracy', record.accuracy)}"
-        facts = f"{self._score}  {flops_text(record.cost.flops_compact)} FLOPs".strip()
+        facts = f"{self._score}  {flops_text(record.cost.flops)} FLOPs".strip()
         self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
         self._doing(record.round + 1)
 
@@ -146,7 +146,7 @@ class NotebookDisplay(Callback):
             run: The run.
             state: How it ended; empty while it runs.
         """
-        facts = [f"round {run.round}/{run.config.rounds}", f"{flops_text(run.cost.flops_compact)} FLOPs"]
+        facts = [f"round {run.round}/{run.config.rounds}", f"{flops_text(run.cost.flops)} FLOPs"]
         if self._records and self._records[-1].loss is not None:
             facts.append(f"training loss {self._records[-1].loss:.4f}")
         newest = next((one.evaluation.personal for one in reversed(self._records) if one.evaluation), {})

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, headline
+from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, primary_metric
 from sparsekit_fl.results.state.models import model_path, save_whole
 from sparsekit_fl.results.state.storage import write_atomically
 
@@ -16,8 +16,9 @@ class Monitoring(Callback):
     """Names a number, reads it from each evaluation, and keeps the best one in the checkpoint.
 
     Args:
-        monitor: `PART.METRIC`, or `PART.METRIC.KIND`: PART is validation, personal or global, KIND is mean, weighted or worst.
-            Empty takes the mean of the first metric on the clients' own validation data: nothing is chosen by test data.
+        monitor: `PART.METRIC`, or `PART.METRIC.KIND`: PART is validation, personal or global, KIND is mean,
+            weighted or worst_decile. Empty takes the mean of the first metric on the clients' own validation data: nothing is
+            chosen by test data.
         min_delta: A number counts as better if it is so by more than this.
 
     Raises:
@@ -55,14 +56,14 @@ class Monitoring(Callback):
         Raises:
             InvalidValueError: the problem has no such metric.
         """
-        metric = self._metric or headline(run.metrics)
+        metric = self._metric or primary_metric(run.metrics)
         if metric not in run.metrics:
             raise InvalidValueError(f"no metric {metric!r} to monitor; {nearest(metric, run.metrics)}")
         return scores.over(self._part, self._kind).get(metric)
 
     def lower(self, run: RunView) -> bool:
         """Whether small values are the good ones."""
-        return (self._metric or headline(run.metrics)) in run.lower
+        return (self._metric or primary_metric(run.metrics)) in run.lower
 
     def improves(self, run: RunView, value: float, best: float | None) -> bool:
         """Whether a number is better than the best one so far; one that is not finite never is."""

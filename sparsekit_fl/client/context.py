@@ -189,7 +189,7 @@ class ClientContext(PolicyContext):
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
         padded = examples if padded_examples is None else padded_examples
-        return WorkCost(flops_compact=3 * compact * examples, flops_rowmask=3 * rowmask_flops(self.costs, mask) * padded)
+        return WorkCost(flops=3 * compact * examples, flops_paper=3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, module: nn.Module, split: Split, *, positions: Tensor | None = None) -> Scores:
         """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.

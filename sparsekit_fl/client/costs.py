@@ -27,7 +27,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
     """
     return (
         cost.downlink_bytes / capability.downlink_bytes_per_second
-        + cost.flops_compact_training / capability.flops_per_second
+        + cost.flops_training / capability.flops_per_second
         + cost.uplink_bytes / capability.uplink_bytes_per_second
     )
 

@@ -39,9 +39,9 @@ class WorkCost:
     """What work took. Costs of several clients and rounds add up.
 
     Args:
-        flops_compact: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
+        flops: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
             forward.
-        flops_rowmask: Training alone, by the paper's convention: columns that read removed units are still paid for. The
+        flops_paper: Training alone, by the paper's convention: columns that read removed units are still paid for. The
             paper's tables count training only, so what is compared with them does too.
         uplink_bytes: Serialised updates.
         downlink_bytes: Serialised assignments.
@@ -50,7 +50,7 @@ class WorkCost:
         wall_seconds: Measured here.
         memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
             where each client keeps its own. Counted by the server, and by no simulated second.
-        flops_scoring: The part of `flops_compact` that is no training: forward passes by which a method decides while it
+        flops_scoring: The part of `flops` that is no training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
         flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
             batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
@@ -61,8 +61,8 @@ class WorkCost:
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
 
-    flops_compact: int = 0
-    flops_rowmask: int = 0
+    flops: int = 0
+    flops_paper: int = 0
     uplink_bytes: int = 0
     downlink_bytes: int = 0
     seconds: float = 0.0
@@ -81,14 +81,9 @@ class WorkCost:
         return self.seconds + self.scoring_seconds
 
     @property
-    def flops(self) -> int:
-        """What was executed: `flops_compact`."""
-        return self.flops_compact
-
-    @property
-    def flops_compact_training(self) -> int:
-        """What was executed to train: `flops_compact` without `flops_scoring`. Policies and `seconds` go by it."""
-        return self.flops_compact - self.flops_scoring
+    def flops_training(self) -> int:
+        """What was executed to train: `flops` without `flops_scoring`. Policies and `seconds` go by it."""
+        return self.flops - self.flops_scoring
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -232,7 +227,7 @@ def _opened(
 
 # Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
 # uplink bytes that a cost contains are that length. Training and scoring travel apart, the last only where a method scores.
-_INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes", "flops_scoring")
+_INT_COSTS = ("flops_training", "flops_paper", "uplink_bytes", "downlink_bytes", "flops_scoring")
 _FLOAT_COSTS = ("seconds", "wall_seconds")
 
 
@@ -282,7 +277,7 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
     with _opened("update", payload, graph, max_header_bytes=MAX_HEADER_BYTES) as (tensors, meta, common):
         kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
-        costs["flops_compact"] = costs.pop("flops_compact_training") + costs.get("flops_scoring", 0)
+        costs["flops"] = costs.pop("flops_training") + costs.get("flops_scoring", 0)
         seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
         names = meta["metrics"]
         if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):

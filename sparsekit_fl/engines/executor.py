@@ -280,7 +280,7 @@ class OpenRound:
             delta, upload = self._upload(result)
         work = result.work or ctx.work(result.mask, result.log)
         scored = sum(ctx.scored)
-        cost = WorkCost(flops_compact=work.flops_compact + scored, flops_rowmask=work.flops_rowmask, flops_scoring=scored)
+        cost = WorkCost(flops=work.flops + scored, flops_paper=work.flops_paper, flops_scoring=scored)
         update = Update(
             round=assignment.round,
             client_id=assignment.client_id,

@@ -143,7 +143,7 @@ class ExitSgd(LocalPolicy):
             ctx.memory["drift"] = {**before, **drift}
         compact = depth_flops(ctx.graph, ctx.costs)[depth - 1]
         rowmask = depth_flops(ctx.graph, ctx.costs, bias=True)[depth - 1]
-        work = WorkCost(flops_compact=3 * compact * log.examples, flops_rowmask=3 * rowmask * log.padded_examples)
+        work = WorkCost(flops=3 * compact * log.examples, flops_paper=3 * rowmask * log.padded_examples)
         return LocalResult(state=state, mask=mask, log=log, work=work)
 
     def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:

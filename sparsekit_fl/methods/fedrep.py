@@ -46,9 +46,9 @@ class HeadThenBody(LocalPolicy):
         after = self._phase(ctx, body, head, epochs - first)
         whole, own = ctx.costs.forward_flops(None), part_flops(ctx.costs, names)
         # The row-mask count charges whole epochs, as the published one does.
-        counted = ctx.work(None, before + after).flops_rowmask
+        counted = ctx.work(None, before + after).flops_paper
         compact = (whole + 2 * own) * before.examples + 3 * whole * after.examples
-        work = WorkCost(flops_compact=compact, flops_rowmask=counted)
+        work = WorkCost(flops=compact, flops_paper=counted)
         return LocalResult.of(ctx, None, before + after, work=work)
 
     def _phase(self, ctx: ClientContext, trained: Leaves, frozen: Leaves, epochs: int) -> TrainingLog:

@@ -136,7 +136,7 @@ class OrderedDropoutSgd(LocalPolicy):
         compact = sum(3 * ctx.costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
         padded = sum(3 * rowmask_flops(ctx.costs, mask) * count for mask, count in zip(masks, counts, strict=True))
-        work = WorkCost(flops_compact=compact, flops_rowmask=padded * log.padded_examples // steps)
+        work = WorkCost(flops=compact, flops_paper=padded * log.padded_examples // steps)
         return LocalResult.of(ctx, masks[-1], log, work=work)
 
 

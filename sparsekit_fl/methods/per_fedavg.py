@@ -105,7 +105,7 @@ class MetaSgd(LocalPolicy):
         once = ctx.work(None, log)
         gradients_per_batch = 3 if self.variant == "hessian-free" else 1
         compact = 3 * ctx.costs.forward_flops(None) * further
-        extra = WorkCost(flops_compact=compact, flops_rowmask=once.flops_rowmask * gradients_per_batch)
+        extra = WorkCost(flops=compact, flops_paper=once.flops_paper * gradients_per_batch)
         return LocalResult.of(ctx, None, log, work=once + extra)
 
 
@@ -131,7 +131,7 @@ class AdaptedModel(PersonalPolicy):
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))
         for _, batch in zip(range(self.steps), batches, strict=False):
             adapt(ctx.problem.loss(module(*batch.inputs), batch.targets))
-            ctx.deploying.append(ctx.work_on(batch.size).flops_compact)
+            ctx.deploying.append(ctx.work_on(batch.size).flops)
         return PersonalModel(state=ctx.masked.narrow_state())
 
 

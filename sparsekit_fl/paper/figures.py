@@ -120,7 +120,7 @@ def _against_cost(comparison: Comparison, paper: _Paper) -> Figure | None:
     level = _level(comparison)
     if level is None:
         return None
-    published = paper.column == "flops_rowmask" and level == PUBLISHED_LEVEL
+    published = paper.column == "flops_paper" and level == PUBLISHED_LEVEL
     made = curve(comparison, level, paper.column, "personal_accuracy", **paper.words)
     return _as_in_the_paper(comparison, made, _marks(comparison) if published else None)
 
@@ -213,9 +213,9 @@ _LEVELS = "fedlps and a rival at two or more levels of heterogeneity"
 _CURVES = "sparsekit compare fedlps fedavg heterofl fedper --preset mnist --data-dir DIR --out FOLDER"
 _DEVICES = "sparsekit compare fedlps fedavg fedper --preset cifar10 --heterogeneity low,median,high --data-dir DIR --out FOLDER"
 _FIGURES = (
-    _Paper(number="Figure 3", make=_against_cost, column="flops_rowmask", needs=_TWO, command=_CURVES,
+    _Paper(number="Figure 3", make=_against_cost, column="flops_paper", needs=_TWO, command=_CURVES,
            words={"name": "paper-3-accuracy-flops", "title": "test accuracy against FLOPs", "x_unit": "flops",
-                  "x": "FLOPs of all clients so far, counted as in the paper (row mask)"}),
+                  "x": "FLOPs of all clients so far, counted as in the paper"}),
     _Paper(number="Figure 4", make=_against_cost, column="simulated_seconds", needs=_TWO, command=_CURVES,
            words={"name": "paper-4-accuracy-time", "title": "test accuracy against running time", "x_unit": "seconds",
                   "x": "simulated seconds so far"}),

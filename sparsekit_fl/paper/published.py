@@ -109,12 +109,12 @@ def published_beside(comparison: Comparison) -> Any:
     dataset, reasons = comparison.dataset, _data("reasons.json")
     lines: list[tuple[Any, ...]] = []
     for row in comparison.rows:
-        known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_rowmask"])
+        known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_paper"])
         if not known or row.level != PUBLISHED_LEVEL:
             continue
         for table, method, accuracy, deviation, flops in published_numbers(row.method, dataset):
             pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row, "personal_accuracy", 100.0), 0.0),
-                     ("flops", "flops_e12", flops, None, _ours(row, "flops_rowmask", 1e-12), _ROUNDING_E12))  # fmt: skip
+                     ("flops", "flops_e12", flops, None, _ours(row, "flops_paper", 1e-12), _ROUNDING_E12))  # fmt: skip
             for quantity, name, published, theirs, (mean, spread), room in pairs:
                 flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(theirs or 0.0, spread or 0.0), room)
                 facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}

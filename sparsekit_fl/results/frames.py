@@ -9,14 +9,14 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.errors import need
 from sparsekit_fl.results.part import Cost
-from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, RoundRecord, headline, parts_of, value_of
+from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, RoundRecord, parts_of, primary_metric, value_of
 
 _LINES = (
     ("personal", "mean", "personal models, mean", "#0072B2", "-"),
     ("personal", "weighted", "personal models, by examples", "#56B4E9", "-"),
-    ("personal", "worst", "personal models, worst tenth", "#0072B2", ":"),
+    ("personal", "worst_decile", "personal models, worst tenth", "#0072B2", ":"),
     ("global", "mean", "global model, mean", "#D55E00", "--"),
-    ("global", "worst", "global model, worst tenth", "#D55E00", ":"),
+    ("global", "worst_decile", "global model, worst tenth", "#D55E00", ":"),
 )
 _GROUPS = {**dict.fromkeys(Cost.model_fields, "cost"), **dict.fromkeys(("cohort", "dropped", "round_seconds"), "round")}
 
@@ -25,7 +25,7 @@ def _row(record: RoundRecord) -> dict[str, Any]:
     """Return the numbers of a round: its training loss and accuracy, work of the run so far, and scores.
 
     Scores are `PART_METRIC`, as in `personal_accuracy`, for the mean over clients, `PART_METRIC_weighted` and
-    `PART_METRIC_worst`; PART is personal, validation or global. A round without scores has none of them.
+    `PART_METRIC_worst_decile`; PART is personal, validation or global. A round without scores has none of them.
     """
     row: dict[str, Any] = {
         "round": record.round,
@@ -84,8 +84,8 @@ def clients_frame(records: Sequence[RoundRecord], final: FinalScores) -> Any:
 
 
 def numbers_of(record: RoundRecord) -> dict[str, float]:
-    """Return the numbers of a round, those that are finite: `train/loss`, `personal/accuracy`, `personal/accuracy_worst`,
-    `cost/flops_compact`, `round/dropped`, …
+    """Return the numbers of a round, those that are finite: `train/loss`, `personal/accuracy`,
+    `personal/accuracy_worst_decile`, `cost/flops`, `round/dropped`, …
     """
     found = {}
     for name, value in _row(record).items():
@@ -101,7 +101,7 @@ def plot_rounds(records: Sequence[RoundRecord], metric: str | None = None, *, ax
     names = list(dict.fromkeys(name for _, scores in scored for name in scores.personal))
     if not names:
         raise InvalidValueError("no round of this run was scored, so there is no curve; run it with a smaller eval_every")
-    metric = headline(names) if metric is None else metric
+    metric = primary_metric(names) if metric is None else metric
     if metric not in names:
         raise InvalidValueError(f"no round was scored by {metric!r}; {nearest(metric, names)}")
     if axes is None:

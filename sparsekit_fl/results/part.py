@@ -77,7 +77,7 @@ Failures = Annotated[tuple[tuple[int, str], ...], BeforeValidator(_pairs), Plain
 
 
 _SAME = (
-    "flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "wall_seconds", "memory_bytes", "flops_deploying",
+    "flops", "flops_paper", "uplink_bytes", "downlink_bytes", "wall_seconds", "memory_bytes", "flops_deploying",
     "flops_scoring",
 )  # fmt: skip
 
@@ -85,8 +85,8 @@ _SAME = (
 class Cost(Part):
     """A `WorkCost` as it stands in files."""
 
-    flops_compact: Count = about("what physically small models executed, flops_scoring among it; a multiply-add is 2")
-    flops_rowmask: Count = about("training alone, by the row-mask convention of the paper's tables")
+    flops: Count = about("what physically small models executed, flops_scoring among it; a multiply-add is 2")
+    flops_paper: Count = about("training alone, by the row-mask convention of the paper's tables")
     uplink_bytes: Count
     downlink_bytes: Count
     simulated_seconds: _Seconds = about("with the passes of flops_scoring")
@@ -98,7 +98,7 @@ class Cost(Part):
     )
     flops_scoring: Count = about("passes by which a method decides while training; absent where none", default=0)
     # Both parts, since a difference with the total would round.
-    flops_compact_training: Count | None = about("flops_compact without them; absent where none", default=None)
+    flops_training: Count | None = about("flops without them; absent where none", default=None)
     simulated_seconds_scoring: _Seconds = about("of these passes; absent where none", default=0.0)
     simulated_seconds_training: _Seconds | None = about("without them; absent where none", default=None)
 
@@ -108,7 +108,7 @@ class Cost(Part):
         return Cost(
             **{name: getattr(cost, name) for name in _SAME},
             simulated_seconds=cost.simulated_seconds,
-            flops_compact_training=cost.flops_compact_training if cost.flops_scoring else None,
+            flops_training=cost.flops_training if cost.flops_scoring else None,
             simulated_seconds_scoring=cost.scoring_seconds,
             simulated_seconds_training=cost.seconds if cost.scoring_seconds else None,
         )

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sparsekit.errors import DataError
 
-SCHEMA_NUMBER: Final = 3
+SCHEMA_NUMBER: Final = 4
 """It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
 
 _NEEDED = ("schema", "method", "seed", "final", "cost", "rounds")

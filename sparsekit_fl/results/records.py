@@ -33,7 +33,7 @@ _SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerpri
 class ResultFile(Part):
     """The content of `result.json`."""
 
-    schema_: Literal[3] = Field(validation_alias="schema", serialization_alias="schema")
+    schema_: Literal[4] = Field(validation_alias="schema", serialization_alias="schema")
     method: str
     policies: Mapping[str, str] = about("kind of policy → text")
     note: str = about("of the method, for tables", default="")
@@ -182,12 +182,6 @@ def load_result(path: Path | str) -> RunResult:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of `result.json`; `docs/result.schema.json` is this."""
-    found = ResultFile.model_json_schema(mode="serialization")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "result.json of sparsekit_fl"}
 
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:

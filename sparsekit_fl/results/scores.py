@@ -18,7 +18,7 @@ Means = Mapping[str, Number]
 PARTS = ("personal", "validation", "global")
 """Personal models on test and on validation data, and the global model on test data."""
 
-KINDS = ("mean", "weighted", "worst")
+KINDS = ("mean", "weighted", "worst_decile")
 """Over clients: the mean, the mean by examples, and the mean over the worst tenth."""
 
 
@@ -34,7 +34,7 @@ def value_of(scores: Scores | None, name: str) -> float | None:
     return total / weight if weight > 0 else None
 
 
-def headline(names: Sequence[str]) -> str:
+def primary_metric(names: Sequence[str]) -> str:
     """Return the metric that stands for all where there is room for one: accuracy, or the first other than the loss, or it."""
     others = [name for name in names if name != "loss"]
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
@@ -73,7 +73,7 @@ def weighted_scores(scores: Sequence[Scores]) -> dict[str, float]:
     return {name: total / weight if weight > 0 else math.nan for name, (total, weight) in sums.items()}
 
 
-def worst_scores(scores: Sequence[Scores], *, lower: frozenset[str] | None = None) -> dict[str, float]:
+def worst_decile_scores(scores: Sequence[Scores], *, lower: frozenset[str] | None = None) -> dict[str, float]:
     """Mean of each metric over the tenth of the clients that have its worst values, rounded up: one of ten, two of eleven.
 
     Args:
@@ -91,13 +91,13 @@ def worst_scores(scores: Sequence[Scores], *, lower: frozenset[str] | None = Non
 class _OverClients(Part):
     personal: Means = about("means over clients of the personal models on own test data")
     weighted: Mapping[str, Means] = about("means in which a client counts by its examples", default={})
-    worst: Mapping[str, Means] = about("means over the worst tenth of the clients, of each metric its own", default={})
+    worst_decile: Mapping[str, Means] = about("means over the worst tenth of the clients, of each metric its own", default={})
 
 
 class RoundScores(_OverClients):
     """Scores over the clients that were scored, each on its own data.
 
-    `weighted` and `worst` have the parts personal, validation and global.
+    `weighted` and `worst_decile` have the parts personal, validation and global.
     """
 
     validation: Means = about("the same on own validation data")
@@ -125,13 +125,13 @@ class RoundScores(_OverClients):
             shared=means.get("global"),
             clients=len(evaluations) if sampled else None,
             weighted={part: weighted_scores(scores) for part, scores in there.items()},
-            worst={part: worst_scores(scores, lower=lower) for part, scores in there.items()},
+            worst_decile={part: worst_decile_scores(scores, lower=lower) for part, scores in there.items()},
         )
 
     def over(self, part: str, kind: str) -> Means:
         """Return metric → value over clients, for one of `PARTS` and one of `KINDS`; empty where that was not scored."""
         means = {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}
-        return {"mean": means, "weighted": self.weighted, "worst": self.worst}[kind].get(part, {})
+        return {"mean": means, "weighted": self.weighted, "worst_decile": self.worst_decile}[kind].get(part, {})
 
 
 class ClientScores(Part):
@@ -139,9 +139,9 @@ class ClientScores(Part):
 
     id: Count
     examples: Count = about("of its test data")
-    personal: Number | None = about("of the personal model by the metric `headline`")
+    personal: Number | None = about("of the personal model by the metric `primary_metric`")
     shared: Number | None = about(
-        "of the global model by the metric `headline`", validation_alias="global", serialization_alias="global"
+        "of the global model by the metric `primary_metric`", validation_alias="global", serialization_alias="global"
     )
     ratio: float | None = about("of the personal model; null where it is not sparse")
     metrics: Mapping[str, Mapping[str, Number | None]] = about("personal, validation or global → metric → value")
@@ -149,7 +149,7 @@ class ClientScores(Part):
 
     @staticmethod
     def of(evaluation: Evaluation, main: str) -> ClientScores:
-        """Return the scores of a client; `main` is the headline metric."""
+        """Return the scores of a client; `main` is the primary metric."""
         known = {part: scores for part, scores in parts_of(evaluation).items() if scores}
         weights = {
             part: {name: weight for name, (_, weight) in scores.items() if weight != _usual(evaluation.examples, part)}
@@ -201,13 +201,13 @@ class FinalScores(_OverClients):
 
     @computed_field(description="accuracy, or the first metric other than the loss, or the loss")  # type: ignore[prop-decorator]
     @property
-    def headline(self) -> str:
+    def primary_metric(self) -> str:
         """The metric that stands for all where there is room for one."""
-        return headline(list(self.personal))
+        return primary_metric(list(self.personal))
 
     @field_serializer("per_client")
     def _clients(self, evaluations: tuple[Evaluation, ...]) -> list[ClientScores]:
-        return [ClientScores.of(evaluation, self.headline) for evaluation in evaluations]
+        return [ClientScores.of(evaluation, self.primary_metric) for evaluation in evaluations]
 
     @property
     def metrics(self) -> Means:

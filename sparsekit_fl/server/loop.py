@@ -248,7 +248,7 @@ class Rounds:
                 per_client=tuple(evaluations),
                 state_sha256=digest(state),
                 weighted=scores.weighted,
-                worst=scores.worst,
+                worst_decile=scores.worst_decile,
             ),
             cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
             environment=describe_environment(workers=self._pool.workers, device=spec.config.device),

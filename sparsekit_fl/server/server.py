@@ -82,7 +82,7 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
         if not abs(value) < _LARGEST_METRIC:
             raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
     cost = update.cost
-    counted = (cost.flops_compact_training, cost.flops_rowmask, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
+    counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
     if min(counted) < 0:
         raise UpdateError(f"{who} reports a negative cost")
     if not (0 <= cost.seconds < _LONGEST and 0 <= cost.wall_seconds < _LONGEST):

@@ -17,7 +17,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.testing import StopAfter
 
 FILE = Path(__file__).with_name("methods.json")
-EXACT = ("flops_compact", "flops_scoring", "flops_deploying", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+EXACT = ("flops", "flops_scoring", "flops_deploying", "flops_paper", "uplink_bytes", "downlink_bytes")
 PRIVATE: dict[str, Any] = {"dp_clip": 0.5, "dp_noise": 1.5, "dp_noise_seed": 11}
 ABLATIONS = {name for name in registry if registry[name].__module__ == "sparsekit_fl.paper.ablations"}
 RUNS: list[tuple[str, dict[str, Any]]] = [

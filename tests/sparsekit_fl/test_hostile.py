@@ -56,7 +56,7 @@ def honest(client_id, mask=MASK):
         ratio=0.5,
         extra={"x": torch.tensor([1.0, 2.0])},
         metrics={"loss": 1.0, "accuracy": 0.5},
-        cost=WorkCost(flops_compact=10, uplink_bytes=10, seconds=1.0),
+        cost=WorkCost(flops=10, uplink_bytes=10, seconds=1.0),
     )
 
 

@@ -188,7 +188,7 @@ class Sizes(fl.Callback):
     def on_client_end(self, run: fl.RunView, client_id: int, work: fl.Update | fl.Evaluation | None) -> None:
         if isinstance(work, fl.Update):
             cost: fl.WorkCost = work.cost
-            print(client_id, work.ratio, work.examples, cost.flops_compact, cost.uplink_bytes)
+            print(client_id, work.ratio, work.examples, cost.flops, cost.uplink_bytes)
         elif work is not None:
             print(client_id, work.personal["accuracy"])
 
@@ -269,7 +269,7 @@ config = fl.RunConfig(rounds=20, cohort=4, eval_every=5, seed=1)
 
 # sparsekit_fl.RunResult
 result: fl.RunResult = fl.run(fl.methods.fedavg(), problem, clients, config)
-print(result.final.metrics["accuracy"], result.cost.flops_compact)
+print(result.final.metrics["accuracy"], result.cost.flops)
 result.save("result.json")
 
 
@@ -410,7 +410,7 @@ class Spend(fl.Callback):
         self.flops = flops
 
     def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
-        if run.cost.flops_compact > self.flops:
+        if run.cost.flops > self.flops:
             run.stop(f"{self.flops} FLOPs are spent")
 
 

@@ -36,8 +36,8 @@ class Column:
 COLUMNS = (
     Column("personal_accuracy", "personal accuracy", ("final", "personal", "accuracy"), "share", larger=True),
     Column("global_accuracy", "global accuracy", ("final", "global", "accuracy"), "share", larger=True),
-    Column("flops_compact", "FLOPs, compact", ("cost", "flops_compact"), "flops"),
-    Column("flops_rowmask", "FLOPs, row mask", ("cost", "flops_rowmask"), "flops"),
+    Column("flops", "FLOPs", ("cost", "flops"), "flops"),
+    Column("flops_paper", "FLOPs, paper", ("cost", "flops_paper"), "flops"),
     Column("uplink_bytes", "sent up", ("cost", "uplink_bytes"), "bytes"),
     Column("downlink_bytes", "sent down", ("cost", "downlink_bytes"), "bytes"),
     Column("simulated_seconds", "simulated time", ("cost", "simulated_seconds"), "seconds"),
@@ -46,8 +46,8 @@ COLUMNS = (
 
 # Beside a number that contains the passes by which a method decides while it trains: the same without them.
 _TRAINING = {
-    "flops_compact": Column(
-        "flops_compact_training", "FLOPs, training alone", ("cost", "flops_compact"), "flops", less=("cost", "flops_scoring")
+    "flops": Column(
+        "flops_training", "FLOPs, training alone", ("cost", "flops"), "flops", less=("cost", "flops_scoring")
     ),
     "simulated_seconds": Column(
         "simulated_seconds_training", "time, training alone", ("cost", "simulated_seconds"), "seconds",
@@ -69,12 +69,12 @@ def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
 
 def _metrics(results: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return columns of other metrics than accuracy, of means by examples, and of the worst tenth of the clients."""
-    finals = [result["final"] for result in results if result.get("final", {}).get("worst")]
+    finals = [result["final"] for result in results if result.get("final", {}).get("worst_decile")]
     columns = []
     for name in dict.fromkeys(name for final in finals for name in final["personal"]):
         unit, larger = ("share", True) if name == "accuracy" else ("number", not lower_by_name(name))
         kinds = [("", "", ("personal",)), ("_weighted", ", by examples", ("weighted", "personal")),
-                 ("_worst", ", worst tenth", ("worst", "personal"))]  # fmt: skip
+                 ("_worst_decile", ", worst tenth", ("worst_decile", "personal"))]  # fmt: skip
         # The mean of accuracy is there in any case.
         columns += [
             Column(f"personal_{name}{end}", f"{name}{title}", ("final", *path, name), unit, larger)

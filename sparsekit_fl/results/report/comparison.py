@@ -19,7 +19,7 @@ _SUBJECT = "fedlps"
 _MOST_FIRST = 6
 _GROUP = ["method", "level"]
 _RUN = [*_GROUP, "seed"]
-_COSTS = ("flops_compact", "flops_rowmask", "simulated_seconds")
+_COSTS = ("flops", "flops_paper", "simulated_seconds")
 
 
 def check_target(target: float | None) -> float | None:
@@ -141,7 +141,7 @@ class Comparison:
 
     @cached_property
     def rounds(self) -> Any:
-        """DataFrame with a row per run and scored round: costs so far, and scores as `PART_METRIC` and `PART_METRIC_worst`.
+        """DataFrame with a row per run and scored round: costs so far, and scores as in `rounds_frame`.
 
         Here and in `runs` a level is its place in `levels`.
         """
@@ -329,7 +329,7 @@ def _identity(trial: Trial) -> dict[str, Any]:
 def _scores(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
     return {
         f"{part}_{metric}{kind}": value
-        for kind, parts in (("", evaluation), ("_worst", evaluation.get("worst") or {}))
+        for kind, parts in (("", evaluation), ("_worst_decile", evaluation.get("worst_decile") or {}))
         for part in ("personal", "global")
         for metric, value in (parts.get(part) or {}).items()
     }

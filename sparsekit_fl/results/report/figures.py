@@ -13,7 +13,7 @@ from sparsekit_fl.results.report.trials import Level
 _ACCURACY = "mean personal accuracy on test data"
 # Metric of the x axis → the figure.
 _CURVES: Mapping[str, Mapping[str, Any]] = {
-    "flops_compact": {
+    "flops": {
         "name": "accuracy-flops", "title": "Accuracy against FLOPs", "x_unit": "flops", "log": True,
         "x": "FLOPs of all clients so far (compact submodels)",
     },
@@ -29,9 +29,9 @@ _BARS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "name": "bars-accuracy", "title": "Accuracy per method", "x_unit": "share",
         "x": "personal accuracy; ring: of the global model",
     }),
-    "flops_compact": ("flops_rowmask", {
+    "flops": ("flops_paper", {
         "name": "bars-flops", "title": "FLOPs per method", "x_unit": "flops",
-        "x": "FLOPs, compact; ring: training alone, by the row-mask convention",
+        "x": "FLOPs; ring: training alone, counted as in the paper",
     }),
     TARGET: ("", {"name": "bars-time", "x": "seconds; no bar: never reached", "x_unit": "seconds"}),
 }  # fmt: skip
@@ -94,8 +94,8 @@ def _curves(comparison: Comparison, level: Level) -> list[Figure | None]:
     """Make the curves of accuracy, then those against rounds of all else that clients were scored by."""
     found = [curve(comparison, level, x, "personal_accuracy", **words) for x, words in _CURVES.items()]
     metrics = dict.fromkeys(name for _, result in comparison.results for name in result["final"]["personal"])
-    wanted = [("accuracy", "global", ""), ("accuracy", "personal", "_worst")]
-    wanted += [(name, "personal", kind) for name in metrics if name != "accuracy" for kind in ("", "_worst")]
+    wanted = [("accuracy", "global", ""), ("accuracy", "personal", "_worst_decile")]
+    wanted += [(name, "personal", kind) for name in metrics if name != "accuracy" for kind in ("", "_worst_decile")]
     for metric, part, kind in wanted:
         which = "mean of the worst tenth," if kind else "mean"
         found.append(
@@ -112,15 +112,15 @@ def _curves(comparison: Comparison, level: Level) -> list[Figure | None]:
 
 def _front(comparison: Comparison, level: Level) -> Figure | None:
     points = points_of(
-        (row.method, row.mean["flops_compact"], row.mean["personal_accuracy"], row.deviation["personal_accuracy"])
+        (row.method, row.mean["flops"], row.mean["personal_accuracy"], row.deviation["personal_accuracy"])
         for row in comparison.rows
-        if row.level == level and row.mean["flops_compact"] > 0
+        if row.level == level and row.mean["flops"] > 0
     ).dropna()
     if len(points) < 2:
         return None
     return _figure(
         comparison, points, plot="front", name="front", title="Pareto chart: final accuracy against FLOPs", log=True,
-        x="FLOPs, compact; dotted: no method is better in both", x_unit="flops", y=_ACCURACY,
+        x="FLOPs; dotted: no method is better in both", x_unit="flops", y=_ACCURACY,
     )  # fmt: skip
 
 

@@ -76,8 +76,8 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
 
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -> None:
     view = fl.RunView(method="m", config=tiny_config(), clients=1)
-    scores = RoundScores(personal={}, validation={"loss": 0.5}, shared=None, worst={"personal": {"accuracy": 0.25}})
-    loss, share = Monitoring("validation.loss"), Monitoring("personal.accuracy.worst", min_delta=0.1)
+    scores = RoundScores(personal={}, validation={"loss": 0.5}, shared=None, worst_decile={"personal": {"accuracy": 0.25}})
+    loss, share = Monitoring("validation.loss"), Monitoring("personal.accuracy.worst_decile", min_delta=0.1)
     assert (loss.read(view, scores), share.read(view, scores)) == (0.5, 0.25)
     assert Monitoring("global.accuracy").read(view, scores) is None
     for monitor, value, best, better in (
@@ -172,7 +172,7 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_cur
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
     assert [value for _, value in found["train/loss"]] == pytest.approx([record.loss for record in result.rounds])
     assert [step for step, _ in found["global/accuracy"]] == [2, 4]
-    assert {"personal/accuracy", "personal/accuracy_worst", "validation/loss_weighted", "cost/flops_compact"} <= set(found)
+    assert {"personal/accuracy", "personal/accuracy_worst_decile", "validation/loss_weighted", "cost/flops"} <= set(found)
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_mlflow_gets_options_numbers_and_files_and_a_resumed_run_goes_on(tmp_pat
     assert logged.info.status == "FINISHED"
     assert logged.data.params["training.lr"] == "0.1"
     assert [point.step for point in client.get_metric_history(logged.info.run_id, "train/loss")] == [1, 2, 3, 4]
-    assert "personal/accuracy_worst" in logged.data.metrics
+    assert "personal/accuracy_worst_decile" in logged.data.metrics
 
 
 def test_a_notebook_shows_the_newest_scores_and_how_the_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ SCORES = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)
 
 def record(round: int, evaluation: RoundScores | None) -> RoundRecord:
     return RoundRecord(
-        round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(flops_compact=53 * 10**10),
+        round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(flops=53 * 10**10),
         seconds=1.0, evaluation=evaluation,
     )  # fmt: skip
 

@@ -29,11 +29,11 @@ def scored_to_choose(record):
 
 def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
     result = tiny_run(BEST, rounds=1)
-    assert 0 < result.cost.flops_scoring <= 0.05 * result.cost.flops_compact_training
+    assert 0 < result.cost.flops_scoring <= 0.05 * result.cost.flops_training
     assert result.cost.flops_scoring == scored_to_choose(result.rounds[0]) * DENSE
-    assert result.cost.flops_compact_training == tiny_run(rounds=1).cost.flops_compact
-    assert result.cost.flops_compact == result.cost.flops_compact_training + result.cost.flops_scoring == result.cost.flops
-    assert result.cost.flops_rowmask == tiny_run(rounds=1).cost.flops_rowmask, "the paper's count is of training alone"
+    assert result.cost.flops_training == tiny_run(rounds=1).cost.flops
+    assert result.cost.flops == result.cost.flops_training + result.cost.flops_scoring == result.cost.flops
+    assert result.cost.flops_paper == tiny_run(rounds=1).cost.flops_paper, "the paper's count is of training alone"
     assert Cost.of(result.cost).work() == result.cost
 
 
@@ -56,23 +56,23 @@ def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     steps = sum(min(AdaptedModel().largest_batch, len(client.data.train)) for client in tiny_clients())
     assert result.cost.flops_deploying == steps * 3 * DENSE
     assert result.rounds[-1].cost.flops_deploying == 0
-    assert result.cost.flops_compact == result.rounds[-1].cost.flops_compact
+    assert result.cost.flops == result.rounds[-1].cost.flops
     assert Cost.of(result.cost).to_dict()["flops_deploying"] == result.cost.flops_deploying
     assert Cost.of(result.cost).work() == result.cost
 
 
 def test_a_client_downloads_computes_and_uploads_one_after_the_other():
     capability = fl.Capability(0.5, flops_per_second=100.0, uplink_bytes_per_second=10.0, downlink_bytes_per_second=20.0)
-    cost = fl.WorkCost(flops_compact=300, flops_rowmask=999, uplink_bytes=50, downlink_bytes=40)
+    cost = fl.WorkCost(flops=300, flops_paper=999, uplink_bytes=50, downlink_bytes=40)
     assert client_seconds(cost, capability) == pytest.approx(2.0 + 3.0 + 5.0)
 
 
 def test_a_round_takes_as_long_as_its_slowest_client_or_ends_before_and_costs_nothing_without_work():
     costs = [
-        fl.WorkCost(flops_compact=1, seconds=2.0, wall_seconds=9.0),
-        fl.WorkCost(flops_compact=2, seconds=5.0, wall_seconds=9.0),
+        fl.WorkCost(flops=1, seconds=2.0, wall_seconds=9.0),
+        fl.WorkCost(flops=2, seconds=5.0, wall_seconds=9.0),
     ]
-    assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops_compact=3, seconds=5.0, wall_seconds=3.0)
+    assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops=3, seconds=5.0, wall_seconds=3.0)
     assert round_cost(costs, wall_seconds=1.0, seconds=2.5).seconds == 2.5
     assert round_cost([], wall_seconds=0.0) == fl.WorkCost()
 

@@ -45,7 +45,7 @@ def make_update(spec, mask):
         ratio=0.1 + 0.2,
         extra={"x": torch.tensor([1, 2])},
         metrics={"loss": 1 / 3, "accuracy": 0.5},
-        cost=WorkCost(flops_compact=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9),
+        cost=WorkCost(flops=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9),
     )
 
 
@@ -60,7 +60,7 @@ def test_an_update_survives_the_wire_and_its_bytes_are_counted_exactly_whatever_
     assert torch.equal(again.extra["x"], update.extra["x"])
     assert sorted(again.delta) == sorted(update.delta)
     assert all(torch.equal(again.delta[key], update.delta[key]) for key in update.delta)
-    for cost in (WorkCost(), WorkCost(flops_compact=10**17, uplink_bytes=123456, seconds=1 / 3)):
+    for cost in (WorkCost(), WorkCost(flops=10**17, uplink_bytes=123456, seconds=1 / 3)):
         other = replace(update, cost=cost)
         assert update_bytes(other) == len(encode_update(other)) == update_bytes(update)
 

@@ -54,7 +54,7 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
     def flops(epochs_factor: float, epochs: int) -> int:
         config = training(tiny_config(rounds=1), local_epochs=epochs)
         method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(epochs_factor=epochs_factor))
-        return tiny_run(method, config=config).cost.flops_compact_training
+        return tiny_run(method, config=config).cost.flops_training
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]

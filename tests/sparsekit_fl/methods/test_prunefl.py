@@ -70,7 +70,7 @@ def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
     assert all(item.mask == mask for item in updates)
     assert not bool(result.state["first.weight"][~mask["first.weight"]].any())
     # Ten reconfigurations at most, each after two epochs of at most 27 examples.
-    assert result.rounds[0].cost.flops_compact <= 20 * 27 * 3 * 2 * (48 + 24)
+    assert result.rounds[0].cost.flops <= 20 * 27 * 3 * 2 * (48 + 24)
 
 
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:

@@ -19,7 +19,7 @@ def values(frame: Any, *columns: str) -> list[tuple[Any, ...]]:
 
 def test_figure_3_counts_flops_as_the_paper_does_and_has_its_table_beside() -> None:
     own = [
-        result("fedlps", seed, flops_rowmask=0.8e12, accuracies={50: 0.9 - seed / 10, 100: 0.98 - seed / 50}) for seed in (0, 1)
+        result("fedlps", seed, flops_paper=0.8e12, accuracies={50: 0.9 - seed / 10, 100: 0.98 - seed / 50}) for seed in (0, 1)
     ]
     figure = figures(*own, result("fedavg", accuracies={50: 0.7, 100: 0.9}), result("flst"))["paper-3-accuracy-flops"]
     assert (figure.number, figure.plot, figure.log, figure.subject) == ("Figure 3", "lines", False, "fedlps")

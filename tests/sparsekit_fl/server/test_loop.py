@@ -30,12 +30,20 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
-    assert set(raw["final"]) == {"personal", "global", "weighted", "worst", "headline", "per_client", "state_sha256"}
+    assert set(raw["final"]) == {
+        "personal",
+        "global",
+        "weighted",
+        "worst_decile",
+        "primary_metric",
+        "per_client",
+        "state_sha256",
+    }
     own = {"id", "examples", "personal", "global", "ratio", "metrics", "weights"}
     assert set(raw["final"]["per_client"][0]) == own
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
-    costs = {"flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
+    costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
     assert set(raw["cost"]) == costs
     names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     names |= {"cuda", "cudnn", "deterministic", "flwr", "gpu", "ray", "tf32"}
@@ -181,7 +189,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
     resumed = half_run(tmp_path / "killed", resume=True, workers=workers)
     assert resumed.final == whole.final
     assert [record.loss for record in resumed.rounds] == [record.loss for record in whole.rounds]
-    assert resumed.cost.flops_compact == whole.cost.flops_compact
+    assert resumed.cost.flops == whole.cost.flops
     left = {folder: sorted(p.name for p in (tmp_path / folder).rglob("*")) for folder in ("whole", "killed")}
     assert left["killed"] == left["whole"]
 

@@ -47,9 +47,9 @@ def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> Non
     for record in made["rounds"]:
         if record["evaluation"]:
             record["evaluation"] = {"personal": {"accuracy": 0.5, "rmse": 0.4}, "global": {"accuracy": 0.2},
-                                    "worst": {"personal": {"accuracy": 0.1, "rmse": 0.8}}}  # fmt: skip
-    names = {"accuracy-global-rounds", "accuracy-worst-rounds", "rmse-rounds", "rmse-worst-rounds"}
+                                    "worst_decile": {"personal": {"accuracy": 0.1, "rmse": 0.8}}}  # fmt: skip
+    names = {"accuracy-global-rounds", "accuracy-worst_decile-rounds", "rmse-rounds", "rmse-worst_decile-rounds"}
     found = figures(made)
     assert names <= set(found)
-    assert points(found["rmse-worst-rounds"], "a") == [(50, 0.8), (100, 0.8)]
+    assert points(found["rmse-worst_decile-rounds"], "a") == [(50, 0.8), (100, 0.8)]
     assert found["rmse-rounds"].y_unit == "number"

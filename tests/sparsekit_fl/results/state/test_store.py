@@ -12,7 +12,7 @@ from sparsekit_fl.results.state.store import ClientStore, DeviceStore, MemorySto
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
-    "local": {"history": [1, 2.5, "a", [torch.zeros(1)]], "big": 2**120, "worst": -math.inf},
+    "local": {"history": [1, 2.5, "a", [torch.zeros(1)]], "big": 2**120, "worst_decile": -math.inf},
 }
 
 
