@@ -109,7 +109,11 @@ REGISTRIES = {
         {"base", "field", "logged", "make", "optuna",
          "study", "tree", "trials"},
     ),
-    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
+    "sparsekit_fl/methods": (
+        "sparsekit_fl.methods", "registry",
+        {"adapter", "base", "client", "make", "means",
+         "method", "settings", "task"},
+    ),
     "sparsekit_fl/problem/datasets": (
         "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders"},
     ),

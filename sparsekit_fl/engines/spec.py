@@ -19,6 +19,8 @@ from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit_fl.client.optimizer import check_training
+from sparsekit_fl.methods.adapter import policies_of
+from sparsekit_fl.methods.base import Method as OneClass
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
@@ -56,7 +58,7 @@ class RunSpec:
 
     @staticmethod
     def build(
-        method: Method,
+        method: Method | OneClass,
         problem: Problem,
         config: RunConfig,
         *,
@@ -72,6 +74,7 @@ class RunSpec:
             graph: The units of the model, where they are already known.
             init: Weights to start from; see `state.initial.read_initial`. None: those of the fresh model.
         """
+        method = policies_of(method)
         config = method.configure(config)
         check_training(config.training)
         given, problem = problem, method.local.prepare(problem)

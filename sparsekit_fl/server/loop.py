@@ -23,6 +23,8 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, WorkerDiedError
 from sparsekit_fl.fingerprint import fingerprint_of
+from sparsekit_fl.methods.adapter import policies_of
+from sparsekit_fl.methods.base import Method as OneClass
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
@@ -287,7 +289,7 @@ _BROKEN = (errno.EROFS, errno.EIO)
 
 
 def run(
-    method: Method,
+    method: Method | OneClass,
     problem: Problem,
     clients: Sequence[Client],
     config: RunConfig,
@@ -340,6 +342,7 @@ def run(
         WorkerDiedError: a worker process was killed; says how to go on.
         StorageError: the folder could not be written, as when the disk is full; says how to go on.
     """
+    method = policies_of(method) if isinstance(method, OneClass) else method
     if not isinstance(method, Method):
         called = method if isinstance(method, str) else getattr(method, "__name__", "")
         raise InvalidValueError(
