@@ -73,7 +73,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "jinja2": ("sparsekit_fl.results.report.*",),
     "pandas": ("sparsekit_fl.results.report.*", "sparsekit_fl.paper.*", "sparsekit_fl.results.frames"),
     "matplotlib": ("sparsekit.bandit.study", "sparsekit_fl.results.report.*", "sparsekit_fl.results.frames"),
-    "optuna": ("sparsekit.bandit.*", "sparsekit.cli.trials", "sparsekit_fl.cli.sweep"),
+    "optuna": ("sparsekit.bandit.*", "sparsekit.cli.trials"),
     "opacus": ("sparsekit_fl.server.privacy",),
     "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),

@@ -52,10 +52,6 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit.cli.sensitivity:sensitivity",
         "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",
     ),
-    "sweep": Listed(
-        "sparsekit_fl.cli.sweep:sweep",
-        "Tune options of a run and of its method: every trial is a run, scored on validation data.",
-    ),
     "tune": Listed(
         "sparsekit.cli.tune:tune",
         "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",

@@ -195,6 +195,7 @@ def _evaluations(value: Any) -> tuple[Evaluation, ...]:
 class FinalScores(_OverClients):
     """Scores over all clients at the end of a run."""
 
+    validation: Means = about("means over clients of the personal models on own validation data", default={})
     shared: Means = about("the same of the global model", validation_alias="global", serialization_alias="global")
     per_client: Annotated[tuple[Evaluation, ...], PlainValidator(_evaluations)] = about("clients that could be scored")
     state_sha256: str = about("digest of the final global state")

@@ -246,6 +246,7 @@ class Rounds:
             rounds=tuple(self._records),
             final=FinalScores(
                 personal=scores.personal,
+                validation=scores.validation,
                 shared=scores.shared or {},
                 per_client=tuple(evaluations),
                 state_sha256=digest(state),

@@ -35,6 +35,7 @@ class Column:
 
 COLUMNS = (
     Column("personal_accuracy", "personal accuracy", ("final", "personal", "accuracy"), "share", larger=True),
+    Column("validation_accuracy", "validation accuracy", ("final", "validation", "accuracy"), "share", larger=True),
     Column("global_accuracy", "global accuracy", ("final", "global", "accuracy"), "share", larger=True),
     Column("flops", "FLOPs", ("cost", "flops"), "flops"),
     Column("flops_paper", "FLOPs, paper", ("cost", "flops_paper"), "flops"),

@@ -19,7 +19,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert execute(["run", "fedavg", *TINY]) == 0
     captured = capsys.readouterr()
     assert "fedavg · cnn on digits · 2 rounds · seed 0" in captured.out
-    titles = "personal accuracy", "global accuracy", "FLOPs", "FLOPs, paper", "sent up", "wall time", "--out DIR"
+    titles = ("personal accuracy", "validation accuracy", "global accuracy", "FLOPs", "sent up", "wall time", "--out DIR")
     assert all(title in captured.out for title in titles)
     assert captured.err == ""
 
@@ -39,6 +39,9 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert config["experiment"]["partition_options"] == {"lack_classes": 6}
     assert (training["lr"], training["batch_size"], training["local_epochs"]) == (0.05, 8, 1)
     assert len(result["final"]["per_client"]) == 4
+    # What `tune` reads: of the clients' own validation data, never of test data.
+    validation = [one["metrics"]["validation"]["accuracy"] for one in result["final"]["per_client"]]
+    assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
     assert set(result["cost"]) == {
         "flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"
     }  # fmt: skip

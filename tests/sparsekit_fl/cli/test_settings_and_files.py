@@ -98,14 +98,12 @@ def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     assert (resumed.deterministic, resumed.seed, resumed.lr, resumed.clip) == (False, 0, 0.0, 2.0)
 
 
-@pytest.mark.parametrize("command", ["run", "fedlps", "compare", "sweep"])
+@pytest.mark.parametrize("command", ["run", "fedlps", "compare"])
 def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(command, capsys):
-    if command == "sweep":
-        pytest.importorskip("optuna")
     assert execute([command, "--help"]) == 0
     flags = set(re.findall(r"^│ \*? *--([a-z-]+)", capsys.readouterr().out, re.M))
     assert 20 < len(flags) <= 30
-    left_out = {"compare": {"resume", "init", "central-test"}, "sweep": {"resume", "central-test"}}.get(command, set())
+    left_out = {"compare": {"resume", "init", "central-test"}}.get(command, set())
     for name in options(RunOptions):
         flag = name.replace("_", "-")
         if flag not in flags | left_out:
