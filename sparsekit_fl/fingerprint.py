@@ -18,7 +18,7 @@ from sparsekit.rng import torch_scope
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import TensorData, View
+from sparsekit_fl.problem.data import TensorData
 
 _log = logging.getLogger(__name__)
 _LETTERS = 16
@@ -49,7 +49,7 @@ def data_digest(clients: Iterable[Client]) -> str:
 
     `TensorData` counts with every byte and its transform. A data set with `digest()`, or with the `_fingerprint` of a
     Hugging Face data set, counts with that. Of any other one, type and length count, and the first and the last example
-    where two reads give the same; of `LazyData` labels and rows as well.
+    where two reads give the same.
     """
     sha = hashlib.sha256()
     # Clients share tensors; each is read once. The tensors are kept, so that no other gets the place of one.
@@ -62,14 +62,13 @@ def data_digest(clients: Iterable[Client]) -> str:
     for client in sorted(clients, key=lambda client: client.id):
         add(client.id)
         for split in (client.data.train, client.data.val, client.data.test):
-            if isinstance(split, View):
-                for tensor in (*split.inputs, split.targets) if isinstance(split, TensorData) else (split.targets,):
+            if isinstance(split, TensorData):
+                for tensor in (*split.inputs, split.targets):
                     if id(tensor) not in known:
                         known[id(tensor)] = tensor, _digest(tensor)
                     sha.update(known[id(tensor)][1])
                 if split.index is not None:
                     sha.update(_digest(split.index))
-            if isinstance(split, TensorData):
                 add(_named(split.transform))
                 continue
             add((type(split).__qualname__, len(split)))
@@ -134,28 +133,19 @@ def check_fingerprint(
 ) -> list[dict[str, Any]]:
     """Refuse a saved run of other data or of other code; `accept_code` takes one of other code all the same, with a warning.
 
-    `own`, of `own_code`, is compared where it is there. `where` names the run, for the message.
+    `where` names the run, for the message.
 
     Returns:
         The code of earlier rounds, for the result; empty where it is all the same.
 
     Raises:
-        ResumeError: the data differ; or the code does, of sparsekit or of the user, and `accept_code` is False.
+        ResumeError: the data differ; or the code does, and `accept_code` is False.
     """
     if saved.get("data") and now.get("data") and saved["data"] != now["data"]:
         raise ResumeError(
             f"{where} was run on other data (digest {saved['data']}, now {now['data']}), and its numbers say nothing of these;"
             " choose another folder, or bring the data back"
         )
-    before, own = saved.get("own", {}), now.get("own", {})
-    changed = sorted(name for name in {*before, *own} if before.get(name) != own.get(name))
-    if changed and "own" in now:
-        said = f"{where} was made with other code of your own ({', '.join(changed)})"
-        if not accept_code:
-            raise ResumeError(
-                f"{said}; bring it back, choose another folder, or take it all the same with accept_code=True (--accept-code)"
-            )
-        _log.warning("%s; taken all the same", said)
     earlier: list[dict[str, Any]] = [dict(one) for one in saved.get("earlier", ())]
     known = {name: saved[name] for name in ("sparsekit", "code")}
     if all(text == now[name] for name, text in known.items()):

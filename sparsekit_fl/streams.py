@@ -56,5 +56,5 @@ class Streams:
         return self._generator(_EVALUATION, round)
 
     def reading(self, round: int, id: int) -> np.random.Generator:
-        """For random transforms and augmentations of one client's examples in a round."""
+        """For random transforms of one client's examples in a round."""
         return self._generator(_READING, round, id)

@@ -100,9 +100,8 @@ class Experiment:
             lack_classes=options.lack_classes,
             data_dir=options.data_dir,
             seed=options.seed or 0,
-            augment=options.augment,
         )
-        more = {name: str(options.given[name]) for name in ("augment", "init") if options.given.get(name) is not None}
+        more = {} if options.init is None else {"init": str(options.init)}
         if options.central_test and task.test is None:
             raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
         # A factory may bring clients with devices of their own, which drawn levels must not replace unasked.

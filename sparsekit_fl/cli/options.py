@@ -53,27 +53,21 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
     preset: Annotated[
         str | None, Option("Experiment of the paper, listed below.", WHAT, unset="that of the data set, or digits")
     ] = None
-    dataset: Annotated[
-        str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT, preset=True)
-    ] = None
+    dataset: Annotated[str | None, Option("A data set by name, or package.module:factory.", WHAT, preset=True)] = None
     model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT, preset=True)] = None
     data_dir: Annotated[Path | None, Option("Folder that holds DATASET/; without it the data are fetched once.", WHAT)] = None
     clients: Annotated[Count | None, Option("Number of clients.", WHAT, preset=True)] = None
     partition: Annotated[
         str | None,
         Option(
-            "How examples are split over clients: pathological, dirichlet, natural, flwr:NAME of flwr-datasets, or"
-            " package.module:function; its options by --set partition.NAME=VALUE.",
+            "How examples are split over clients: pathological, dirichlet, natural, or package.module:function; its options by"
+            " --set partition.NAME=VALUE.",
             WHAT,
             preset=True,
         ),
     ] = None
     lack_classes: Annotated[
         int | None, Option("For the pathological partition: number of classes that each client lacks.", "The partition")
-    ] = None
-    augment: Annotated[
-        str | None,
-        Option("Random changes of training pictures, new in each epoch: crop, flip, erase, noise; several: crop,flip.", WHAT),
     ] = None
     heterogeneity: Annotated[
         Level | None,

@@ -90,7 +90,7 @@ class ClientContext(PolicyContext):
         extra: Further tensors that the server sent.
         received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
-        reading: Split → the generator of random transforms and augmentations of its examples.
+        reading: Split → the generator of random transforms of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         scored: FLOPs of each call of `score` in this round.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError
 from sparsekit.graph import is_finite
-from sparsekit.rng import torch_generator, torch_scope
+from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.data import TensorData
@@ -45,7 +45,7 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 class Examples:
     """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
 
-    `name` and `split` are for messages. `rng` seeds random transforms of the data and augmentations; None: there are none.
+    `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
 
     Raises:
         DataError: inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
@@ -111,20 +111,9 @@ class Examples:
         """Seed what a data set may draw while it is read; tensors draw nothing."""
         return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
 
-    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]], *, augmented: bool = False) -> Iterator[Batch]:
-        """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop).
-
-        `augmented` applies the problem's augmentation, drawn anew in every call.
-        """
-        augment = self._problem.augment if augmented else None
-        found = self._read(order, bounds) if self._lazy else self._slices(order, bounds)
-        if augment is None:
-            yield from found
-            return
-        generator = torch_generator(self._rng)
-        for batch in found:
-            first = self._arrange(augment(batch.inputs[0], generator))
-            yield Batch((first, *batch.inputs[1:]), batch.targets, batch.size)
+    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop)."""
+        return self._read(order, bounds) if self._lazy else self._slices(order, bounds)
 
     def _slices(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         inputs, targets = self._inputs, self._targets
@@ -176,7 +165,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
-            yield self._examples.batches(order, self.bounds, augmented=True)
+            yield self._examples.batches(order, self.bounds)
 
 
 @dataclass(frozen=True, kw_only=True)

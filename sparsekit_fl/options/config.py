@@ -174,14 +174,6 @@ class RunConfig(Checked):
     ] = 0.9
     server_beta2: Annotated[float, Field(ge=0, lt=1), Option("β₂ of fedadam and fedyogi.", SERVER)] = 0.99
     server_tau: Annotated[Positive, Option("τ of the adaptive three: the larger, the less they adapt.", SERVER)] = 1e-3
-    availability: Annotated[
-        str | None,
-        Option(
-            "JSON or CSV file that says in which rounds clients can be reached; the others are never drawn.",
-            SERVER,
-            unset="all are always there",
-        ),
-    ] = None
     min_replies: Annotated[
         Count | None,
         Option(

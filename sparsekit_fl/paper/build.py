@@ -2,27 +2,21 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import View
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import datasets
 from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform, TokenTransform
-from sparsekit_fl.problem.datasets.hub import PREFIX as HUB
-from sparsekit_fl.problem.datasets.hub import load_hub
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.partition.base import Partition
-from sparsekit_fl.problem.partition.flower import PREFIX as FLOWER
-from sparsekit_fl.problem.partition.flower import flower_partition
 from sparsekit_fl.problem.partition.pathological import lacking
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.streams import Streams
@@ -41,7 +35,7 @@ class Task(NamedTuple):
     problem: Problem
     clients: list[Client]
     described: Mapping[str, Any]
-    test: View | None = None
+    test: TensorData | None = None
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
@@ -59,7 +53,6 @@ def build_task(
     lack_classes: int | None = None,
     data_dir: Path | str | None = None,
     seed: int = 0,
-    augment: str | None = None,
 ) -> Task:
     """Load the data, partition them, and fit the model to them.
 
@@ -73,7 +66,6 @@ def build_task(
         lack_classes: Number of classes that each client lacks, for the pathological partition; see
             `partition.pathological.lacking`.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
-        augment: Random changes of training pictures; see `problem.augment.make_augment`.
         seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
 
     Returns:
@@ -84,7 +76,6 @@ def build_task(
         InvalidValueError: an option out of range or unknown to the partition.
         UnknownNameError: no data set, model or partition of that name.
     """
-    changed = None if augment is None else make_augment(augment)
     described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset}
     found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed)
     if not isinstance(found, DataSource):
@@ -95,7 +86,7 @@ def build_task(
                 f"{preset.dataset!r} brings its own problem and clients, so {', '.join(given)} cannot be changed;"
                 " leave it out, or let the factory return a DataSource"
             )
-        problem, roster = found if changed is None else (replace(found[0], augment=changed), found[1])
+        problem, roster = found
         check_fit(problem, roster[0])
         described |= {"model": _name_of(problem), "clients": len(roster), "partition": None, "partition_options": {}}
         return Task(problem, roster, described)
@@ -119,7 +110,6 @@ def build_task(
         example_inputs=takes.zeros(),
         metrics={"accuracy": TokenAccuracy(found.never_right) if found.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
-        augment=changed,
         about={
             "model": name,
             "classes": found.classes,
@@ -141,8 +131,6 @@ def _name_of(problem: Problem) -> str:
 
 
 def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem, list[Client]]:
-    if name.startswith(HUB):
-        return load_hub(name, root, seed)
     if ":" not in name:
         found = datasets[name](root)
     else:
@@ -184,7 +172,7 @@ def _partition(
                 f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
             )
         keywords.update(lacking(lack_classes, source.classes, keywords))
-    deal = flower_partition(name) if name.startswith(FLOWER) else partitions.find(name)
+    deal = partitions.find(name)
     known = set(inspect.signature(deal).parameters) - {"source", "clients", "rng"}
     for option in keywords:
         if option not in known:

@@ -12,9 +12,8 @@ from torch.utils.data import Subset
 from sparsekit.errors import DataError, InvalidValueError, TraceError
 from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
-from sparsekit_fl.problem.augment import Augment
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import Batch, Positions, TensorData, View, as_tensor_data
+from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
 from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -37,7 +36,7 @@ def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
     Raises:
         DataError: the items cannot be made into tensors.
     """
-    if isinstance(split, View):
+    if isinstance(split, TensorData):
         return split.batch(positions)
     if positions is None or isinstance(positions, slice):
         return as_tensor_data(split).batch(positions)
@@ -59,7 +58,6 @@ class Problem:
         channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
-        augment: Changes the first input of every training batch, anew in each epoch; see `problem.augment`.
         lazy: Read batch by batch, in every epoch anew, instead of a whole split once a round. None: TensorData, and what a
             `read_batch` of your own reads, is read whole; any other data set batch by batch. Random transforms of a data set
             draw from torch's generator, which is seeded for every client and round, so any engine gives the same.
@@ -75,7 +73,6 @@ class Problem:
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
     read_batch: ReadBatch = read_tensor_batch
     channels_last: bool = False
-    augment: Augment | None = None
     lazy: bool | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -203,7 +200,7 @@ def check_fit(problem: Problem, client: Client) -> None:
                 " resize the data, or pass a model for this input"
             ) from error
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-            labels = split.labels() if isinstance(split, View) else targets
+            labels = split.labels() if isinstance(split, TensorData) else targets
             if int(labels.max()) >= outputs.shape[-1]:
                 raise DataError(
                     f"client {client.id} has label {int(labels.max())}, but the model has {outputs.shape[-1]} outputs;"

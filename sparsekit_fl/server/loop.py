@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, digest
-from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callback, Callbacks, RunView
 from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.engines.base import ClientPool, Engine, Unscored
@@ -29,7 +27,6 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
@@ -368,8 +365,6 @@ def run(
         fingerprint = fingerprint_of(None if folder is None else roster.values())
         saved = Saved(fingerprint)
         if folder is not None:
-            own = own_code(_of_the_user(method, problem))
-            fingerprint.update({"own": own} if own else {})
             saved = folder.start(describe_run(spec, roster, experiment), fingerprint, accept_code=accept_code)
         store = ClientStore(Path(base) / "clients", durable=folder is not None)
         loop = Rounds(spec, roster, store, folder, saved, told, experiment)
@@ -386,17 +381,3 @@ def run(
             raise StorageError(
                 f"{error}; {remedy}. Round {loop.finished} of {config.rounds} was the last to be saved; {loop.hint}"
             ) from error
-
-
-def _of_the_user(method: Method, problem: Problem) -> dict[str, Any]:
-    """Return what may hold code of the user's, by the name that a message calls it."""
-    with torch_scope(np.random.default_rng(0)):
-        model = problem.model()
-    return {
-        "model": (problem.model, model),
-        "loss": problem.loss,
-        **{f"metric {name}": metric for name, metric in problem.metrics.items()},
-        "read_batch": problem.read_batch,
-        "augment": problem.augment,
-        **{f"{kind} policy": policy for kind, policy in method.policies().items()},
-    }

@@ -28,7 +28,6 @@ from sparsekit_fl.policies.aggregate import AggregatePolicy, Changes, Counted, O
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
-from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.streams import Streams
 
 if TYPE_CHECKING:
@@ -216,22 +215,16 @@ def epsilon_of(*, noise: float, rates: tuple[float, ...], delta: float, fixed_si
     return epsilon if math.isfinite(epsilon) else math.inf
 
 
-def privacy_of(
-    config: RunConfig, clients: Collection[int], *, poisson: bool = False, availability: Availability | None = None
-) -> PrivacySpent | None:
+def privacy_of(config: RunConfig, clients: Collection[int], *, poisson: bool = False) -> PrivacySpent | None:
     """Return the guarantee that a run will give at its end; None where it is not private.
 
-    `poisson`: each client is drawn by a coin of its own, and not a cohort of fixed size. `availability`: when clients can be
-    reached; None: always. A smaller crowd hides a client less.
+    `poisson`: each client is drawn by a coin of its own, and not a cohort of fixed size.
     """
     if config.dp_clip is None or config.dp_noise is None:
         return None
     noise, rounds = config.dp_noise, config.rounds
     delta = min(1e-5, len(clients) ** -1.1) if config.dp_delta is None else config.dp_delta
-    reached = [
-        len(clients) if availability is None else len(availability.among(clients, round)) for round in range(1, rounds + 1)
-    ]
-    rates = tuple(min(1.0, config.cohort / max(1, count)) for count in reached)
+    rates = (min(1.0, config.cohort / max(1, len(clients))),) * rounds
     as_poisson = epsilon_of(noise=noise, rates=rates, delta=delta)
     return PrivacySpent(
         epsilon=as_poisson if poisson else epsilon_of(noise=noise, rates=rates, delta=delta, fixed_size=True),

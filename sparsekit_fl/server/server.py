@@ -20,7 +20,6 @@ from sparsekit_fl.policies.aggregate import Changes, Counted, Over, mean, rule_o
 from sparsekit_fl.policies.context import Roster, ServerContext
 from sparsekit_fl.policies.sampling import Poisson
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
-from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.server.privacy import check_private, new_noise_seed, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
@@ -127,10 +126,7 @@ class Server:
                 raise InvalidValueError(f"method {method.name!r} takes {refused}: {method.aggregate.mean_only}")
         if config.dp_clip is not None:
             check_private(method)
-        self._availability = None if config.availability is None else Availability.read(config.availability)
-        self.privacy = privacy_of(
-            config, clients, poisson=isinstance(method.sampling, Poisson), availability=self._availability
-        )
+        self.privacy = privacy_of(config, clients, poisson=isinstance(method.sampling, Poisson))
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
@@ -160,10 +156,10 @@ class Server:
         """Sample the cohort of the next round, counted from 1, and write its assignments.
 
         Raises:
-            InvalidValueError: the sampling policy returned a client that is away, a stranger, or one twice.
+            InvalidValueError: the sampling policy returned a stranger, or one twice.
         """
         self.begin(round)
-        return self.make_assignments(self._sample(self._reachable()))
+        return self.make_assignments(self._sample(self._now))
 
     @property
     def _now(self) -> ServerContext:
@@ -176,7 +172,7 @@ class Server:
         if wrong or not (cohort or isinstance(self.spec.method.sampling, Poisson)):
             raise InvalidValueError(
                 f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {ctx.round}; it must choose distinct"
-                " clients out of ctx.roster, which holds those that can be reached"
+                " clients out of ctx.roster"
             )
         return cohort
 
@@ -198,19 +194,6 @@ class Server:
                 )
             )
         return assignments
-
-    def _reachable(self) -> ServerContext:
-        """Return the context that samples: without clients that cannot be reached in this round."""
-        ctx = self._now
-        if self._availability is None:
-            return ctx
-        there = self._availability.among(list(ctx.roster), ctx.round)
-        if not there:
-            raise InvalidValueError(
-                f"no client can be reached in round {ctx.round}, as {self.spec.config.availability} says; give every round a"
-                " client"
-            )
-        return ctx.reaching(there)
 
     def aggregate(self, updates: Sequence[Update]) -> float | None:
         """Aggregate updates that `validated` returned, and let the policies learn from them.

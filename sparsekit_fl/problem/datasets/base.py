@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.data import LazyData, TensorData, Transform
+from sparsekit_fl.problem.data import TensorData, Transform
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,8 +39,8 @@ class DataSource:
 
     name: str
     kind: Literal["image", "tokens"]
-    train: TensorData | LazyData
-    test: TensorData | LazyData | None
+    train: TensorData
+    test: TensorData | None
     classes: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -55,7 +55,7 @@ class DataSource:
         for what, pool in (("train", self.train), ("test", self.test)):
             if pool is None:
                 continue
-            inputs = torch.empty(0, *pool.shape, dtype=torch.uint8) if isinstance(pool, LazyData) else pool.inputs[0]
+            inputs = pool.inputs[0]
             fits = inputs.dtype == torch.uint8 if self.kind == "image" else not inputs.is_floating_point()
             if inputs.ndim != dimensions or not fits:
                 wanted = "uint8 (rows, C, H, W)" if self.kind == "image" else "integers (rows, T)"
@@ -80,7 +80,7 @@ class DataSource:
     @property
     def shape(self) -> torch.Size:
         """Of one raw input: `(C, H, W)` or `(T,)`."""
-        return torch.Size(self.train.shape) if isinstance(self.train, LazyData) else self.train.inputs[0].shape[1:]
+        return self.train.inputs[0].shape[1:]
 
     def with_transform(self, transform: Transform | None) -> DataSource:
         """The same source, read through another transform."""

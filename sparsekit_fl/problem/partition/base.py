@@ -6,7 +6,7 @@ import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import ClientData
-from sparsekit_fl.problem.data import View
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -40,13 +40,13 @@ def hold_out(indices: Indices) -> tuple[Indices, Indices]:
     return indices[:-count], indices[-count:]
 
 
-def dealt(train: View, test: View, mixed: Indices, scored: Indices) -> ClientData:
+def dealt(train: TensorData, test: TensorData, mixed: Indices, scored: Indices) -> ClientData:
     """The data of a client that owns rows of `train` in random order, the last tenth for validation, and `scored` of `test`."""
     kept, held = hold_out(mixed)
     return ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
 
 
-def labelled_pools(source: DataSource, partition: str) -> tuple[View, View]:
+def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
     """The training and test pools of a source whose examples carry one label each.
 
     Raises:
@@ -60,7 +60,7 @@ def labelled_pools(source: DataSource, partition: str) -> tuple[View, View]:
     return source.train, source.test
 
 
-def rows_by_class(pool: View, classes: int) -> list[Indices]:
+def rows_by_class(pool: TensorData, classes: int) -> list[Indices]:
     """Positions of the examples of each class, in the order of the pool."""
     labels = pool.labels().numpy()
     order = np.argsort(labels, kind="stable").astype(np.int64)

@@ -164,7 +164,6 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(
         ("run local --set ratio.bandit=e-ucb", "no option 'ratio.bandit'"),
         ("run fedavg --set sampling=sgd", "sampling of method 'fedavg' must be a SamplingPolicy"),
         ("fedlps --config nosuch.toml", "--config nosuch.toml cannot be read: it does not exist"),
-        ("fedlps --set availability=nosuch.csv", "availability nosuch.csv cannot be read: it does not exist"),
         ("compare", "METHODS are missing"),
         ("compare fedavg fedavg", "given twice"),
         ("compare fedavg fedavgg", "did you mean 'fedavg'"),

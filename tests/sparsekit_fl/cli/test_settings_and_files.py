@@ -118,8 +118,7 @@ def test_every_path_is_listed_and_no_argument_of_a_method_has_the_name_of_an_opt
     assert {setting["owner"].split()[0] for setting in listed.values()} == {"run", "training", "partition"}
     assert all(setting["about"] and setting["allowed"] for setting in listed.values())
     for name in registry:
-        # Who is there in refl's own simulation is `sampling.availability`, as the bare word is the file of a run.
-        arguments = {setting.path for setting in arguments_of(registry.find(name))} - {"availability"}
+        arguments = {setting.path for setting in arguments_of(registry.find(name))}
         assert not arguments & set(known_options()), name
 
 

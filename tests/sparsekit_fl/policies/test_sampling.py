@@ -4,13 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from personal import server_context, tiny_run
+from personal import server_context
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
 from sparsekit_fl.policies.context import ClientInfo
-from sparsekit_fl.problem.availability import Availability
 
 
 def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):
@@ -46,21 +45,3 @@ def test_a_fixed_cohort_is_drawn_once_or_named():
     assert Fixed(clients=(4, 1)).sample(context().reaching([0, 1, 2]).reaching([1, 2])) == [1]
     with pytest.raises(InvalidValueError, match=r"names \[99\]"):
         Fixed(clients=(1, 99)).sample(context())
-
-
-def test_who_cannot_be_reached_is_not_drawn(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("client,start,stop\n" + "".join(f"{id},2,4\n" for id in range(5)))
-    cohorts = [record.cohort for record in tiny_run(availability=str(path)).rounds]
-    assert cohorts[0] == cohorts[3] == (5, 6, 7)
-    assert [len(cohort) for cohort in cohorts] == [3, 4, 4, 3]
-
-
-def test_a_trace_repeats_after_its_period(tmp_path):
-    path = tmp_path / "trace.json"
-    path.write_text('{"period": 2, "clients": {"0": [[1, 2]], "1": [[2, 3]]}}')
-    trace = Availability.read(path)
-    assert [trace.among([0, 1, 2], round) for round in (1, 2, 3, 4)] == [[0, 2], [1, 2], [0, 2], [1, 2]]
-    path.write_text('{"period": 24, "clients": {"3": [[20, 30]]}}')
-    with pytest.raises(DataError, match=r"client 3 .* beyond the period of 24; split .* into \[20, 25\] and \[1, 6\]"):
-        Availability.read(path)

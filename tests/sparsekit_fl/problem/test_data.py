@@ -6,9 +6,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from sparsekit.errors import DataError
-from sparsekit_fl.fingerprint import data_digest
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.data import LazyData, TensorData, as_tensor_data
+from sparsekit_fl.problem.data import TensorData, as_tensor_data
 
 
 def pool(rows: int = 6) -> TensorData:
@@ -88,13 +86,3 @@ def test_a_map_style_data_set_is_stacked() -> None:
 def test_what_cannot_be_read_is_refused_with_the_reason(read: Any, given: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(*given)
-
-
-def test_pictures_that_are_read_when_needed_are_told_apart_by_labels_and_rows() -> None:
-    def digest(labels: list[int], rows: list[int]) -> str:
-        data = LazyData(lambda _: torch.zeros(1, 2, 2, dtype=torch.uint8), torch.tensor(labels), (1, 2, 2)).take(rows)
-        return data_digest([Client(id=0, data=ClientData(data, None, data))])
-
-    first = digest([0, 1, 1, 0], [0, 1, 3])
-    assert first == digest([0, 1, 1, 0], [0, 1, 3])
-    assert len({first, digest([0, 1, 1, 0], [0, 2, 3]), digest([0, 0, 1, 0], [0, 1, 3])}) == 3

@@ -173,20 +173,6 @@ def test_the_divergence_of_a_cohort_of_fixed_size_is_below_the_bound(alpha, nois
         assert 0 < found <= _of_fixed_size(2 / 3, noise, [alpha])[0] + 1e-9
 
 
-def test_those_who_can_be_reached_are_the_crowd_that_hides_a_client(tmp_path):
-    """Eight clients, of which two can be reached in every second round: the whole cohort is known then."""
-    path = tmp_path / "trace.csv"
-    path.write_text("client,start,stop\n" + "".join(f"{id},{r},{r + 1}\n" for id in range(6) for r in (1, 3)))
-    config = replace(PRIVATE, cohort=2, availability=str(path), rounds=4)
-    for method in (registry["fedavg"](), replace(registry["fedavg"](), sampling=Poisson())):
-        spent = tiny_run(method, config=config).privacy
-        fixed_size = not isinstance(method.sampling, Poisson)
-        expected = epsilon_of(noise=1.5, rates=(0.25, 1.0, 0.25, 1.0), delta=1e-5, fixed_size=fixed_size)
-        assert spent["epsilon"] == expected
-        assert spent["sampling_rate"] == 1.0
-        assert spent["epsilon_as_poisson"] <= spent["epsilon"] <= spent["epsilon_unamplified"]
-
-
 def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_noise():
     method = replace(registry["fedavg"](), sampling=Poisson())
     config = replace(PRIVATE, cohort=1, rounds=12)
