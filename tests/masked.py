@@ -223,6 +223,9 @@ class MaskedExecution:
                 gradient = gradient.index_fill(piece.dim, gone, 0.0)
         return gradient
 
+    def release(self) -> None:
+        """Its dense model is not a copy."""
+
     @property
     def slot_units(self) -> Tensor:
         return torch.cat([self.mask[name] for name in self.graph.groups]).nonzero().reshape(-1)

@@ -74,7 +74,7 @@ class Evidence:
             memory["weights"] = memory.get("weights", 0.0) + weights
             memory["slope"] = memory.get("slope", 0.0) + gradient
             clock["before"] = clock.get("before", 0.0) + 1.0
-        elif "weights" in memory:
+        elif "weights" in memory and memory["weights"].shape == weights.shape:
             way, n = weights - memory["weights"] / clock["before"], clock.get("after", 0.0) + 1.0
             rise = float(torch.dot(way, gradient - memory["slope"] / clock["before"]))
             # From differences of neighbours, since the mean moves as the way grows.
@@ -135,10 +135,7 @@ class Evidence:
 
     def begin_round(self, changed: Mapping[str, Tensor] | None = None) -> None:
         """Forget the way of the weights, and all about units that came or went: group name → bool (units,)."""
-        for name in ("before", "after", "last", "rises", "squares"):
-            self.clock.pop(name, None)
-        for name in ("weights", "slope"):
-            self.memory.pop(name, None)
+        self.forget_way()
         if changed is not None:
             for kind in ("kept", "dropped"):
                 every = torch.cat([changed[name] for name in self._offsets])
@@ -146,6 +143,13 @@ class Evidence:
             for key, beside in self._beside.items():
                 if any(bool(changed[name].any()) for name in beside):
                     self.memory.pop(f"way.{key}", None)
+
+    def forget_way(self) -> None:
+        """Begin to compare the gradients of the weights again, such as those of other weights."""
+        for name in ("before", "after", "last", "rises", "squares"):
+            self.clock.pop(name, None)
+        for name in ("weights", "slope"):
+            self.memory.pop(name, None)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move every tensor to another device; the dtypes stay."""

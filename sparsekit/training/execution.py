@@ -40,14 +40,11 @@ class _GateGradient(torch.autograd.Function):
 
 
 class Execution:
-    """Runs the narrow module of a `NarrowModel`, and wider copies of it where a pass must see dropped units.
-
-    While a unit is dropped, its entries, their optimiser state and its norm statistics do not change.
-    """
+    """Runs the narrow module of a `NarrowModel`, and wider copies of it where a pass must see dropped units."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
-        self._wide: dict[tuple[int, ...], DenseModel] = {}
+        self._wide: dict[tuple[str, ...], tuple[tuple[int, ...], DenseModel]] = {}
         self._widenings: dict[tuple[str, ...], Widening] = {}
         self._widenings_of = -1
         self.narrow_model = NarrowModel(model, graph)
@@ -96,9 +93,14 @@ class Execution:
             self._widenings[groups] = Widening(self.narrow_model, groups)
         widening = self._widenings[groups]
         sizes = tuple(widening.mask.counts().values())
-        if sizes not in self._wide:
-            self._wide[sizes] = DenseModel(self.module, self.graph, widening.mask, self.narrow_model.sizes)
-        return widening.call(self._wide[sizes], args, kwargs, gates)
+        if groups not in self._wide or self._wide[groups][0] != sizes:
+            self._wide[groups] = sizes, DenseModel(self.module, self.graph, widening.mask, self.narrow_model.sizes)
+        return widening.call(self._wide[groups][1], args, kwargs, gates)
+
+    def release(self) -> None:
+        """Let go of what the last exploring passes ran on, after their step."""
+        for _, model in self._wide.values():
+            model.release()
 
     def load(
         self,

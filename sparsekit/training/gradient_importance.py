@@ -75,7 +75,8 @@ class FollowScores(Rule):
 
     def __init__(self, settings: GradientImportance, host: Host) -> None:
         self.settings = settings
-        host.scores.requires_grad_(True)
+        self._learns = is_learned(host.criterion)
+        host.scores.requires_grad_(self._learns)
         self.passes = 0
         self._explored = 0.0
         self._density = 1.0
@@ -101,14 +102,14 @@ class FollowScores(Rule):
 
     def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explore = self._exploration(host)
-        by_autograd = self.settings.lr is None or explore or host.joined
+        by_autograd = self._learns and (self.settings.lr is None or explore or host.joined)
         scores = host.scores if by_autograd else host.scores.detach()
         return host.execution.call(scores, args, kwargs, explore=explore)
 
     def _exploration(self, host: Host) -> float:
         """Return n on every n-th training pass while a learned criterion drops units, else 0."""
         explore = self.settings.explore
-        learned = is_learned(host.criterion) and self._density < 1.0 and explore > 0.0
+        learned = self._learns and self._density < 1.0 and explore > 0.0
         if not (learned and host.training and torch.is_grad_enabled()):
             return 0.0
         self.passes += 1
@@ -126,7 +127,7 @@ class FollowScores(Rule):
         if not told or host.optimizers.hold:  # in the middle of a step
             return
         ratio_stands = self._seen is not None and self._seen[0] == host.target
-        if ratio_stands and not is_learned(host.criterion):
+        if ratio_stands and not self._learns:
             self._mark_seen(host)
         else:
             self._follow(host, unless_it_stands=ratio_stands)
@@ -147,10 +148,11 @@ class FollowScores(Rule):
             fused = host.scores.detach()
             if not isinstance(host.criterion, Learned):
                 generator = host.generator
-                if generator is None and not is_learned(host.criterion):
+                if generator is None and not self._learns:
                     generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
                 weights = execution.narrow_model.dense_state()
-                view = View(importance=split_units(host.graph, fused), weights=weights, generator=generator)
+                model = None if self._learns else execution.narrow_model.dense_model()
+                view = View(importance=split_units(host.graph, fused), weights=weights, generator=generator, model=model)
                 scores = host.criterion.scores(host.graph, view)
                 check_scores(host.graph, scores, source)
                 fused = torch.cat([scores[name] for name in host.graph.groups])
@@ -179,7 +181,7 @@ class FollowScores(Rule):
     def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
-        if lr is None or self._learned:
+        if lr is None or self._learned or not self._learns:
             return
         self._learned = self._stepped = True
         with torch.no_grad():
@@ -194,7 +196,7 @@ class FollowScores(Rule):
             scores.sub_(gradient, alpha=lr)
 
     def penalty(self, host: Host) -> Tensor:
-        if self.settings.lr is not None:
+        if self.settings.lr is not None or not self._learns:
             return super().penalty(host)
         self.sync(host)
         with torch.no_grad():

@@ -42,7 +42,7 @@ class LearnableMask(Host):
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
     narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. By default
     importance is measured in units of the loss while the network trains, and dropped units take the places of kept ones where
-    they would lower the loss; at the end the mask has `settled`. What dropped units hold is saved until they return.
+    they would lower the loss; at the end the mask has `settled`. The dense weights of dropped units are kept.
 
     ```python
     x, y = next(iter(loader))
@@ -115,8 +115,7 @@ class LearnableMask(Host):
         check_ratio(ratio)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
-                "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
-                f" got {criterion!r}"
+                f"criterion must be an object with a method `scores`, such as criterion=Magnitude(), got {criterion!r}"
             )
         learning = learning_of(learning, criterion, explore, steps)
         if graph is None:

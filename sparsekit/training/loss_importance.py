@@ -90,13 +90,15 @@ class Swapping(Rule):
         self._target: object = None
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
+        self._trained: list[bool] | None = None
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._begun = self._sampling = False
         self._passes = 0
         self._group: str | None = None
-        self._probes: list[Probe] = []
+        self._probes: list[list[Probe]] = []
+        """Of each exploring pass of this step, and of steps before it that were skipped."""
 
     @property
     def settled(self) -> bool:
@@ -117,9 +119,9 @@ class Swapping(Rule):
         if self._passes == _SILENT:
             warnings.warn("no optimiser has stepped this mask; call masked.learn() after backward()", stacklevel=5)
         if not learning or self._group is None:
-            return host.execution.call(host.scores, args, kwargs, explore=0.0)
+            return host.execution.call(host.scores.detach(), args, kwargs, explore=0.0)
         result, probes = host.execution.explore(self._bundles[self._group], args, kwargs)
-        self._probes += probes
+        self._probes.append(probes)
         return result
 
     def _plan(self, host: Host) -> None:
@@ -159,6 +161,7 @@ class Swapping(Rule):
             self.clock["spent"] += self._costs[self._group]
             self.seen[self._group] = self.seen.get(self._group, 0.0) + 1.0
             self.clock["due"] = float(self._least_seen() >= self.settings.samples)
+            host.execution.release()
         self.clock["step"] += 1.0
         self._begin_step()
 
@@ -166,7 +169,12 @@ class Swapping(Rule):
         return min(self.seen.get(name, 0.0) for name in self._costs)
 
     def _sample(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
-        leaves = [leaf for leaf in host.execution.module.parameters() if leaf.requires_grad]
+        trained = [leaf.requires_grad for leaf in host.model.parameters()]
+        if trained != self._trained:  # some were frozen or set free
+            if self._trained is not None:
+                self.evidence.forget_way()
+            self._trained = trained
+        leaves = [leaf for leaf in host.model.parameters() if leaf.requires_grad]
         given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
         found: dict[Tensor, Tensor] = {
             leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale

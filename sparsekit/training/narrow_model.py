@@ -341,6 +341,12 @@ class NarrowModel:
             parameter.grad = None
         return small
 
+    def dense_model(self) -> nn.Module:
+        """Return a dense copy of the model with its present weights, for criteria that run it."""
+        found = copy_with(self.module, self.dense_state())
+        fit_sizes(found, self.sizes, self.graph, {name: group.size for name, group in self.graph.groups.items()})
+        return found
+
     def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
         """Let kept `units` begin afresh: nothing reads them yet, and their optimiser state starts anew.
 

@@ -4,6 +4,7 @@ The outputs are those of the narrow model. Entries that the widened groups do no
 others, what the dropped units hold is gathered from the dense copy for one pass.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,11 +60,14 @@ class DenseModel:
             parameters_of(owner).pop(attribute, None)
             buffers_of(owner).pop(attribute, None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of the last call, which belongs to a backward pass."""
+    def release(self) -> None:
+        """Let go of the state of the last call, after its backward pass."""
         for owner, attribute in self._places.values():
             owner.__dict__.pop(attribute, None)
         self._sync_recurrent()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.release()
         return vars(self)
 
     def _sync_recurrent(self) -> None:
@@ -143,6 +147,10 @@ class _Entry(NamedTuple):
     """(key, group, axis, positions of each unit, those of dropped units)."""
 
 
+_ROUNDING = 1e-3
+"""Share by which two alignments differ by rounding alone."""
+
+
 def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
     """The mask with all units of `groups`."""
     return UnitMask({**mask, **{name: torch.ones_like(mask[name]) for name in groups}})
@@ -217,29 +225,41 @@ class Widening:
         return result, probes
 
 
-def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined: bool) -> dict[str, Reading]:
-    """What exploring passes of one step left in the gradients of the entries that they probed: key → reading.
+def read(passes: Sequence[Sequence[Probe]], gradients: Mapping[Tensor, Tensor], *, joined: bool) -> dict[str, Reading]:
+    """Return the gradients of the entries that the exploring passes of one step probed: key → reading.
 
-    The readings are put on the scale of `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks,
-    without the scale of a GradScaler. `joined`: other ranks train the same mask.
+    The readings are scaled as `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks, without the
+    scale of a GradScaler. `joined`: other ranks train the same mask.
+
+    If the step before was skipped, as a GradScaler does after an overflow, its passes are among `passes` and its gradients are
+    not in `gradients`. So only the latest passes count: as many as together point where the gradients do, best.
     """
-    parts: dict[str, list[Probe]] = {}
-    gradients_of: dict[str, list[Tensor]] = {}
-    for probe in probes:
-        if probe.entry.grad is not None:
-            parts.setdefault(probe.key, []).append(probe)
-            gradients_of.setdefault(probe.key, []).append(wide(probe.entry.grad))
-    found = {key: torch.stack(own).sum(0) for key, own in sorted(gradients_of.items())}
-    if joined and torch.distributed.is_initialized():
-        for own in found.values():
-            torch.distributed.all_reduce(own)
-    product = square = 0.0
-    for key, own in found.items():
-        leaf = wide(gradients[parts[key][0].leaf])
-        raw = torch.where(leaf != 0.0, gather(own, parts[key][0].at), 0.0)
-        product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
-    scale = product / square if square else 1.0
+    sums: dict[str, Tensor] = {}
+    probe_of: dict[str, Probe] = {}
+    best: dict[str, Tensor] = {}
+    closest = scale = 0.0
+    for own in reversed(passes):
+        for probe in own:
+            if probe.entry.grad is not None and probe.leaf in gradients:
+                gradient = wide(probe.entry.grad)
+                sums[probe.key] = sums[probe.key] + gradient if probe.key in sums else gradient
+                probe_of.setdefault(probe.key, probe)
+        found = dict(sorted(sums.items()))
+        if joined and torch.distributed.is_initialized():
+            found = {key: gradient.clone() for key, gradient in found.items()}
+            for gradient in found.values():
+                torch.distributed.all_reduce(gradient)
+        product = square = 0.0
+        for key, gradient in found.items():
+            leaf = wide(gradients[probe_of[key].leaf])
+            raw = torch.where(leaf != 0.0, gather(gradient, probe_of[key].at), 0.0)
+            product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
+        if not math.isfinite(square):
+            break
+        alignment = product / math.sqrt(square) if square else 0.0
+        if not best or alignment >= closest * (1.0 - _ROUNDING):  # of equals the one of most passes
+            best, closest, scale = found, alignment, product / square if square else 1.0
     return {
-        key: Reading(parts[key][0].group, parts[key][0].dim, parts[key][0].table.to(own.device), own * scale)
-        for key, own in found.items()
+        key: Reading(probe_of[key].group, probe_of[key].dim, probe_of[key].table.to(gradient.device), gradient * scale)
+        for key, gradient in best.items()
     }

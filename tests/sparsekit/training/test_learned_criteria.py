@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from masked import batches_like, classifier, train_alike, train_step
+import torch.nn.functional as F
+from masked import batches_like, classifier, convolutions, train_alike, train_step
 from torch import Tensor
 
-from sparsekit import LearnableMask
+from sparsekit import LearnableMask, criteria
 from sparsekit.allocation import Uniform, choose
 from sparsekit.criteria import Learned, View
 from sparsekit.graph.graph import UnitGraph
@@ -98,3 +99,22 @@ def test_a_criterion_with_a_memory_is_asked_once_a_step() -> None:
     masked(x)
     assert criterion.asked == 11
     assert masked.unit_mask() == _largest(masked.graph, criterion.mean)
+
+
+@pytest.mark.parametrize("name", ["fisher", "activation", "random", "magnitude"])
+def test_any_criterion_may_choose_what_stays_anew_at_every_ratio(name: str) -> None:
+    """One that reads data runs the dense model with its present weights."""
+    model, x, y = convolutions()
+    data = {"batches": [(x, y)], "loss": F.cross_entropy} if name in ("fisher", "activation") else {}
+    criterion = criteria.registry[name](**data)
+    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
+    for ratio in (0.5, 0.25, 0.75):
+        masked.ratio = ratio
+        assert masked.unit_mask().counts() == Uniform(ratio).counts(masked.graph, {})
+        if name == "fisher":
+            whole = convolutions()[0]
+            whole.load_state_dict(masked.dense_state())
+            view = View(weights=masked.dense_state(), model=whole.train())
+            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, view), masked.counts())
+        train_step(masked, optimizer, x, y)
