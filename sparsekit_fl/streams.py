@@ -47,10 +47,6 @@ class Streams:
         """For the capability of one client in a round (round 0: drawn once for the whole run)."""
         return self._generator(_CAPABILITY, round, id)
 
-    def noise(self, round: int, place: int) -> np.random.Generator:
-        """For the noise on one entry of the model in a round; entries are numbered in the order of their sorted names."""
-        return self._generator(_NOISE, round, place)
-
     def evaluation(self, round: int) -> np.random.Generator:
         """For the choice of clients that are scored after a round, where not all are."""
         return self._generator(_EVALUATION, round)

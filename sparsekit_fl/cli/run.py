@@ -45,7 +45,7 @@ def _run(method_name: str, options: RunOptions) -> None:
         def on_run_start(self, run: RunView) -> None:
             if run.out is not None:
                 text = written(method_name, {**options.given, "seed": run.config.seed})
-                write_atomically(run.out / "run.toml", text.encode(), private=run.config.dp_noise_seed is not None)
+                write_atomically(run.out / "run.toml", text.encode())
 
     central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]
     with LiveProgress(quiet=options.quiet or options.json) as progress:
@@ -68,15 +68,12 @@ def _run(method_name: str, options: RunOptions) -> None:
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
     from sparsekit_fl.results.report.columns import result_table
-    from sparsekit_fl.server.privacy import privacy_line
 
     if options.json:
         typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
         return
     console = Console()
     console.print(result_table(result.to_dict()))
-    if result.privacy:
-        console.print(privacy_line(result.privacy))
     if result.stopped:
         console.print(f"stopped after round {result.rounds[-1].round}: {escape(result.stopped)}", soft_wrap=True)
     if result.failures:

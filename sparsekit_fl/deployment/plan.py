@@ -22,11 +22,10 @@ from sparsekit_fl.problem.problem import Problem
 _MANY = 10**6
 
 
-class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capability", "dp_noise_seed")):
+class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capability")):
     """The options of a deployed run: those of `RunConfig` and `TrainingConfig`, and these.
 
-    In Flower's run configuration, which has no none, empty text stands for what was not given. The seed of the noise is no
-    option here, as every node gets the options: the server draws it.
+    In Flower's run configuration, which has no none, empty text stands for what was not given.
 
     Raises:
         InvalidValueError: a value that is not allowed.

@@ -125,12 +125,6 @@ class RunSpec:
         model.load_state_dict(state)
         return model
 
-    def for_clients(self) -> RunSpec:
-        """Return the same spec without the server's secret: the seed of a private run's noise."""
-        if self.config.dp_noise_seed is None:
-            return self
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, dp_noise_seed=None))
-
     def training(self, round: int) -> TrainingConfig:
         """Return the options of training, with the learning rate of this round."""
         return dataclasses.replace(self.config.training, lr=self.config.training.lr * self.config.round_factor(round))

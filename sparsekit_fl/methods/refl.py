@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -167,8 +167,6 @@ class StaleMean(Mean):
     Source: Abdelmoniem et al., EuroSys 2023, staleness-aware aggregation; the reference code divides Λ by a further
         coefficient, which is 1 in its scripts.
     """
-
-    mean_only: ClassVar[str] = "StaleMean weighs late updates by how far they are from the mean of the fresh ones"
 
     weighting: Weighting = "uniform"
     beta: Share = 0.35

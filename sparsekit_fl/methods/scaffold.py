@@ -3,7 +3,7 @@
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
 (arXiv 1910.06378). The control variate of a client is what the paper calls option II, written as what it stands for: the mean
 of the gradients of the round. For plain SGD both are the same; with momentum, clipping or a schedule this stays a gradient.
-The global step size η_g is the run's `server_lr`.
+The global step size η_g is 1.
 """
 
 from dataclasses import dataclass, replace
@@ -56,10 +56,7 @@ class ControlledSgd(LocalPolicy):
 
 @dataclass(frozen=True)
 class ControlledMean(Mean):
-    """The mean of the changes; and of those of the control variates, of which c moves by the share of clients that took part.
-
-    One rule combines both, so that a robust one holds c as well.
-    """
+    """The mean of the changes, and of those of the control variates; c moves by the share of clients that took part."""
 
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
         """Return c of all shared parameters, at first zero."""

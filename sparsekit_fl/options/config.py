@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share, choices
-from sparsekit_fl.options.given import HOW, SAFE, SERVER, TRAIN, WHAT, Option
+from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount, Positive, Share, choices
+from sparsekit_fl.options.given import HOW, TRAIN, WHAT, Option
 from sparsekit_fl.options.training import Schedule, factor, optimizer_defaults
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
@@ -33,19 +33,10 @@ Amp = Literal["off", "bfloat16", "float16"]
 _UNSET = "the preset's, or torch's if you change the optimizer"
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
-_ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
 _BELONGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lr_step": ("lr_schedule", ("step",)),
     "lr_gamma": ("lr_schedule", ("step",)),
     "lr_end": ("lr_schedule", ("linear", "cosine")),
-    "server_momentum": ("server_optimizer", ("fedavgm", *_ADAPTIVE)),
-    "server_beta2": ("server_optimizer", ("fedadam", "fedyogi")),
-    "server_tau": ("server_optimizer", _ADAPTIVE),
-    "trim_share": ("aggregation", ("trimmed-mean",)),
-    "clip_norm": ("aggregation", ("norm-clipped",)),
-    "dp_noise": ("dp_clip", ()),
-    "dp_delta": ("dp_clip", ()),
-    "dp_noise_seed": ("dp_clip", ()),
 }
 """Option → the option without which it has no effect, and the values of that one; () is any but None."""
 
@@ -157,23 +148,6 @@ class RunConfig(Checked):
     lr_step: Annotated[Count | None, Option("For step: rounds from one to the next.", TRAIN, unset="a third of all")] = None
     lr_gamma: Annotated[float, Field(gt=0, le=1), Option("For step: factor on the learning rate.", TRAIN)] = 0.1
     lr_end: Annotated[Share, Option("For linear and cosine: the last learning rate, over the first.", TRAIN)] = 0.0
-    server_optimizer: Annotated[
-        Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"],
-        Option(
-            "What the server does with the combined change: adds it (none), or takes it for a gradient: fedavgm, fedadam,"
-            " fedyogi or fedadagrad.",
-            SERVER,
-        ),
-    ] = "none"
-    server_lr: Annotated[
-        Positive | None,
-        Option("Learning rate of the server, a factor on the combined change.", SERVER, unset="1; 0.01 for the adaptive three"),
-    ] = None
-    server_momentum: Annotated[
-        float, Field(ge=0, lt=1), Hint("0 has no memory"), Option("β of fedavgm, β₁ of the adaptive three.", SERVER)
-    ] = 0.9
-    server_beta2: Annotated[float, Field(ge=0, lt=1), Option("β₂ of fedadam and fedyogi.", SERVER)] = 0.99
-    server_tau: Annotated[Positive, Option("τ of the adaptive three: the larger, the less they adapt.", SERVER)] = 1e-3
     min_replies: Annotated[
         Count | None,
         Option(
@@ -181,41 +155,6 @@ class RunConfig(Checked):
             " run stops.",
             HOW,
             unset="half of its cohort, rounded up",
-        ),
-    ] = None
-    aggregation: Annotated[
-        Literal["mean", "trimmed-mean", "median", "norm-clipped"],
-        Option(
-            "How changes are combined: by the method's own mean, or by a Byzantine-robust rule: trimmed-mean, median or"
-            " norm-clipped.",
-            SAFE,
-        ),
-    ] = "mean"
-    trim_share: Annotated[
-        float,
-        Field(ge=0, lt=0.5),
-        Hint("it goes at each end"),
-        Option("For trimmed-mean: share of the values that is left out at each end.", SAFE),
-    ] = 0.2
-    clip_norm: Annotated[
-        Positive | None,
-        Option("For norm-clipped: longer changes are scaled to this norm.", SAFE, unset="the median norm of the round"),
-    ] = None
-    dp_clip: Annotated[
-        Positive | None,
-        Option("Client-level differential privacy: largest norm of a client's change. Needs a noise multiplier.", SAFE),
-    ] = None
-    dp_noise: Annotated[Positive | None, Option("Noise multiplier: standard deviation over that norm.", SAFE)] = None
-    dp_delta: Annotated[
-        Fraction | None, Option("Target δ of (ε, δ)-privacy.", SAFE, unset="1e-5, or K^-1.1 for K clients if less")
-    ] = None
-    dp_noise_seed: Annotated[
-        NonNegativeCount | None,
-        Option(
-            "Seed of the noise, for runs that must repeat; who knows it can remove the noise, so keep it secret, and the"
-            " result that holds it. Clients get neither.",
-            SAFE,
-            unset="drawn from the operating system",
         ),
     ] = None
     upload: Annotated[Upload, Option("Send changes up as float32, as they are, or rounded to 16 bits, as bfloat16.", HOW)] = (
@@ -234,13 +173,6 @@ class RunConfig(Checked):
         if self.min_replies is not None and self.min_replies > self.cohort:
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
         self._check_features()
-        if self.dp_clip is not None and self.dp_noise is None:
-            raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
-        if self.dp_clip is not None and self.aggregation != "mean":
-            raise InvalidValueError(
-                f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
-                " more than the noise hides, and dp_clip clips norms itself"
-            )
 
     def _check_features(self) -> None:
         """Refuse an option that has no effect; its default passes, since a saved run has them all."""

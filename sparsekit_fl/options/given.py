@@ -15,8 +15,6 @@ from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.options.checked import Choice, choices, members
 
 WHAT, TRAIN, HOW = "What is run", "How clients train", "How it is run"
-SERVER = "Who trains, and what the server does"
-SAFE = "Malicious clients, and privacy"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.policies.mask import PruneWhenAccurate as PruneWhenAccurate, RememberedMask as RememberedMask
     from sparsekit_fl.policies.ratio import BanditRatio as BanditRatio, ByCapability as ByCapability, Constant as Constant
     from sparsekit_fl.policies.ratio import Full as Full, RatioPolicy as RatioPolicy
-    from sparsekit_fl.policies.sampling import BySize as BySize, Fixed as Fixed, Poisson as Poisson
-    from sparsekit_fl.policies.sampling import PowerOfChoice as PowerOfChoice, SamplingPolicy as SamplingPolicy
-    from sparsekit_fl.policies.sampling import Uniform as Uniform
+    from sparsekit_fl.policies.sampling import SamplingPolicy as SamplingPolicy, Uniform as Uniform
     from sparsekit_fl.policies.share import Everything as Everything, Nothing as Nothing, OwnClasses as OwnClasses
     from sparsekit_fl.policies.share import PrivateHead as PrivateHead, SharePolicy as SharePolicy
     from sparsekit_fl.policies.submodel import RecalibratedBatchNorm as RecalibratedBatchNorm, SubmodelSgd as SubmodelSgd

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -145,8 +145,6 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class RememberedMask(MaskPolicy):
     """A mask per client, taken from its last update; the server sends only the entries that the mask keeps."""
-
-    learns_apart: ClassVar[bool] = True  # a mask for each client
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         """Return the mask that the client's last update named; None before the first."""

@@ -103,7 +103,6 @@ class BanditRatio(RatioPolicy):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
     """
 
-    learns_apart: ClassVar[bool] = True  # a bandit for each client
     learns_from: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     bandit: str = "p-ucbv"

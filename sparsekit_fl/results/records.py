@@ -27,7 +27,7 @@ from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.scores import FinalScores, RoundRecord
 from sparsekit_fl.results.state.storage import write_atomically
 
-_SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerprint", "stopped", "extended")
+_SAME = ("rounds", "final", "cost", "environment", "note", "fingerprint", "stopped", "extended")
 
 
 class ResultFile(Part):
@@ -41,7 +41,6 @@ class ResultFile(Part):
     seed: Count
     final: FinalScores
     cost: SavedCost
-    privacy: Mapping[str, Any] = {}
     rounds: tuple[RoundRecord, ...]
     environment: Mapping[str, Any] = about("versions, threads, workers, device", default_factory=dict)
     fingerprint: Mapping[str, Any] = about(
@@ -68,7 +67,6 @@ class RunResult:
         experiment: What the caller said about the run, such as data set and model.
         state: The final global state; not part of the file.
         note: What the method's line in tables says.
-        privacy: What the run guarantees, where it is private; see `privacy.PrivacySpent`.
         fingerprint: Version and digest of the code, and digest of the data where the run kept its files.
         stopped: The reason why a callback ended the run before its last round; empty for none.
         extended: Numbers of rounds that the run had before it was extended, ascending.
@@ -83,7 +81,6 @@ class RunResult:
     experiment: Mapping[str, Any] = field(default_factory=dict)
     state: StateDict = field(default_factory=dict, repr=False)
     note: str = ""
-    privacy: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
     extended: tuple[int, ...] = ()
@@ -158,9 +155,9 @@ class RunResult:
         )
 
     def save(self, path: Path | str) -> None:
-        """Write `to_dict()` as JSON, atomically; with the seed of a private run's noise, readable by the owner alone."""
+        """Write `to_dict()` as JSON, atomically."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-        write_atomically(Path(path), text.encode(), private=self.config.dp_noise_seed is not None)
+        write_atomically(Path(path), text.encode())
 
 
 def load_result(path: Path | str) -> RunResult:

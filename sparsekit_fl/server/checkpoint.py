@@ -123,8 +123,7 @@ class RunFolder:
         if not self._checkpoint.exists():
             self._rounds.unlink(missing_ok=True)
             (self.path / "result.json").unlink(missing_ok=True)
-            secret = described["config"].get("dp_noise_seed") is not None
-            write_atomically(self.path / _BEGUN, (json.dumps(self._begun, indent=1) + "\n").encode(), private=secret)
+            write_atomically(self.path / _BEGUN, (json.dumps(self._begun, indent=1) + "\n").encode())
             return Saved(fingerprint)
         try:
             held, meta = unseal(self._checkpoint.read_bytes())
@@ -136,7 +135,7 @@ class RunFolder:
                 fingerprint = {**fingerprint, "earlier": earlier}
             self._begun.update(fingerprint=fingerprint, extended=extended)
             state = {name: held["state"][name] for name in meta["names"]}
-            server = ServerState(int(meta["round"]), state, held["server"], meta.get("noise_seed"))
+            server = ServerState(int(meta["round"]), state, held["server"])
             memory_rounds = {int(client_id): int(round) for client_id, round in meta["memory_rounds"].items()}
             callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
             records = self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round)
@@ -201,11 +200,8 @@ class RunFolder:
             "rounds_bytes": self._rounds.stat().st_size,
             "rounds_sha256": self._written.hexdigest(),
             "callbacks": [list(pair) for pair in callbacks],
-            **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
-        # Whoever knows the seed of the noise can take the noise away again.
-        secret = server.noise_seed is not None
-        write_atomically(self._checkpoint, seal({"state": server.state, "server": server.memory}, **meta), private=secret)
+        write_atomically(self._checkpoint, seal({"state": server.state, "server": server.memory}, **meta))
 
 
 def _learned(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,6 @@ class Rounds:
             experiment=self.experiment,
             state=state,
             note=spec.method.note,
-            privacy={} if self.server.privacy is None else asdict(self.server.privacy),
             fingerprint=self.saved.fingerprint,
             stopped=self._view.stopped,
             extended=self.saved.extended,
@@ -369,7 +368,7 @@ def run(
         store = ClientStore(Path(base) / "clients", durable=folder is not None)
         loop = Rounds(spec, roster, store, folder, saved, told, experiment)
         try:
-            return engine.run(loop.run, spec=spec.for_clients(), clients=roster, store=store)
+            return engine.run(loop.run, spec=spec, clients=roster, store=store)
         except KeyboardInterrupt:
             raise RunInterrupted(f"stopped by the user after round {loop.finished} of {config.rounds}; {loop.hint}") from None
         except WorkerDiedError as error:

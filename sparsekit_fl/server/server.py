@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict, clone, is_finite
+from sparsekit.graph import clone, is_finite
 from sparsekit_fl.client.context import Memory, RngsByKind
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Assignment, Update
@@ -16,12 +15,8 @@ from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.config import Upload
-from sparsekit_fl.policies.aggregate import Changes, Counted, Over, mean, rule_of
 from sparsekit_fl.policies.context import Roster, ServerContext
-from sparsekit_fl.policies.sampling import Poisson
-from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.server.privacy import check_private, new_noise_seed, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
@@ -37,13 +32,12 @@ class ServerState:
     """The part of the server that goes into a checkpoint, after its last finished round.
 
     `state` is the whole dense global state, whose entries that are not shared stay as they were at first; `memory` is that of
-    each kind of policy. Only the server has the seed of the noise of a private run.
+    each kind of policy.
     """
 
     round: int
     state: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
-    noise_seed: int | None = field(default=None, repr=False)
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
@@ -103,30 +97,14 @@ class Server:
     Of the clients only sizes and capabilities are read. A state is gone on from; without one the server starts from the initial
     model.
 
-    Raises:
-        InvalidValueError: the method's changes cannot be combined, or made private, as the options say.
-        MissingDependencyError: privacy was asked for, and its accountant is not installed.
     """
 
     def __init__(self, spec: RunSpec, clients: Mapping[int, Client], state: ServerState | None = None) -> None:
         self.spec = spec
         self.state = state or ServerState(0, clone(spec.initial))
-        if self.state.noise_seed is None and spec.config.dp_clip is not None:
-            self.state.noise_seed = new_noise_seed(spec.config)
         self.clients = clients
         self._names = spec.shared_names()
         self._ctx: ServerContext | None = None
-        method, config = spec.method, spec.config
-        self._optimizes = config.server_optimizer != "none"
-        for asked, refused in (
-            (config.aggregation != "mean", f"no aggregation but 'mean', got {config.aggregation!r}"),
-            (self._optimizes or config.server_lr not in (None, 1.0), "no server optimizer but 'none' and no server_lr but 1"),
-        ):
-            if asked and method.aggregate.mean_only:
-                raise InvalidValueError(f"method {method.name!r} takes {refused}: {method.aggregate.mean_only}")
-        if config.dp_clip is not None:
-            check_private(method)
-        self.privacy = privacy_of(config, clients, poisson=isinstance(method.sampling, Poisson))
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
@@ -136,9 +114,6 @@ class Server:
         """Begin a round, counted from 1."""
         config = self.spec.config
         rngs = RngsByKind(Streams(config.seed).server(round))
-        if self.state.noise_seed is not None:
-            # Clients know the seed of the run; who can draw the cohorts again is protected by no sampling.
-            rngs["sampling"] = RngsByKind(Streams(self.state.noise_seed).server(round))["sampling"]
         self._ctx = ServerContext(
             round=round,
             rounds=config.rounds,
@@ -169,7 +144,7 @@ class Server:
     def _sample(self, ctx: ServerContext) -> list[int]:
         cohort = self.spec.method.sampling.sample(ctx.scoped("sampling"))
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
-        if wrong or not (cohort or isinstance(self.spec.method.sampling, Poisson)):
+        if wrong or not cohort:
             raise InvalidValueError(
                 f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {ctx.round}; it must choose distinct"
                 " clients out of ctx.roster"
@@ -206,8 +181,10 @@ class Server:
         """
         ctx, method = self._now, self.spec.method
         sampling = ctx.scoped("sampling")
-        if updates or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
-            self._aggregate(method.sampling.arrivals(sampling, updates))
+        if updates:
+            arrivals = method.sampling.arrivals(sampling, updates)
+            changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, arrivals)
+            self.state.state = {**self.state.state, **changed}
         seconds = method.sampling.seconds(sampling)
         self.state.round = ctx.round
         if updates:
@@ -234,27 +211,3 @@ class Server:
         # What was rounded on the way is added up as exactly as anything else.
         delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
         return replace(update, delta=delta)
-
-    def _aggregate(self, arrivals: Sequence[tuple[Update, int]]) -> None:
-        ctx, method, config = self._now, self.spec.method, self.spec.config
-        chosen = rule_of(config)
-        if self.state.noise_seed is not None:
-            chosen = partial(noisy_mean, config=config, streams=Streams(self.state.noise_seed), round=ctx.round)
-        memory = self.state.memory.setdefault("server_optimizer", {}) if self._optimizes else {}
-        optimizer = make_server_optimizer(config, memory, self.spec.parameters)
-        asked: set[str] = set()
-
-        def rule(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
-            asked.update(state if len(updates) == len(arrivals) else ())
-            found = chosen(state, updates, over)
-            return found if optimizer is None else optimizer.moved(found, updates)
-
-        changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, arrivals, rule)
-        if (chosen is not mean or optimizer is not None) and not asked.issuperset(ctx.state):
-            what = "differential privacy" if config.dp_clip is not None else f"aggregation {config.aggregation!r}"
-            what = f"server optimizer {config.server_optimizer!r}" if chosen is mean else what
-            raise InvalidValueError(
-                f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let its"
-                " combine() give all updates and the whole state to the rule, or say why not by mean_only"
-            )
-        self.state.state = {**self.state.state, **changed}

@@ -24,7 +24,7 @@ def test_every_purpose_has_its_own_numbers() -> None:
     streams = Streams(0)
     drawn = [streams.model(), streams.data(), streams.server(0), streams.server(1), streams.client(0, 0), streams.client(0, 1)]
     drawn += [streams.client(1, 0), streams.capability(0, 0), streams.capability(1, 0)]
-    drawn += [streams.noise(0, 0), streams.evaluation(0), streams.evaluation(1)]
+    drawn += [streams.evaluation(0), streams.evaluation(1)]
     assert len({_first(generator) for generator in drawn}) == len(drawn)
 
 

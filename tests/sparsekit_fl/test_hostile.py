@@ -6,13 +6,11 @@ import math
 import pickle
 import resource
 
-import attacks
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from personal import watched
 from safetensors.torch import save
 
 from sparsekit.errors import DataError
@@ -32,7 +30,6 @@ from sparsekit_fl.client.packing import Kept, pack
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies import Mean
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
@@ -315,30 +312,3 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
     ]
     scores = RoundScores.of(evaluations)
     json.dumps(plain(scores.to_dict()), allow_nan=False)
-
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl"])
-@pytest.mark.same_bits
-def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_what_they_would(method):
-    sent = []
-    for factor in (1.0, -10.0):
-        _, updates = watched(method, engine=attacks.hostile_engine(frozenset({0, 1, 2, 3}), factor), rounds=1)
-        sent.append({update.client_id: update for update in updates})
-    assert len({client_id < 4 for client_id in sent[0]}) == 2
-    for client_id, honest in sent[0].items():
-        for name, delta in honest.delta.items():
-            factor = -10 if client_id < 4 and delta.is_floating_point() else 1
-            assert torch.equal(sent[1][client_id].delta[name], factor * delta)
-
-
-def test_robust_rules_beat_the_mean_where_clients_are_alike_and_some_are_loud():
-    clients = tiny_clients(8, examples=60)
-    config = RunConfig(rounds=4, cohort=8, training=tiny_config().training, eval_every=4)
-    accuracy = {}
-    for rule, changes in attacks.RULES.items():
-        result = attacks._run("fedavg", -10.0, frozenset({3}), (tiny_problem(), clients, config), **changes)
-        accuracy[rule] = np.mean([attacks._accuracy(one.shared) for one in result.final.per_client if one.client_id != 3])
-    assert min(accuracy["trimmed-mean"], accuracy["median"], accuracy["norm-clipped"]) > accuracy["mean"] + 0.1

@@ -78,7 +78,7 @@ from sparsekit_fl.policies import Rule, mean
 
 @dataclass(frozen=True)
 class Halved(fl.AggregatePolicy):
-    """Half of the combined change, whatever combines it."""
+    """Half of the combined change."""
 
     def combine(self, ctx, state, arrivals, rule: Rule = mean):
         found = super().combine(ctx, state, arrivals, rule)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -11,7 +10,6 @@ from sparsekit_fl.errors import FolderInUseError
 
 # Windows opens no folder, and has the name of a file on the disk when it has the file there.
 _FOLDERS_OPEN = os.name != "nt"
-_OWNER_ALONE = 0o600
 
 
 def sync_folder(folder: Path) -> None:
@@ -25,7 +23,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True, private: bool = False) -> None:
+def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
     Args:
@@ -33,13 +31,10 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         payload: The content.
         durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
         sync: Wait for the name too; False where many files are written and `sync_folder` is called once.
-        private: Only the owner may read the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if private:
-            temporary.unlink(missing_ok=True)  # of another run, which others may read
-        with open(temporary, "wb", opener=partial(os.open, mode=_OWNER_ALONE) if private else None) as file:
+        with temporary.open("wb") as file:
             file.write(payload)
             file.flush()
             if durable:

@@ -25,7 +25,7 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
 
 
 def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--set", "aggregation=trimmed-mean", "--set", "trim_share=0.1", "--set", "upload=bfloat16"]
+    settings = ["--set", "lr_decay=0.9", "--set", "upload=bfloat16"]
     settings += ["--set", "eval_clients=2", "--heterogeneity", "median", "--set", "partition.lack_classes=6"]
     given = ["--seed", "3", "--lr", "0.05", "--batch-size", "8", *settings]
     result = command(["run", "fedavg", *TINY, *given], capsys)
@@ -33,7 +33,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert result["seed"] == 3
     config, training = result["config"], result["config"]["training"]
     assert (config["rounds"], config["cohort"], config["experiment"]["dataset"]) == (2, 2, "digits")
-    chosen = {"aggregation": "trimmed-mean", "trim_share": 0.1, "upload": "bfloat16", "eval_clients": 2}
+    chosen = {"lr_decay": 0.9, "upload": "bfloat16", "eval_clients": 2}
     assert {name: config[name] for name in chosen} == chosen
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
     assert config["experiment"]["partition_options"] == {"lack_classes": 6}
@@ -101,20 +101,6 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
     assert "client 2 was not scored" in text
     assert execute([*arguments, "--json"]) == 3
     assert [one["client"] for one in json.loads(capsys.readouterr().out)["failed_clients"]] == [2]
-
-
-def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
-    private = ["--set", "dp_clip=1", "--set", "dp_noise=2", "--set", "dp_noise_seed=7"]
-    assert execute(["run", "fedavg", *TINY, *private, "--out", str(tmp_path)]) == 0
-    raw = json.loads((tmp_path / "result.json").read_text())
-    assert raw["config"]["dp_noise_seed"] == 7
-    assert raw["privacy"]["epsilon"] > 0
-    assert raw["privacy"]["delta"] == 1e-5
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"ε = {raw['privacy']['epsilon']:.3g} at δ = 1e-05" in printed
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ def test_a_plan_survives_flowers_run_configuration() -> None:
 
 
 def test_a_plan_makes_the_options_of_its_run_and_has_no_seed_for_the_noise_since_every_node_reads_it() -> None:
-    plan = Plan(eval_clients=5, dp_clip=1.0, dp_noise=2.0, upload="bfloat16")
+    plan = Plan(eval_clients=5, lr_decay=0.5, upload="bfloat16")
     config = plan.make_config(20)
-    assert (config.eval_clients, config.dp_clip, config.dp_noise, config.upload) == (5, 1.0, 2.0, "bfloat16")
+    assert (config.eval_clients, config.lr_decay, config.upload) == (5, 0.5, "bfloat16")
     assert Plan().make_config(20).eval_clients is None
     with pytest.raises(UnknownNameError):
         Plan.of({**plan.to_run_config(), "dp-noise-seed": 1})

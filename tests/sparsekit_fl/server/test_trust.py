@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +21,7 @@ from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.results.state import storage
 from sparsekit_fl.results.state.storage import lock_folder
 from sparsekit_fl.results.state.store import ClientStore
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
+from sparsekit_fl.testing import StopAfter, tiny_clients
 
 
 def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
@@ -158,21 +157,6 @@ def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bit
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-def test_a_checkpoint_with_the_seed_of_the_noise_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
-    pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
-    private = replace(tiny_config(), dp_clip=1.0, dp_noise=0.5, dp_noise_seed=7)
-    tiny_run(config=private, out=tmp_path / "private")
-    tiny_run(out=tmp_path / "plain")
-    for name in ("checkpoint.safetensors", "run.json", "result.json"):
-        assert mode_of(tmp_path / "private" / name) == 0o600
-    assert mode_of(tmp_path / "plain" / "checkpoint.safetensors") != 0o600
 
 
 def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
