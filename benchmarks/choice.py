@@ -93,7 +93,7 @@ def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str,
     data = [(cell.train[0][i : i + 100], cell.train[1][i : i + 100]) for i in range(0, 100 * SCORED, 100)]
     graph = sk.trace_units(cell.model, *example)
     costs = sk.cost_model(cell.model, *example, graph=graph)
-    uniform = sk.allocation.Uniform(ratio).counts(graph, {})
+    uniform = sk.allocation.ratio_counts(graph, ratio)
     narrow = costs.costs(uniform)["flops"]
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
     scored = arm in ("taylor", "fisher")

@@ -5,11 +5,9 @@
     python benchmarks/faster.py --out faster.jsonl --latency        a budget of half of the milliseconds, measured afterwards
     python benchmarks/faster.py --out faster.jsonl --picture docs/pictures/time.svg
     python benchmarks/faster.py --out faster.jsonl --table
-    python benchmarks/faster.py --out depth.jsonl --models resnet50 vit-b16 llama llama-token --arms 1 16 depth both --shares .5
 
-Arms are what `multiple_of` is, and Torch-Pruning at three values of its `round_to`. "depth" removes residual branches alone,
-and "both" a quarter of them, where widths in multiples of 16 do the rest. In each turn every model runs once, in a fresh
-order, in eval mode on one thread; what counts is the median over the turns of time dense ÷ time pruned, in processor time on
+Arms are the values of `multiple_of` ("auto" is the default, multiples of 8 or less), and Torch-Pruning at three values of its
+`round_to`. In each turn every model runs once, in a fresh order, in eval mode on one thread; what counts is the median over the turns of time dense ÷ time pruned, in processor time on
 a CPU. All networks have random weights: times do not depend on them. Torch-Pruning takes the same share of every layer, as it
 does by default, and that share is bisected until the FLOPs are met.
 """
@@ -72,10 +70,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 CELL = ("model", "share", "batch")
 RIVAL = "Torch-Pruning"
 KINDS = {"1": "any width", "auto": "auto", "16": "16", "torch-pruning": RIVAL}
-DEPTH: dict[str, dict[str, Any]] = {
-    "depth": {"keep": ["channel", "feature", "head"], "limits": {"block": (0.0, 1.0)}},
-    "both": {"multiple_of": 16, "limits": {"block": (0.0, 0.75)}},
-}
 
 
 def example(name: str, batch: int, device: str) -> Tensor:
@@ -162,12 +156,10 @@ def torch_pruning(dense: nn.Module, x: Tensor, share: float, round_to: int) -> n
 def cut(arm: str, dense: nn.Module, x: Tensor, share: float) -> nn.Module:
     """The model of an arm."""
     budget = sk.Budget(flops=f"{100 * share:g}%")
-    if arm in DEPTH:
-        return sk.prune(dense, (x,), budget=budget, **DEPTH[arm]).model
     name, _, number = arm.rpartition(" ")
     if name:
         return torch_pruning(dense, x, share, int(number))
-    multiple: Any = arm if arm == "auto" else int(arm)
+    multiple: Any = None if arm == "auto" else int(arm)
     return sk.prune(dense, (x,), budget=budget, multiple_of=multiple).model
 
 

@@ -92,12 +92,12 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
         return found | {"epochs": epochs, "training_flops": spent, "finetuned": accuracy(small, test)}
     found["as_cut"] = accuracy(small, test)
     plain = copy.deepcopy(small)
-    sk.recalibrate(plain, cell.scoring())
+    sk.recalibrate_batchnorm(plain, cell.scoring())
     found["recalibrated"] = accuracy(plain, test)
     start = plain
     if cut.compensated is not None:
         start = cut.compensated
-        sk.recalibrate(start, cell.scoring())
+        sk.recalibrate_batchnorm(start, cell.scoring())
         found["compensated"] = accuracy(start, test)
     spent = train(start, cell, "finetuned", schedule.finetune, schedule.rates[1], teacher=cell.dense if cut.teacher else None)
     if cut.teacher:  # its forward passes

@@ -24,7 +24,7 @@ def _cut(cell: Cell, **options: Any) -> Any:
 def _compensated(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
     """A copy of what was cut out of `dense`, its consumers refitted."""
     small = copy.deepcopy(pruned.model)
-    sk.compensate(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+    sk.reconstruct(dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
     return small
 
 
@@ -33,7 +33,9 @@ def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
 
     def find() -> tuple[Any, nn.Module]:
         batches = cell.once("batches", cell.scoring)
-        pruned = _cut(cell, batches=batches, loss=F.cross_entropy, repair=False, multiple_of=multiple_of)
+        pruned = _cut(
+            cell, batches=batches, loss=F.cross_entropy, reconstruct=False, multiple_of=multiple_of, criterion="fisher"
+        )
         return pruned, _compensated(cell, cell.dense, pruned)
 
     pruned, small = cell.once(f"default at {cell.share:g}, {multiple_of}", find)
@@ -44,11 +46,6 @@ def ours(cell: Cell, multiple_of: Any = 1, *, teacher: bool = False) -> Cut:
     """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
     pruned, small = _default(cell, multiple_of)
     return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
-
-
-def ours_by_depth(cell: Cell, limit: float = 1.0, **options: Any) -> Cut:
-    """The same in whole residual branches, of which at most a share of `limit` stays."""
-    return _pruned(cell, cell.example, f"flops={cell.share:.0%}", limits={"block": (0.0, limit)}, **options)
 
 
 def ours_by_milliseconds(cell: Cell) -> Cut:
@@ -109,7 +106,7 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
 
 def scratch_uniform(cell: Cell) -> Cut:
     """A uniformly narrow network from random weights."""
-    pruned = _cut(cell, criterion="magnitude", allocation="uniform_within")
+    pruned = _cut(cell, criterion="magnitude", allocation="uniform")
     return Cut(_reset(pruned.model, cell.seed), scratch=True, notes={"widths": pruned.mask.counts()})
 
 
@@ -207,9 +204,7 @@ class _Regularize:
 ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": partial(ours, teacher=True),
     "ours, no teacher": ours,
-    "ours, no teacher, rounded": partial(ours, multiple_of="auto"),
-    "ours, depth": partial(ours_by_depth, keep=["channel"]),
-    "ours, depth and width": partial(ours_by_depth, limit=0.75),
+    "ours, no teacher, rounded": partial(ours, multiple_of=8),
     "ours, milliseconds": ours_by_milliseconds,
     "ours, FLOPs of that time": ours_by_flops_of_that_time,
     "ours: group-sl": ours_group_sl,

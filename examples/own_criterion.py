@@ -1,11 +1,11 @@
-"""A criterion and an allocation of your own in one file, in a learnable mask. Seconds, offline.
+"""A criterion and an allocation of your own in one file. Seconds, offline.
 
 Needs `pip install "sparsekit-torch[fl]"` for the digits. In a package of your own, the entry points
 
     [project.entry-points."sparsekit.criteria"]
     readers = "mypackage.readers:Readers"
     [project.entry-points."sparsekit.allocations"]
-    wide-middle = "mypackage.readers:WideMiddle"
+    wide-middle = "mypackage.readers:wide_middle"
 
 give them names. `CriterionContract` of `sparsekit.testing.criteria` and `AllocationContract` of `sparsekit.testing.allocations`
 test them.
@@ -23,7 +23,7 @@ import sparsekit as sk
 
 @dataclass(frozen=True)
 class Readers:
-    """A unit is worth the norm of the weights that read it."""
+    """The importance of a unit is the norm of the weights that read it."""
 
     def scores(self, graph: sk.UnitGraph, view: sk.View) -> Mapping[str, Tensor]:
         """Score every unit: group name → float (units,), larger stays."""
@@ -39,18 +39,17 @@ class Readers:
         return found
 
 
-@dataclass(frozen=True)
-class WideMiddle:
-    """A quarter of the units of the first and the last group stay, half of the others."""
+def wide_middle(problem: sk.allocation.Problem) -> Mapping[str, int]:
+    """Keep at least a quarter of the units of the first and the last group, and half of the others.
 
-    def counts(
-        self, graph: sk.UnitGraph, scores: Mapping[str, Tensor], cost: sk.allocation.CostModel | None = None
-    ) -> Mapping[str, int]:
-        """Decide the numbers: group name → number of units kept; tied groups get the least among them."""
-        del scores, cost
-        ends = {next(iter(graph.groups)), next(reversed(graph.groups))}
-        counts = {name: max(1, group.size // (4 if name in ends else 2)) for name, group in graph.groups.items()}
-        return sk.allocation.equal_in_ties(graph, counts)
+    The numbers come from `problem.free`, which has what limits and multiples allow.
+    """
+    ends = {next(iter(problem.graph.groups)), next(reversed(problem.graph.groups))}
+    counts = {}
+    for tied, allowed in problem.free.items():
+        wanted = allowed[-1] // (4 if ends & set(tied) else 2)
+        counts |= dict.fromkeys(tied, min(allowed, key=lambda count: (count < wanted, count)))
+    return counts
 
 
 def main() -> None:
@@ -67,11 +66,12 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    graph = sk.trace_units(model, images[:2])
-    mask = sk.select(Readers(), graph, WideMiddle(), sk.View(weights=model.state_dict()))
-    small = sk.compact(model, graph, mask)
-    right = float((small(images).argmax(1) == labels).double().mean())
-    print(f"kept {mask.counts()}: {mask.density(graph):.1%} of the parameters, accuracy {right:.1%} before fine-tuning")
+    batches = list(zip(images.split(64), labels.split(64), strict=True))
+    pruned = sk.prune(
+        model, images[:2], criterion=Readers(), allocation=wide_middle, batches=batches, loss=nn.functional.cross_entropy
+    )
+    right = float((pruned.model(images).argmax(1) == labels).double().mean())
+    print(f"kept {pruned.mask.counts()}, accuracy {right:.1%} before fine-tuning")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         tracing as tracing,
         training as training,
     )
-    from sparsekit.allocation.base import Allocation as Allocation
     from sparsekit.allocation.choose import choose as choose, select as select
+    from sparsekit.allocation.problem import Allocation as Allocation
     from sparsekit.bandit import (
         PUCBV as PUCBV,
         Bandit as Bandit,
@@ -39,7 +39,11 @@ if TYPE_CHECKING:
         SplitUCBV as SplitUCBV,
     )
     from sparsekit.criteria.base import Criterion as Criterion, View as View
-    from sparsekit.finetuning import compensate as compensate, finetune as finetune, recalibrate as recalibrate
+    from sparsekit.finetuning import (
+        finetune as finetune,
+        recalibrate_batchnorm as recalibrate_batchnorm,
+        reconstruct as reconstruct,
+    )
     from sparsekit.graph.graph import UnitGraph as UnitGraph
     from sparsekit.graph.groups import UnitGroup as UnitGroup, UnitSlice as UnitSlice
     from sparsekit.graph.mask import UnitMask as UnitMask, WeightMask as WeightMask

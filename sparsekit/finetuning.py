@@ -1,8 +1,8 @@
-"""What follows the cut: batch norms recalibrated, consumers compensated, the model trained on; and what may come before it."""
+"""What follows the cut: layers refitted, batch norms recalibrated, the model fine-tuned; and what may come before it."""
 
-from sparsekit.pruning.compensation import compensate, recalibrate
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune
+from sparsekit.pruning.reconstruction import recalibrate_batchnorm, reconstruct
 from sparsekit.pruning.regularizers import GroupLasso, GroupSL, GrowingRegularizer
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "GroupLasso",
     "GroupSL",
     "GrowingRegularizer",
-    "compensate",
     "finetune",
-    "recalibrate",
+    "recalibrate_batchnorm",
+    "reconstruct",
 ]

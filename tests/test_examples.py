@@ -199,7 +199,7 @@ class TestOwnCriterion(CriterionContract):
 class TestOwnAllocation(AllocationContract):
     @pytest.fixture
     def allocation(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        return _load("own_criterion", monkeypatch).WideMiddle()
+        return _load("own_criterion", monkeypatch).wide_middle
 
 
 class TestOwnEngine(EngineContract):

@@ -1,47 +1,39 @@
-"""Allocation: how many units stay in each group, and which. `registry` finds them by name."""
+"""Allocation: how many units stay in each group, and which. `registry` finds allocations by name."""
 
-from sparsekit.allocation.base import Allocation, equal_in_ties
-from sparsekit.allocation.by_cost import ByCost, Global
+from sparsekit.allocation.by_cost import by_cost, global_ranking
 from sparsekit.allocation.choose import choose, select
-from sparsekit.allocation.isomorphic import Isomorphic
-from sparsekit.allocation.knapsack import Knapsack
+from sparsekit.allocation.limits import PreferredMultiple
+from sparsekit.allocation.problem import Allocation, Problem, allocate
 from sparsekit.allocation.schedule import Schedule
-from sparsekit.allocation.sensitivity import Sensitivity
-from sparsekit.allocation.shares import PerGroup, Uniform, check_ratio
-from sparsekit.allocation.within_budget import UniformWithin
+from sparsekit.allocation.shares import by_ratio, check_ratio, ratio_counts, uniform
 from sparsekit.measure.cost import CostModel
 from sparsekit.registry import Registry
 
 __all__ = [
     "Allocation",
-    "ByCost",
     "CostModel",
-    "Global",
-    "Isomorphic",
-    "Knapsack",
-    "PerGroup",
+    "PreferredMultiple",
+    "Problem",
     "Schedule",
-    "Sensitivity",
-    "Uniform",
-    "UniformWithin",
+    "allocate",
+    "by_cost",
+    "by_ratio",
     "check_ratio",
     "choose",
-    "equal_in_ties",
+    "global_ranking",
+    "ratio_counts",
     "registry",
     "select",
+    "uniform",
 ]
 
 registry = Registry(
     "allocation",
     {
-        "by_cost": "sparsekit.allocation.by_cost:ByCost",
-        "global": "sparsekit.allocation.by_cost:Global",
-        "isomorphic": "sparsekit.allocation.isomorphic:Isomorphic",
-        "knapsack": "sparsekit.allocation.knapsack:Knapsack",
-        "per_group": "sparsekit.allocation.shares:PerGroup",
-        "sensitivity": "sparsekit.allocation.sensitivity:Sensitivity",
-        "uniform": "sparsekit.allocation.shares:Uniform",
-        "uniform_within": "sparsekit.allocation.within_budget:UniformWithin",
+        "by_cost": "sparsekit.allocation.by_cost:by_cost",
+        "by_ratio": "sparsekit.allocation.shares:by_ratio",
+        "global": "sparsekit.allocation.by_cost:global_ranking",
+        "uniform": "sparsekit.allocation.shares:uniform",
     },
     group="sparsekit.allocations",
 )

@@ -5,13 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.shares import Uniform
+from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria.base import Criterion, View, check_scores, refuse_nan, score_units
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.cost import CostModel
 
 
 def choose(graph: UnitGraph, scores: Mapping[str, Tensor], counts: Mapping[str, int], *, source: str = "scores") -> UnitMask:
@@ -51,29 +49,20 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
     return keep
 
 
-def select(
-    criterion: Criterion,
-    graph: UnitGraph,
-    allocation: Allocation | float,
-    view: View,
-    *,
-    cost: CostModel | None = None,
-) -> UnitMask:
+def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], view: View) -> UnitMask:
     """Score the units, count how many stay and choose.
 
     Args:
-        criterion: What a unit is worth.
+        criterion: Scores the units.
         graph: The groups.
-        allocation: How many units stay in each group; a number is a ratio, the same share of every group, in (0, 1].
+        ratios: Share of units kept in every group, in (0, 1], or one for each group, as in `ratio_counts`.
         view: What the criterion may look at.
-        cost: What numbers of units cost, for allocations within a budget.
 
     Returns:
         The mask.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], or scores or counts that do not fit the graph.
+        InvalidValueError: a ratio outside (0, 1], or scores that do not fit the graph.
     """
-    allocation = allocation if isinstance(allocation, Allocation) else Uniform(allocation)
     scores = score_units(criterion, graph, view)
-    return choose(graph, scores, allocation.counts(graph, scores, cost), source=f"{type(criterion).__name__} scores")
+    return choose(graph, scores, ratio_counts(graph, ratios), source=f"{type(criterion).__name__} scores")

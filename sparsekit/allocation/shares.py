@@ -1,19 +1,15 @@
-"""Uniform and PerGroup: shares of units that are written down, and the only rounding from a share to a number."""
+"""uniform() and by_ratio(): equal or given shares of units; the only rounding from a share to a number."""
 
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from numbers import Real
 
-from torch import Tensor
-
-from sparsekit.allocation.base import equal_in_ties
-from sparsekit.allocation.limits import Multiples, check_multiples, free_counts, spread
+from sparsekit.allocation.limits import Counts, Free, free_counts, spread
+from sparsekit.allocation.problem import Problem
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.cost import CostModel
 
 
 def check_ratio(ratio: float) -> float:
@@ -43,81 +39,82 @@ def keep_count(ratio: float, size: int) -> int:
     return max(1, min(size, math.ceil(check_ratio(ratio) * size - 1e-9)))
 
 
-@dataclass(frozen=True)
-class Uniform:
-    """max(1, ⌈ratio · size⌉) units of each group stay; 0.25 of 10 units are 3.
+def ratio_counts(graph: UnitGraph, ratios: float | Mapping[str, float], *, default: float = 1.0) -> dict[str, int]:
+    """max(1, ⌈ratio · size⌉) units of each group; 0.25 of 10 units are 3.
 
     Args:
-        ratio: Share of units kept in each group, in (0, 1].
+        graph: The groups; tied groups take the least of their numbers.
+        ratios: Share of units kept in every group, in (0, 1]; or name of a group, or regular expression that matches all of
+            it → share. A name goes before expressions, and the first expression before later ones.
+        default: The share of groups that a mapping does not name.
+
+    Returns:
+        Group name → units kept.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1].
+        InvalidValueError: a share outside (0, 1].
+        UnknownNameError: an entry of `ratios` names and matches no group.
     """
-
-    ratio: float
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-
-    def counts(
-        self,
-        graph: UnitGraph,
-        scores: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's signature
-        cost: CostModel | None = None,  # noqa: ARG002
-    ) -> Mapping[str, int]:
-        """Round the share up in each group; tied groups of different sizes take the least of their numbers."""
-        return equal_in_ties(graph, {name: keep_count(self.ratio, group.size) for name, group in graph.groups.items()})
+    return _ratio_counts(graph, free_counts(graph, {}, 1), ratios, default)
 
 
-@dataclass(frozen=True)
-class PerGroup:
-    """At least max(1, ⌈ratio · size⌉) units of each group stay, with a ratio of its own for each.
+def by_ratio(problem: Problem, *, ratios: float | Mapping[str, float], default: float = 1.0) -> Counts:
+    """Keep at least max(1, ⌈ratio · size⌉) units of each group, whatever the budget says.
 
     ```python
-    PerGroup({"conv1": 0.5, r"layer1\\..*": 0.75}, default=0.25)
+    sk.prune(model, (x,), allocation=functools.partial(by_ratio, ratios={"conv1": 0.5, r"layer1\\..*": 0.75}))
     ```
 
     Args:
-        ratios: Name of a group, or regular expression that matches all of it → share of its units that stays, in (0, 1]. A
-            name goes before expressions, and the first expression before later ones.
-        default: The share of all other groups.
-        multiple_of: What the counts are multiples of, rounded up: one number, or kind or group name → number.
+        problem: Groups, limits and multiples; numbers are rounded up to those that are allowed.
+        ratios: As in `ratio_counts`.
+        default: The share of groups that a mapping does not name.
 
     Raises:
-        InvalidValueError: a share outside (0, 1], or a multiple that is no positive integer.
+        InvalidValueError: a share outside (0, 1].
+        UnknownNameError: an entry of `ratios` names and matches no group.
     """
+    return _ratio_counts(problem.graph, problem.free, ratios, default)
 
-    ratios: Mapping[str, float] = field(default_factory=dict)
-    default: float = 1.0
-    multiple_of: Multiples = 1
 
-    def __post_init__(self) -> None:
-        for ratio in (*self.ratios.values(), self.default):
-            check_ratio(ratio)
-        check_multiples(self.multiple_of)
+def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, float], default: float) -> dict[str, int]:
+    shares = ratios if isinstance(ratios, Mapping) else {}
+    default = check_ratio(default if isinstance(ratios, Mapping) else ratios)
+    for name, share in shares.items():
+        check_ratio(share)
+        if name not in graph.groups and not any(re.fullmatch(name, group) for group in graph.groups):
+            raise UnknownNameError(f"{name!r} names and matches no group; {nearest(name, graph.groups)}")
 
-    def counts(
-        self,
-        graph: UnitGraph,
-        scores: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's signature
-        cost: CostModel | None = None,  # noqa: ARG002
-    ) -> Mapping[str, int]:
-        """Round the shares up; tied groups take the least of their numbers.
+    def ratio(group: str) -> float:
+        if group in shares:
+            return shares[group]
+        return next((share for name, share in shares.items() if re.fullmatch(name, group)), default)
 
-        Raises:
-            UnknownNameError: an entry of `ratios` names and matches no group.
-        """
-        for name in self.ratios:
-            if name not in graph.groups and not any(re.fullmatch(name, group) for group in graph.groups):
-                raise UnknownNameError(f"{name!r} names and matches no group; {nearest(name, graph.groups)}")
+    def pick(groups: tuple[str, ...], counts: tuple[int, ...]) -> int:
+        wanted = min(keep_count(ratio(name), graph.groups[name].size) for name in groups)
+        return counts[min(bisect_left(counts, wanted), len(counts) - 1)]
 
-        def ratio(group: str) -> float:
-            if group in self.ratios:
-                return self.ratios[group]
-            return next((share for name, share in self.ratios.items() if re.fullmatch(name, group)), self.default)
+    return spread(free, pick)
 
+
+def uniform(problem: Problem) -> Counts:
+    """The largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
+
+    Nothing is put back afterwards, so that layers of one kind keep one width: what a configuration file can say.
+
+    Args:
+        problem: Groups, costs and budget.
+
+    Raises:
+        InvalidValueError: no budget.
+    """
+    problem.require_budget("uniform")
+
+    def at(cut: float) -> Counts:
         def pick(groups: tuple[str, ...], counts: tuple[int, ...]) -> int:
-            wanted = min(keep_count(ratio(name), graph.groups[name].size) for name in groups)
-            return counts[min(bisect_left(counts, wanted), len(counts) - 1)]
+            wanted = keep_count(max(1 - cut, 1e-9), problem.graph.groups[groups[0]].size)
+            return counts[max(0, bisect_right(counts, wanted) - 1)]
 
-        return spread(free_counts(graph, {}, self.multiple_of), pick)
+        return spread(problem.free, pick)
+
+    return problem.least_that_fits(at)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.cli.model_options import CutOptions
+from sparsekit.cli.model_options import PruneOptions
 from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError
@@ -38,7 +38,7 @@ class _Moved:
             yield map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
-def load_data(options: CutOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
+def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | None]:
     """Load the data that `--dataset` names: batches to train on, which can be read again, and to score with, if there are any.
 
     The name is that of a data set, `package.module:loader`, or `path/to/file.py:loader`.
@@ -150,26 +150,12 @@ def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tupl
 class Job:
     """What a command is about: a model with its inputs, and data, loss and metric for it."""
 
-    def __init__(self, options: CutOptions, *, progress: bool) -> None:
+    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
         if options.seed < 0:
             raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
         self.progress = progress
-        self.has_data, self._scoring_batches = options.dataset is not None, options.scoring_batches
+        self.has_data = options.dataset is not None
         self.model, self.args, self.kwargs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
         self.train, validation = load_data(options)
         self.metric = find_metric(options.metric, validation, self.loss)
-
-    def criterion(self, name: str | None) -> Any:
-        """The criterion of a name, with the data if it reads any; None: fisher where there are data, else magnitude."""
-        from sparsekit.criteria import registry
-        from sparsekit.criteria.batches import DataDriven
-        from sparsekit.criteria.by_name import as_criterion, with_data
-
-        named = name or ("fisher" if self.has_data else "magnitude")
-        found = as_criterion(registry.find(named))
-        if self.has_data:
-            return with_data(found, self.train, self.loss, limit=self._scoring_batches, progress=self.progress)
-        if isinstance(found, DataDriven) and found.batches is None:
-            raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
-        return found

@@ -89,8 +89,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutOptions(ModelOptions):
-    """What `prune` and `sensitivity` share."""
+class PruneOptions(ModelOptions):
+    """The options of `sparsekit prune`."""
 
     norm: Annotated[
         Literal["fixed", "kept"],
@@ -110,29 +110,12 @@ class CutOptions(ModelOptions):
         str | None,
         _data(help="accuracy, loss, or package.module:metric of a model; larger is better."),
     ] = None
-    scoring_batches: Annotated[int, _data(min=1, help="Batches that a criterion scores on.")] = 10
+    calibration_batches: Annotated[
+        int, _data(min=1, help="Batches that score units, refit layers and, the last fifth, judge candidate cuts.")
+    ] = 20
     seed: Annotated[int, _run(help="Random seed.")] = 0
     quiet: Annotated[bool, _run("--quiet", "-q", help="No progress on stderr.")] = False
     as_json: Annotated[bool, _run("--json", help="Print JSON on stdout and nothing else.")] = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The options that say what comes out, as JSON data."""
-        found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
-        return {name: value for name, value in found.items() if name not in _MOMENTARY}
-
-
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
-    """Refuse to go on with what was made with other options, and say which."""
-    other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
-    if other:
-        raise InvalidValueError(
-            f"{place} was made with other options (--{', --'.join(other)}); give the same ones, or another --out"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions(CutOptions):
-    """The options of `sparsekit prune`."""
 
     budget: Annotated[
         list[str],
@@ -143,28 +126,32 @@ class PruneOptions(CutOptions):
     ]
     criterion: Annotated[
         str | None,
-        _where(help="What a unit is worth: a name, or package.module:criterion. Default: fisher with data, magnitude without."),
+        _where(
+            help="Importance of a unit: a name, or package.module:criterion. Default: the best of a few with data, magnitude"
+            " without."
+        ),
     ] = None
     allocation: Annotated[
-        str,
+        str | None,
         _where(
-            help="How many units stay where: by_cost, global, isomorphic, uniform, knapsack, package.module:allocation, or"
-            " sensitivity=FILE with what `sparsekit sensitivity` wrote."
+            help="How many units stay in each layer: by_cost, global, uniform, or package.module:allocation. Default: the best"
+            " of a few with data, by_cost without."
         ),
-    ] = "by_cost"
+    ] = None
     keep: Annotated[
         list[str] | None,
         _where(help="Layer that keeps all its units: a name or a regular expression; or a kind of unit, such as channel."),
     ] = None
     limit: Annotated[
         list[str] | None,
-        _where(
-            help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1; block=0:1 lets residual branches go."
-        ),
+        _where(help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1."),
     ] = None
     multiple_of: Annotated[
         list[str] | None,
-        _where(help="Widths are multiples of this number; auto: of what suits this device; or KIND=number, as in head=2."),
+        _where(
+            help="Widths are multiples of this number, or KIND=number, as in head=2. Default: 8, or less where the budget or a"
+            " narrow layer asks for it."
+        ),
     ] = None
     schedule: Annotated[
         str,
@@ -172,11 +159,11 @@ class PruneOptions(CutOptions):
             help="Way to the budget, one_shot, linear, cubic or cosine, and its steps, with fine-tuning after each: cubic=3."
         ),
     ] = "one_shot"
-    repair: Annotated[
-        Literal["compensate", "recalibrate", "both", "none"] | None,
+    reconstruct: Annotated[
+        Literal["layers", "batchnorm", "both", "none"] | None,
         _after(
-            help="After every step: refit layers that read dropped units, estimate statistics of batch norms anew, or both."
-            " Default: both, where there are data.",
+            help="After every step: refit layers that read dropped units, renew the statistics of batch norms, or both."
+            " Default: both, if there are data.",
         ),
     ] = None
     epochs: Annotated[int, _after(min=0, help="Epochs of fine-tuning after every step.")] = 0
@@ -196,3 +183,17 @@ class PruneOptions(CutOptions):
     onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Print what would be cut, and do nothing.")] = False
     resume: Annotated[bool, _run("--resume", help="Go on with the run in --out, from the last epoch.")] = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that say what comes out, as JSON data."""
+        found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return {name: value for name, value in found.items() if name not in _MOMENTARY}
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
+    """Refuse to go on with what was made with other options, and say which."""
+    other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
+    if other:
+        raise InvalidValueError(
+            f"{place} was made with other options (--{', --'.join(other)}); give the same ones, or another --out"
+        )

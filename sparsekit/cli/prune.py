@@ -1,7 +1,8 @@
-"""`sparsekit prune`: load, decide, cut, repair, train on, measure and write, from the command line."""
+"""`sparsekit prune`: load, decide, cut, reconstruct, fine-tune, measure and write, from the command line."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -10,8 +11,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_REPAIRS: Mapping[str, Any] = {"both": True, "compensate": "compensate", "recalibrate": "recalibrate", "none": False}
+_RECONSTRUCT: Mapping[str, Any] = {"both": True, "layers": "layers", "batchnorm": "batchnorm", "none": False}
 _REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
 
 
@@ -48,7 +48,7 @@ def _prune(options: PruneOptions) -> None:
         job = PruneJob(options, progress=shown)
         files: dict[str, str] = {}
         if options.dry_run:
-            report = job.decide(cut=False).report
+            report = job.decide(dry_run=True).report
         elif (finished := open_folder(options)) is not None:
             report, files = PruneReport.from_dict(finished), finished["files"]
         else:
@@ -67,7 +67,7 @@ def _prune(options: PruneOptions) -> None:
 def _print(report: PruneReport, how: str) -> None:
     typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}")
     tables = report.tables()
-    for title in ("Costs", "Groups", "Time", "Most time", "Measured"):
+    for title in ("Costs", "Candidates", "Groups", "Time", "Most time", "Measured"):
         head, rows = tables.get(title, ((), ()))
         shown = [column for column in head if column != "parameters it touches"]  # the page has them
         if rows:
@@ -97,15 +97,13 @@ def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
     return found
 
 
-def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | Literal["auto"]:
-    """Read `8`, or `auto`, or `channel=8` and `head=2`."""
+def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | None:
+    """Read `8`, or `channel=8` and `head=2`."""
     found: dict[str, int] = {}
-    if list(texts) == ["auto"]:
-        return "auto"
     for text in texts:
         kind, _, number = text.rpartition("=")
         if not number.isdigit():
-            raise InvalidValueError(f"--multiple-of must be a number, auto, or KIND=number as in channel=8, got {text!r}")
+            raise InvalidValueError(f"--multiple-of must be a number or KIND=number as in channel=8, got {text!r}")
         if not kind and len(texts) == 1:
             return int(number)
         if not kind:
@@ -113,7 +111,7 @@ def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | Literal["auto
         if kind in found:
             raise InvalidValueError(f"--multiple-of names {kind} twice; give it once")
         found[kind] = int(number)
-    return found or 1
+    return found or None
 
 
 class PruneJob(Job):
@@ -122,7 +120,7 @@ class PruneJob(Job):
     def __init__(self, options: PruneOptions, *, progress: bool) -> None:
         self.schedule = _read_schedule(options.schedule)
         self.runtimes = read_runtimes(options.time)
-        for name in ("epochs", "distill", "repair"):
+        for name in ("epochs", "distill", "reconstruct"):
             if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
                 raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
         if not 0.0 <= options.lr < math.inf:
@@ -133,8 +131,8 @@ class PruneJob(Job):
         self.options = options
         self.epochs: dict[str, int] = {}
 
-    def decide(self, *, cut: bool = True) -> Pruned:
-        """Prune, with repair and fine-tuning after every step."""
+    def decide(self, *, dry_run: bool = False) -> Pruned:
+        """Prune, with reconstruction and fine-tuning after every step."""
         import numpy as np
 
         from sparsekit.measure.budget import Budget
@@ -143,31 +141,38 @@ class PruneJob(Job):
         from sparsekit.tracing.inputs import ModelInputs
 
         options = self.options
-        budget: Budget | None = Budget.of(options.budget)
-        plan: Any = options.allocation
-        name, _, table = options.allocation.partition("=")
-        if name == "sensitivity":
-            plan, budget = _sensitivity(budget, table), None
         return prune(
             self.model,
             ModelInputs(self.args, self.kwargs),
-            budget=budget,
-            batches=self.train if self.has_data else None,
+            budget=Budget.of(options.budget),
+            batches=itertools.islice(self.train, options.calibration_batches) if self.has_data else None,
             loss=self.loss if self.has_data else None,
-            repair=_REPAIRS[options.repair or "both"] if self.has_data else False,
+            reconstruct=_RECONSTRUCT[options.reconstruct or "both"],
             metric=self.metric,
-            criterion=self.criterion(options.criterion),
-            allocation=plan,
+            criterion=self._criterion(),
+            allocation=options.allocation,
             keep=options.keep or (),
             limits=read_limits_option(options.limit or ()),
             multiple_of=read_multiples(options.multiple_of or ()),
             schedule=self.schedule,
-            finetune=self._train if options.epochs and cut else None,
+            finetune=self._train if options.epochs else None,
             norm=options.norm,
             generator=torch_generator(np.random.default_rng(options.seed)),
-            cut=cut,
+            dry_run=dry_run,
             progress=self.progress,
         )
+
+    def _criterion(self) -> Any:
+        from sparsekit.criteria.batches import DataDriven
+        from sparsekit.criteria.by_name import as_criterion
+
+        named = self.options.criterion
+        if named is None or self.has_data:
+            return named
+        found = as_criterion(named)
+        if isinstance(found, DataDriven) and found.batches is None:
+            raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
+        return found
 
     def finish(self, pruned: Pruned) -> Pruned:
         """Measure the small model beside the dense one; the report has its times."""
@@ -236,24 +241,6 @@ def _read_schedule(text: str) -> Any:
     return Schedule(name, int(steps or 1))
 
 
-def _sensitivity(budget: Any, table: str) -> Any:
-    from sparsekit.allocation.sensitivity import Sensitivity
-
-    if not table:
-        raise InvalidValueError(
-            "--allocation sensitivity needs its table: pass sensitivity=FILE, which `sparsekit sensitivity MODEL --out FILE`"
-            " writes"
-        )
-    path = Path(table)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["table"]
-    except FileNotFoundError as error:
-        raise InvalidValueError(f"there is no table {table!r}; `sparsekit sensitivity MODEL --out {path}` writes it") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
-    return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
-
-
 def _told(score: float | None) -> str:
     return "" if score is None else f", score {score:.4f}"
 
@@ -284,7 +271,7 @@ prune = command_app(
     examples=(
         "sparsekit prune vgg11 --budget flops=50% --dry-run",
         "sparsekit prune nets.py:make --init dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8 --out small",
-        "sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx",
+        "sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --out fast --onnx",
         "sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
         " --epochs 2 --distill 0.5 --out small",
     ),

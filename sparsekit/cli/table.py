@@ -48,10 +48,6 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit_fl.cli.run:run",
         "Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.",
     ),
-    "sensitivity": Listed(
-        "sparsekit.cli.sensitivity:sensitivity",
-        "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",
-    ),
     "tune": Listed(
         "sparsekit.cli.tune:tune",
         "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",

@@ -4,6 +4,7 @@ from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, View, is_comparable
 from sparsekit.criteria.normalised import Lamp, Normalised
 from sparsekit.criteria.orders import Learned, Ordered, Random
+from sparsekit.criteria.scored import Scored
 from sparsekit.criteria.taylor import Fisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.weights import BatchNormScale, GeometricMedian, Magnitude, unit_magnitudes
@@ -21,6 +22,7 @@ __all__ = [
     "Normalised",
     "Ordered",
     "Random",
+    "Scored",
     "Taylor",
     "TorchPruning",
     "View",
@@ -42,6 +44,7 @@ registry = Registry(
         "normalised": "sparsekit.criteria.normalised:Normalised",
         "ordered": "sparsekit.criteria.orders:Ordered",
         "random": "sparsekit.criteria.orders:Random",
+        "scored": "sparsekit.criteria.scored:Scored",
         "rolling": "sparsekit_fl.methods.fedrolex:Rolling",  # of the federated layer, by name alone
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",

@@ -124,7 +124,7 @@ def read_batches(
         DataError: there is no batch, or one is on another device than the model.
     """
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
-    known = len(batches) if isinstance(batches, Sized) else None
+    known = _length(batches)
     total = known if limit is None else min(limit, known or limit)
     place = -1
     for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
@@ -140,6 +140,14 @@ def read_batches(
         raise DataError(
             f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
         )
+
+
+def _length(batches: Iterable[Batch]) -> int | None:
+    """Number of batches, where it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:
+        return None
 
 
 @contextmanager

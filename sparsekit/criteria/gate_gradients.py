@@ -105,7 +105,7 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
         Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
 
     Raises:
-        InvalidValueError: a group's units have no part in the loss.
+        InvalidValueError: a group's units have no part in the loss, or all gradients are zero.
         MissingImportanceError, DataError: see `DataDriven`.
     """
     readers = unit_readers(model, graph)
@@ -133,6 +133,12 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
                 f"the loss does not depend on the units of group {name!r}; leave the group out with"
                 " sparsekit.graph.edit.without, or use a loss over all outputs"
             )
+    if graph.groups and not any(bool(sums[name][1].any()) for name in graph.groups):
+        raise InvalidValueError(
+            "the gradients of the loss are all zero on these batches. Are the targets the model's own outputs? Then pass"
+            " batches of inputs alone and no loss to prune(), which compares with these outputs; or use Activation, which"
+            " needs no loss"
+        )
     return {name: (sums[name][0].cpu().double() / seen, sums[name][1].cpu().double() / seen) for name in graph.groups}
 
 

@@ -1,37 +1,48 @@
 """prune(): a model and a budget in, a smaller model and a report out."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation.base import Allocation
-from sparsekit.allocation.limits import Liked, Multiples, check_multiples, free_counts, least_counts
+from sparsekit._torch import InstanceNorm, NormBase
+from sparsekit.allocation import registry as allocations
+from sparsekit.allocation.by_cost import global_ranking
+from sparsekit.allocation.limits import Limits, PreferredMultiple, check_multiples, free_counts, least_counts
+from sparsekit.allocation.problem import Allocation, name_of
 from sparsekit.allocation.schedule import Schedule
-from sparsekit.criteria.base import Criterion
-from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.criteria.base import Criterion, is_comparable
+from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.by_name import as_criterion, with_data
-from sparsekit.errors import InvalidValueError, NoUnitsError, UnsupportedModelError
+from sparsekit.criteria.scored import Scored
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.graph.edit import narrow
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import measure_costs
-from sparsekit.measure.widths import best_multiple
-from sparsekit.pruning.depth import go_shallow, read_depth
-from sparsekit.pruning.plans import as_allocation, has_field
-from sparsekit.pruning.report import PruneReport, count_denormals, describe
+from sparsekit.pruning.calibration import Calibration
+from sparsekit.pruning.cutting import Candidate, Cut, Cutter, criterion_name, inside
+from sparsekit.pruning.reconstruction import Reconstruct
+from sparsekit.pruning.report import CandidateReport, PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
-from sparsekit.pruning.selection import Selector, read_limits, select_groups
-from sparsekit.pruning.steps import AfterCut, Repair, Start, Steps
+from sparsekit.pruning.selection import Selector, read_limits
+from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.rng import torch_generator
-from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import trace_units
+
+AfterCut: TypeAlias = Callable[[nn.Module, int], object]
+"""Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
+
+CANDIDATES = (("fisher", "by_cost"), ("activation", "by_cost"), ("activation", "uniform"), ("fisher", "uniform"))
+"""Criterion and allocation of the cuts that are tried by default where there are batches; the first where there is one."""
 
 
 def prune(
@@ -41,26 +52,30 @@ def prune(
     budget: Budget | Mapping[str, str | float] | str | None = None,
     batches: Iterable[Batch] | None = None,
     loss: Loss | None = None,
-    repair: Repair = True,
+    reconstruct: Reconstruct = True,
     metric: Callable[[nn.Module], float] | None = None,
-    criterion: Criterion | str | None = None,
-    allocation: Allocation | str = "by_cost",
+    criterion: Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str] | None = None,
+    allocation: Allocation | str | Sequence[Allocation | str] | None = None,
     keep: Iterable[Selector] = (),
     limits: Mapping[Selector, tuple[float, float]] | None = None,
-    multiple_of: int | Mapping[str, int] | Literal["auto"] = 1,
+    multiple_of: int | Mapping[str, int] | PreferredMultiple | None = None,
     schedule: Schedule | str | None = None,
     finetune: AfterCut | None = None,
     graph: UnitGraph | None = None,
     norm: Literal["fixed", "kept"] = "fixed",
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
-    cut: bool = True,
+    dry_run: bool = False,
     progress: bool = False,
 ) -> Pruned:
-    """Cut a model down to a budget.
+    """Prune a model to a budget.
+
+    Pass `batches` for every network that was trained: which criterion is right differs from network to network, and a wrong
+    one costs most of the accuracy. With batches, a few candidate cuts are made and reconstructed, and the one of least loss
+    on batches that were set aside is kept; the report lists them.
 
     ```python
-    pruned = sk.prune(model, (images[:1],), budget=sk.Budget(flops="50%"))
+    pruned = sk.prune(model, (images[:1],), budget=sk.Budget(flops="50%"), batches=loader, loss=F.cross_entropy)
     pruned.model, pruned.report.after["flops"]
     pruned.save("small.safetensors")
     ```
@@ -71,154 +86,259 @@ def prune(
             peak of the memory and the latency of a budget are those of this batch. A list of such tuples and mappings is
             several calls, each traced and verified, so that every branch is seen; costs are those of the first.
         budget: What the small model may cost, also as a mapping or as text such as `"flops=50%,latency_ms=4"`. Never exceeded.
-            None where the allocation says all by itself.
-        batches: Training data that can be read again, such as a loader or a list, of which some dozen batches are used. With
-            them units are scored by `Fisher` unless `criterion` says otherwise, and the cut model is repaired.
+            None where the allocation needs none.
+        batches: Training data, such as a loader or a list; at most 48 batches or 1 GiB are read, once. The last fifth is set
+            aside to judge candidates; the others score units and reconstruct. Batches without a target, given without a loss
+            to a model that computes none, are compared with the dense model's own outputs.
         loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
-        repair: Whether layers that read dropped units are refitted (`compensate`) and batch norms recalibrated, after every
-            cut, where there are batches; "compensate" or "recalibrate" does one of them.
-        metric: Scores a model, as accuracy on validation data. The report has its scores of the dense model, after each cut,
-            each repair and each `finetune`.
-        criterion: What a unit is worth, or its name; by default the magnitude of its weights, and `Fisher` with batches. A
-            name that needs data gets the batches and the loss, and so does an object that has none.
-        allocation: How many units stay in each group, or its name: "by_cost", "global", "isomorphic", "uniform", "knapsack".
-            A ready one brings its own budget; it takes `keep`, `limits` and `multiple_of` where it has none.
+        reconstruct: Whether layers that read dropped units are refitted (`reconstruct`) and batch norms recalibrated after
+            every cut, if there are batches; "layers" or "batchnorm" does one of them.
+        metric: Scores a model, as accuracy on validation data. The report has its scores of the dense model, after each cut
+            and each `finetune`.
+        criterion: The importance of a unit: an object or a name, or several of them as candidates, such as the `scores` of
+            an earlier result, which cost nothing. None tries the default candidates with batches, and takes the magnitude
+            of the weights without. A name that needs data gets the batches and the loss, and so does an object without any.
+        allocation: How many units stay in each group: a function or a name ("by_cost", "global", "uniform"), or several as
+            candidates. None is "by_cost", or part of the default candidates.
         keep: Layers that keep all their units, by name, regular expression, type or module, or kinds of unit such as "channel".
-        limits: The same → (least, largest) share of the units that stays, each in [0, 1]. The kind "block" stands for residual
-            branches, such as those of a ResNet or attention and the MLPs of a transformer, and "layer" for modules that do
-            nothing but add some. All of them stay unless a limit is given, such as `{"block": (0, 1)}`. They go first, then
-            units of what is left. `keep`, and the least share for a name, hold for branches as well.
+        limits: The same → (least, largest) share of the units that stays, each in [0, 1].
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
-            keeps their number. "auto" takes what suits this device best, mostly 16 or 8, as far as that leaves at most 2 % of
-            the budget unused and groups have as many units; then the widths depend on the processor.
+            keeps their number. None prefers multiples of 8, for which runtimes have fast kernels: 4 for groups narrower than
+            64, and 4 and then any number where more than 2 % of the budget would be unused. 1 allows any width.
         schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored anew.
         finetune: Called with the narrow model and the number of the step after every cut.
         graph: The units, if they were traced before; else they are traced.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layers of your own, as given to `trace_units`.
         generator: The source of randomness of criteria that draw; by default always the same.
-        cut: False decides and reports only: `model` of the result is then the dense model, and nothing is called on it.
-            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once; where
-            branches are gone, graph and mask are those of what is left.
+        dry_run: Only decide and report: `model` of the result is then the dense model, and `finetune` is not called.
+            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once; name
+            a criterion for such a model, since candidates are cut to be judged.
         progress: Whether to draw progress bars on stderr.
 
     Returns:
-        The small model, the mask, the units and the report.
+        The small model, the mask, the units, the scores and the report.
 
     Raises:
-        BudgetError: the budget cannot be met, with the least cost and the groups that hold it up; or the allocation does not
+        BudgetError: the budget cannot be met, with the minimum and the groups that hold it up; or the allocation does not
             look at the budget and exceeds it.
         UnknownNameError: a metric, criterion, allocation or schedule that does not exist, or a selection that means nothing.
-        UnsupportedModelError: the model is no module, but a class or a name; or it is on the meta device, without values.
-        InvalidValueError: options that do not go together, inputs on another device, scores that hold NaN.
+        UnsupportedModelError: `model` is not a module, but a class or a name; or it is on the meta device, without values.
+        InvalidValueError: options that do not go together, inputs on another device, scores that hold NaN, or gradients
+            that are all zero.
         DataError: an empty loader, or a batch on another device than the model.
         MissingImportanceError: the criterion needs what a model alone does not have.
         TraceError: the model fails on the inputs.
         NoUnitsError: nothing in the model can be removed exactly.
+
+    Warns:
+        UncalibratedWarning: a network that shows signs of training is pruned without data.
+        StarvedGroupsWarning: a global ranking leaves next to nothing of some groups.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"expected a torch.nn.Module, got {model!r}; build the model first, and pass what comes out"
-        )
+        raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
     refuse_meta(model, "prune")
     call, *others = ModelInputs.several(example_inputs)
     for inputs in (call, *others):
         _check_devices(model, inputs)
-    schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
-    wanted = None if budget is None else Budget.of(budget)
-    weight = next((entry for entry in model.parameters() if entry.is_floating_point()), None)
-    liked = 1 if weight is None or multiple_of != "auto" else best_multiple(weight.device, weight.dtype)
-    multiples = multiple_of if multiple_of != "auto" else Liked(liked)
-    check_multiples(multiples)
-    depth, width_limits = read_depth(model, limits or {})
-    if graph is None:
-        try:
-            graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
-        except NoUnitsError as error:
-            if depth is None:
-                raise
-            graph = UnitGraph({}, {name: entry.shape for name, entry in named_entries(model).items()}, fixed=error.fixed)
     if loss is not None and batches is None:
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
-    if repair not in (True, False, "compensate", "recalibrate"):
-        raise InvalidValueError(f"repair must be True, False, 'compensate' or 'recalibrate', got {repair!r}")
-    chosen = as_criterion(criterion) if batches is None else with_data(criterion, batches, loss, progress=progress)
-    keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
-    # Where branches go, some limits name branches alone.
-    of_widths = {each: pair for each, pair in width_limits.items() if depth is None or select_groups(model, graph, each)}
-    plan = as_allocation(allocation, wanted, read_limits(model, graph, keep, of_widths), multiples, chosen)
-    wanted = wanted if wanted is not None else getattr(plan, "budget", None)
-    if schedule.steps > 1 and (wanted is None or not has_field(plan, "budget")):
-        raise InvalidValueError(
-            f"a schedule of {schedule.steps} steps needs a budget to go to, and an allocation within a budget;"
-            f" {type(plan).__name__} has none"
-        )
-    metrics = wanted.metrics if wanted else ()
-    costs = measure_costs(model, call.args, call.kwargs, graph, metrics, rules)
-    draws = generator if generator is not None else torch_generator(np.random.default_rng(0))
-    start = Start(model, graph, costs, plan, wanted)
-    if depth is not None:
-        start = go_shallow(
-            start, [call, *others], depth, keep=keep, limits=width_limits, criterion=chosen, generator=draws, rules=rules
-        )
-    steps = Steps(
+    if reconstruct not in (True, False, "layers", "batchnorm"):
+        raise InvalidValueError(f"reconstruct must be True, False, 'layers' or 'batchnorm', got {reconstruct!r}")
+    schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
+    wanted = None if budget is None else Budget.of(budget)
+    if schedule.steps > 1 and wanted is None:
+        raise InvalidValueError(f"a schedule of {schedule.steps} steps needs a budget to go to")
+    multiples = PreferredMultiple() if multiple_of is None else multiple_of
+    check_multiples(multiples)
+    if graph is None:
+        graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
+    shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
+    calibration = None if batches is None else Calibration.read(model, batches, loss)
+    candidates = _candidates(criterion, allocation, calibration, progress=progress)
+    costs = measure_costs(model, call.args, call.kwargs, graph, wanted.metrics if wanted else (), rules)
+    dense = costs.dense_costs()
+    notes = [] if calibration is not None else _notes_without_data(model, candidates[0].criterion)
+    cutter = Cutter(
         dense=model,
         costs=costs,
-        asked=wanted,
-        start=start,
         call=call,
-        criterion=chosen,
-        schedule=schedule,
-        generator=draws,
+        budget=wanted,
+        multiple_of=multiples,
+        calibration=calibration,
+        reconstruct=reconstruct,
         rules=rules,
-        cut=cut,
-        batches=batches,
-        repair=repair,
-        metric=metric,
+        generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
         progress=progress,
     )
-    small, mask, history = steps.run(finetune if cut else None)
-    return Pruned(small if cut else model, mask, start.graph, _report(steps, small, mask, history))
+    small, units, mask = model, graph, UnitMask.full(graph)
+    history: list[Mapping[str, float]] = []
+    tried: Sequence[CandidateReport] = ()
+    scores: Mapping[str, Scored] = {}
+    measured: dict[str, Any] = {}
+    cut: Cut | None = None
+
+    def judge(when: str) -> None:
+        if metric is not None and not dry_run:
+            measured[f"{getattr(metric, '__name__', 'score')} {when}"] = metric(small)
+
+    judge("of the dense model")
+    for step in range(1, schedule.steps + 1):
+        last, when = step == schedule.steps, "" if schedule.steps == 1 else f" of step {step}"
+        target = None if wanted is None else Budget(**wanted.part(schedule.progress(step), dense).limits(dense))
+        cut = cutter.best(
+            candidates,
+            small,
+            units,
+            _limits_of_rest(shares, graph, units),
+            target,
+            limit_ms=float(target.latency_ms) if last and target is not None and target.latency_ms is not None else None,
+            dry=dry_run and last,
+        )
+        candidates = [cut.candidate]  # later steps go the same way
+        if step == 1:
+            tried, scores = cutter.tried, cutter.scores
+        measured |= cut.measured
+        mask = inside(mask, cut.mask)
+        history.append(costs.costs(mask.counts()))
+        units, changed = narrow(graph, mask), cut.model is not small
+        small = cut.model
+        if changed:
+            judge(f"after the cut{when}")
+        if finetune is not None and not dry_run:
+            trained = finetune(small, step)
+            small = trained if isinstance(trained, nn.Module) else small
+            judge(f"after fine-tuning{when}")
+    assert cut is not None
+    if cut.latency_ms is not None:
+        measured["latency_ms after"] = cut.latency_ms
+    report = _report(cutter, cut, shares, small, mask, history, measured, tried, notes)
+    return Pruned(model if dry_run else small, mask, graph, report, scores)
 
 
-def _report(steps: Steps, small: nn.Module, mask: UnitMask, history: list[Mapping[str, float]]) -> PruneReport:
-    start, budget, dense, counts = steps.start, steps.asked, steps.costs.dense_costs(), mask.counts()
-    multiple_of: Multiples = getattr(start.allocation, "multiple_of", 1)
-    # What a device likes gives way where a budget asks for less.
-    free = free_counts(
-        start.graph, getattr(start.allocation, "limits", {}), 1 if isinstance(multiple_of, Liked) else multiple_of
+def _candidates(
+    criterion: Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str] | None,
+    allocation: Allocation | str | Sequence[Allocation | str] | None,
+    calibration: Calibration | None,
+    *,
+    progress: bool,
+) -> list[Candidate]:
+    """The cuts to try: what was named, each criterion with each allocation, or the default ones."""
+    made: dict[str, Criterion] = {}
+
+    def criterion_of(given: Criterion | str | None) -> Criterion:
+        if calibration is None:
+            return as_criterion(given)
+        if isinstance(given, str):  # scored once, with whatever allocation
+            made.setdefault(given, _with_calibration(given, calibration, progress))
+            return made[given]
+        return _with_calibration(given, calibration, progress)
+
+    if criterion is None and allocation is None and calibration is not None:
+        return [Candidate(criterion_of(first), _allocation(second, criterion_of(first))) for first, second in CANDIDATES]
+    named: list[Any] = list(criterion.values()) if isinstance(criterion, Mapping) else _listed(criterion)
+    ways: list[Any] = _listed(allocation)
+    if not named or not ways:
+        raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
+    criteria = [criterion_of(each) for each in named]
+    return [Candidate(each, _allocation("by_cost" if way is None else way, each)) for each in criteria for way in ways]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _with_calibration(criterion: Criterion | str | None, calibration: Calibration, progress: bool) -> Criterion:
+    return with_data(criterion, calibration.fit, calibration.gradient_loss, progress=progress)
+
+
+def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocation:
+    found = allocations.find(allocation) if isinstance(allocation, str) else allocation
+    if not callable(found):
+        raise InvalidValueError(
+            f"allocation must be a name or a function of a Problem, such as sparsekit.allocation.by_cost, got {allocation!r}"
+        )
+    if found is global_ranking and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
+        return partial(global_ranking, scale="none")
+    made: Allocation = found
+    return made
+
+
+def _limits_of_rest(limits: Limits, graph: UnitGraph, rest: UnitGraph) -> Limits:
+    """Limits as shares of what is left: (0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
+    found = {}
+    for name, (least, largest) in limits.items():
+        times = graph.groups[name].size / rest.groups[name].size
+        found[name] = min(1.0, least * times), min(1.0, largest * times)
+    return found
+
+
+def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
+    """Say what pruning without batches leaves undone, and warn where that costs a trained network its accuracy."""
+    notes = []
+    norms = sum(
+        isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
+        for module in model.modules()
     )
-    groups, layers = describe(start, steps.costs, counts)
+    if norms:
+        notes.append(
+            f"The statistics of {norms} batch norms are those of the dense model and no longer fit; pass batches=, or call"
+            " recalibrate_batchnorm before the model is used."
+        )
+    if isinstance(criterion, DataDriven) or (signs := signs_of_training(model)) is None:
+        return notes
+    notes.append(
+        f"{type(model).__name__} was trained ({signs}), but it was pruned without data: trained networks are usually at chance"
+        " afterwards. Pass batches= (a dozen batches, labels not needed) to choose units by their effect and to reconstruct"
+        " what the cut damages."
+    )
+    warnings.warn(notes[-1], UncalibratedWarning, stacklevel=3)
+    return notes
+
+
+def _report(
+    cutter: Cutter,
+    cut: Cut,
+    limits: Limits,
+    small: nn.Module,
+    mask: UnitMask,
+    history: list[Mapping[str, float]],
+    measured: Mapping[str, Any],
+    tried: Sequence[CandidateReport],
+    notes: list[str],
+) -> PruneReport:
+    costs, budget, graph, counts = cutter.costs, cutter.budget, cutter.costs.graph, mask.counts()
+    dense = costs.dense_costs()
+    # Preferred multiples give way where a budget asks for less.
+    free = free_counts(graph, limits, 1 if isinstance(cutter.multiple_of, PreferredMultiple) else cutter.multiple_of)
+    groups, layers = describe(costs, counts)
     absolute = budget.limits(dense) if budget is not None else {}
     denormals = count_denormals(small)
-    notes = [*start.notes]
     if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
         notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
         warnings.warn(notes[-1], stacklevel=3)
-    if isinstance(multiple_of, Liked):
-        notes.append(f"Widths are multiples of {multiple_of.step}, which suits this device, or less where the budget asks it.")
     if denormals:
         notes.append(
             f"{denormals:,} weights are denormal numbers, smaller than any normal one, with which many processors compute"
             " several times as slowly; torch.set_flush_denormal(True) takes them for 0"
         )
     return PruneReport(
-        model=type(steps.dense).__name__,
-        criterion=type(steps.criterion).__name__,
-        allocation=type(start.allocation).__name__,
-        asked={name: getattr(budget, name) for name in absolute},
+        model=type(cutter.dense).__name__,
+        criterion=criterion_name(cut.candidate.criterion),
+        allocation=name_of(cut.candidate.allocation),
+        requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=dense,
-        after=start.costs.costs(counts) | ({} if steps.latency_ms is None else {"latency_ms": steps.latency_ms}),
-        least=start.costs.costs(least_counts(free)),
+        after=costs.costs(counts) | ({} if cut.latency_ms is None else {"latency_ms": cut.latency_ms}),
+        minimum=costs.costs(least_counts(free)),
         groups=groups,
         layers=layers,
-        fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in start.graph.fixed],
+        fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed],
         steps=history,
-        measured=steps.measured,
+        measured=measured,
+        candidates=tried if len(tried) > 1 else (),
         notes=notes,
         denormals=denormals,
-        unrounded=steps.unrounded if start.model is steps.dense else {},
     )
 
 

@@ -1,4 +1,4 @@
-"""PruneReport: what was asked, what was achieved, and where it was cut, as plain data."""
+"""PruneReport: what was requested, what was achieved, and where it was cut, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import TimePair
 from sparsekit.pruning.selection import makers
-from sparsekit.pruning.steps import Start
 
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -66,49 +65,68 @@ class LayerReport:
     flops_after: float
 
 
+@dataclass(frozen=True)
+class CandidateReport:
+    """A cut that was tried.
+
+    Args:
+        criterion: Name of the criterion.
+        allocation: Name of the allocation.
+        loss: On batches that neither scored nor reconstructed it; None where it could not be made, or was not judged.
+        chosen: Whether it is the result.
+        note: Why it could not be made.
+    """
+
+    criterion: str
+    allocation: str
+    loss: float | None
+    chosen: bool
+    note: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PruneReport:
-    """What was asked, what was achieved, and where it was cut.
+    """What was requested, what was achieved, and where it was cut.
 
     Args:
         model: Name of the model's class.
         criterion: Name of the criterion.
         allocation: Name of the allocation.
-        asked: Metric → what the budget said.
+        requested: Metric → what the budget said.
         limits: Metric → the same in absolute numbers.
         before: Metric → cost of the dense model.
         after: Metric → cost of the pruned model.
-        least: Metric → cost where every group keeps as few units as limits and multiples allow.
+        minimum: Metric → cost where every group keeps as few units as limits and multiples allow.
         groups: Before and after.
         layers: Before and after, in forward order.
         fixed: Units that stay: module, number and reason.
         steps: Metric → cost after each step of the schedule.
-        measured: What was measured beside: latencies before and after, errors of tables, scores of fine-tuning.
+        measured: What else was measured: latencies before and after, errors of tables, scores of fine-tuning.
+        candidates: Cuts that were tried, with the loss by which one was chosen; empty where there was no choice.
         notes: Sentences for the reader.
         denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
         times: Milliseconds before and after, where they were measured: `measure_times`.
         slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
-        unrounded: Group → units that would stay within the same budget if widths were not rounded to what suits the device.
     """
 
     model: str
     criterion: str
     allocation: str
-    asked: Mapping[str, str | float]
+    requested: Mapping[str, str | float]
     limits: Mapping[str, float]
     before: Mapping[str, float]
     after: Mapping[str, float]
-    least: Mapping[str, float]
+    minimum: Mapping[str, float]
     groups: Sequence[GroupReport]
     layers: Sequence[LayerReport]
     fixed: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, float]] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
+    candidates: Sequence[CandidateReport] = ()
     notes: Sequence[str] = ()
     denormals: int = 0
     times: Sequence[TimePair] = ()
     slowest: Mapping[str, float] = field(default_factory=dict)
-    unrounded: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
@@ -120,6 +138,7 @@ class PruneReport:
         """The report that `to_dict` wrote; other entries are not looked at."""
         own = {item.name: data[item.name] for item in fields(cls) if item.name in data}
         own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
+        own["candidates"] = [CandidateReport(**each) for each in own.get("candidates", ())]
         own["times"] = [TimePair(**pair) for pair in own.get("times", ())]
         return cls(**{**own, "layers": [LayerReport(**layer) for layer in own["layers"]]})
 
@@ -127,8 +146,8 @@ class PruneReport:
         """Title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
         costs = []
         for name, before in self.before.items():
-            limit, asked = self.limits.get(name), self.asked.get(name)
-            share = f" ({asked})" if isinstance(asked, str) else ""
+            limit, requested = self.limits.get(name), self.requested.get(name)
+            share = f" ({requested})" if isinstance(requested, str) else ""
             costs.append(
                 (
                     name,
@@ -136,7 +155,7 @@ class PruneReport:
                     format_cost(name, self.after[name]),
                     f"{self.after[name] / before:.1%}" if before else "",
                     f"≤ {format_cost(name, limit)}{share}" if limit is not None else "",
-                    format_cost(name, self.least[name]) if name in self.least else "",
+                    format_cost(name, self.minimum[name]) if name in self.minimum else "",
                 )
             )
         groups = [
@@ -169,11 +188,18 @@ class PruneReport:
             for pair in self.times
         ]
         found: dict[str, Table] = {
-            "Costs": (("metric", "before", "after", "share", "asked", "least possible"), costs),
+            "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
             "Time": (("a pass of", "before", "after", "time ÷ (quartiles)", "FLOPs ÷", "time ÷ over FLOPs ÷"), times),
             "Most time": (
                 ("module", "after"),
                 [(name, f"{milliseconds:.3g} ms") for name, milliseconds in self.slowest.items()],
+            ),
+            "Candidates": (
+                ("criterion", "allocation", "loss on unseen batches", ""),
+                [
+                    (each.criterion, each.allocation, each.note or f"{each.loss:.4g}", "chosen" if each.chosen else "")
+                    for each in self.candidates
+                ],
             ),
             "Measured": (("what", "value"), measured),
             "Steps": (("step", *(self.steps[0] if self.steps else ())), steps if len(steps) > 1 else []),
@@ -188,13 +214,19 @@ class PruneReport:
     def __str__(self) -> str:
         lines = [f"{self.model}, {self.criterion}, {self.allocation}"]
         for name, before in self.before.items():
-            asked = f", asked ≤ {format_cost(name, self.limits[name])}" if name in self.limits else ""
+            requested = f", requested ≤ {format_cost(name, self.limits[name])}" if name in self.limits else ""
             share = f" ({self.after[name] / before:.1%})" if before else ""
-            least = f", least {format_cost(name, self.least[name])}" if name in self.least else ""
-            lines.append(f"{name}: {format_cost(name, before)} → {format_cost(name, self.after[name])}{share}{asked}{least}")
+            minimum = f", minimum {format_cost(name, self.minimum[name])}" if name in self.minimum else ""
+            now = format_cost(name, self.after[name])
+            lines.append(f"{name}: {format_cost(name, before)} → {now}{share}{requested}{minimum}")
         lines += [
             f"{pair.label}: {pair.before_ms:.3g} → {pair.after_ms:.3g} ms, {pair.faster:.2f} times faster"
             for pair in self.times
+        ]
+        lines += [
+            f"{each.criterion}, {each.allocation}: loss {each.loss:.4g}{', chosen' if each.chosen else ''}"
+            for each in self.candidates
+            if each.loss is not None
         ]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
         return "\n".join([*lines, *self.notes])
@@ -206,12 +238,10 @@ def count_denormals(model: nn.Module) -> int:
     return sum(int(((weight != 0) & (weight.abs() < torch.finfo(weight.dtype).tiny)).sum()) for weight in weights)
 
 
-def describe(
-    start: Start, dense: CostModel, counts: Mapping[str, int]
-) -> tuple[tuple[GroupReport, ...], tuple[LayerReport, ...]]:
-    """Branches with groups, and layers: before by the costs of the dense model, after by what is kept of the start."""
-    graph, costs = start.graph, start.costs
-    before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
+def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[tuple[GroupReport, ...], tuple[LayerReport, ...]]:
+    """Groups and layers, before and after."""
+    graph = costs.graph
+    before = costs.entry_costs({name: group.size for name, group in graph.groups.items()})
     after, made = costs.entry_costs(counts), makers(graph)
 
     def sums(keys: Iterable[str]) -> Iterator[float]:
@@ -221,9 +251,6 @@ def describe(
                 yield sum(part[key][what] for key in own if key in part)
 
     groups = []
-    for name, modules in start.branches.items():
-        inside = (key for key in before if key.startswith(tuple(f"{module}." for module in modules)))
-        groups.append(GroupReport(name, start.kind, 1, int(name not in start.gone), modules, *sums(inside)))
     for group in graph.groups.values():
         keys = dict.fromkeys(piece.name for piece in group.slices)
         groups.append(GroupReport(group.name, group.kind, group.size, counts[group.name], made[group.name], *sums(keys)))

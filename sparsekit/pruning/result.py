@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from sparsekit.criteria.scored import Scored
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.pruning.page import draw_page, draw_summary
@@ -26,13 +27,16 @@ class Pruned:
         model: The smaller model, a plain module.
         mask: Which units of the dense model it keeps.
         graph: The units of the dense model.
-        report: What was asked and achieved.
+        report: What was requested and achieved.
+        scores: Name → scores of all units, by each criterion that was tried; `criterion=pruned.scores` prunes to another
+            budget without scoring anew.
     """
 
     model: nn.Module
     mask: UnitMask
     graph: UnitGraph
     report: PruneReport
+    scores: Mapping[str, Scored] = field(default_factory=dict)
 
     @property
     def indices(self) -> Mapping[str, Mapping[int, Tensor]]:
@@ -58,7 +62,7 @@ class Pruned:
         Returns:
             The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
         """
-        return replace(self, report=with_times(self.report, dense, self.model, self.graph, args, kwargs, runtimes=runtimes))
+        return replace(self, report=with_times(self.report, dense, self.model, args, kwargs, runtimes=runtimes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

@@ -4,15 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sparsekit.errors import SparsekitError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair, measure_turns
 from sparsekit.pruning.report import PruneReport
-from sparsekit.surgery.compaction import compact
 
 _SLOW = 0.8
 """Time ÷ over FLOPs ÷ below which a reason is given."""
@@ -24,7 +20,6 @@ def with_times(
     report: PruneReport,
     before: nn.Module,
     after: nn.Module,
-    graph: UnitGraph,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
@@ -58,13 +53,6 @@ def with_times(
         notes.append(
             f"time falls {slow.faster:.3g} times where FLOPs fall {fewer:.3g} times; of the {new['']:.3g} ms that are left,"
             f" these are above their share of FLOPs: {told}"
-        )
-    if report.unrounded and dict(report.unrounded) != {group.name: group.after for group in report.groups}:
-        first = {name: torch.arange(group.size) < report.unrounded[name] for name, group in graph.groups.items()}
-        plain = measure_turns(compact(before, graph, UnitMask(first)), after, args, kwargs)
-        notes.append(
-            f"rounding makes passes {plain.faster:.3g} times as fast ({plain.low:.3g} to {plain.high:.3g}): widths of any"
-            f" number within the same budget take {plain.before_ms:.3g} ms, these {plain.after_ms:.3g} ms"
         )
     return replace(report, times=times, slowest=dict(left), notes=notes)
 

@@ -1,40 +1,34 @@
 """AllocationContract: inherit it and supply one fixture to test an allocation that was written elsewhere."""
 
-import pickle
+import copy
 
 import pytest
 import torch
+from torch import nn
 
-from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.choose import choose
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.cost import CostModel
-from sparsekit.testing.criteria import example_graph
-
-
-def example_tied_graph() -> UnitGraph:
-    """Four groups of 7, 12, 1 and 12 units, each the rows of one matrix; the two of 12 are tied."""
-    return example_graph({"first": 7, "lower": 12, "second": 1, "upper": 12}, (("lower", "upper"),))
+from sparsekit.allocation.problem import Allocation, allocate
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import measure_costs
+from sparsekit.tracing.trace import trace_units
 
 
 class AllocationContract:
-    """What holds for every `Allocation`; the fixture `allocation` is to be supplied, and `cost` if the allocation reads it."""
+    """What holds for every `Allocation`; the fixture `allocation` is to be supplied."""
 
-    @pytest.fixture
-    def cost(self) -> CostModel | None:
-        """The cost model of `example_tied_graph()`; none by default."""
-        return None
-
-    def test_its_counts_make_a_mask_and_depend_on_nothing_else(self, allocation: Allocation, cost: CostModel | None) -> None:
-        assert isinstance(allocation, Allocation)
-        graph, before = example_tied_graph(), pickle.loads(pickle.dumps(allocation))
+    @pytest.mark.parametrize("budget", ["flops=60%", "params=60%"])
+    def test_its_counts_meet_the_budget_and_depend_on_nothing_else(self, allocation: Allocation, budget: str) -> None:
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 3))
+        x = torch.zeros(2, 6)
+        graph = trace_units(model, x)
+        costs = measure_costs(model, (x,), {}, graph, (), None)
         for seed in range(5):
             generator = torch.Generator().manual_seed(seed)
             scores = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
-            given = {name: values.clone() for name, values in scores.items()}
-            counts = allocation.counts(graph, scores, cost)
-            # Out of range, or different in tied groups, they would be refused.
-            assert choose(graph, scores, counts).counts() == dict(counts) == dict(before.counts(graph, given, cost))
+            given = copy.deepcopy(scores)
+            counts = allocate(allocation, graph, scores, costs, budget=Budget.of(budget))
+            # Out of range, they would be refused.
+            assert choose(graph, scores, counts).counts() == dict(counts)
+            assert dict(counts) == dict(allocate(allocation, graph, given, costs, budget=Budget.of(budget)))
             assert all(isinstance(count, int) for count in counts.values())
             assert all(torch.equal(values, given[name]) for name, values in scores.items())
-            assert allocation == before

@@ -4,15 +4,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit.allocation.by_cost import ByCost
-from sparsekit.allocation.shares import Uniform, check_ratio
-from sparsekit.allocation.worth import Scale
+from sparsekit.allocation.by_cost import by_cost
+from sparsekit.allocation.problem import allocate
+from sparsekit.allocation.saliency import Scale
+from sparsekit.allocation.shares import check_ratio, ratio_counts
 from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
@@ -89,7 +91,7 @@ class Host(nn.Module):
 
     def counts(self) -> Mapping[str, int]:
         """Group name → units that the present ratio or the present widths keep."""
-        return Uniform(self._ratio).counts(self.graph, {}) if self._widths is None else self._widths
+        return ratio_counts(self.graph, self._ratio) if self._widths is None else self._widths
 
     def within_budget(
         self, worth: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale = "none"
@@ -101,8 +103,10 @@ class Host(nn.Module):
         """
         assert self.budget is not None
         # Training goes on, so what stays of a group takes over from what goes, up to a point.
-        plan = ByCost(self.budget, limits=limits, scale=scale, thin_layer_power=2.0)
-        return plan.counts(self.graph, split_units(self.graph, worth), self._costs)
+        assert self._costs is not None
+        rule = partial(by_cost, scale=scale, width_penalty=2.0)
+        scores = split_units(self.graph, worth)
+        return allocate(rule, self.graph, scores, self._costs, budget=self.budget, limits=limits)
 
     def set_widths(self, widths: Mapping[str, int]) -> None:
         """Change the widths within the budget, for rules."""

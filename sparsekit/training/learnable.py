@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from sparsekit._torch import eager, is_exporting, outside_compiler
 from sparsekit.allocation.choose import choose
+from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
-from sparsekit.allocation.worth import Scale
 from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
@@ -147,7 +147,7 @@ class LearnableMask(Host):
             with torch.no_grad():
                 self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
         if budget is not None:
-            scale: Scale = "none" if first is not None and is_comparable(first) else "share_of_remaining"
+            scale: Scale = "none" if first is not None and is_comparable(first) else "relative"
             self.set_widths(self.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
         self._rule.resample(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekit.allocation import Uniform
+from sparsekit.allocation import ratio_counts
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph import UnitMask, WeightMask
 from sparsekit.measure import Budget, BudgetError, CostModel, CostTerm, cost_model, format_cost
@@ -134,7 +134,7 @@ class DeviceBudgets:
             "flops" of a forward pass of one example, and "memory_bytes": parameters, buffers and the peak of the activations of
             one example.
         """
-        found = self._costs.costs(Uniform(ratio).counts(self._graph, {}))
+        found = self._costs.costs(ratio_counts(self._graph, ratio))
         return {"flops": found["flops"], "memory_bytes": found["bytes"] + found["memory"] / self._costs.examples}
 
     def capability(self, *, flops: float | None = None, memory_bytes: float | None = None, **more: Any) -> Capability:

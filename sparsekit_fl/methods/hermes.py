@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.allocation import Uniform, choose
+from sparsekit.allocation import choose, ratio_counts
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.methods.method import Method
@@ -48,7 +48,7 @@ class Subnetworks(PruneWhenAccurate):
             norms[name] = unit_magnitudes(group, state)
             if isinstance(mask, UnitMask):
                 norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
-        return choose(ctx.graph, norms, Uniform(ratio).counts(ctx.graph, norms), source="norms")
+        return choose(ctx.graph, norms, ratio_counts(ctx.graph, ratio), source="norms")
 
 
 def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation import select
 from sparsekit.criteria import Criterion
-from sparsekit.finetuning import recalibrate
+from sparsekit.finetuning import recalibrate_batchnorm
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.layers import is_convolution
 from sparsekit_fl.client.context import ClientContext
@@ -142,7 +142,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
                 # With targets, since the last item of a batch is not an input.
                 yield from ((*batch.inputs, batch.targets) for batch in epoch)
 
-        found = bool(recalibrate(module, inputs()))
+        found = bool(recalibrate_batchnorm(module, inputs()))
         if found:
             ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
         module.eval()

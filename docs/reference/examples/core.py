@@ -1,5 +1,7 @@
 """Examples of the core's public names for the API reference; a test runs each after the lines before the mark."""
 
+import functools
+
 import numpy as np
 import torch
 from torch import nn
@@ -18,17 +20,6 @@ batches = [(x, y)]
 
 
 # --- examples ---
-# sparsekit.Allocation
-class AllButOne:
-    """An allocation: one unit less in each group."""
-
-    def counts(self, graph, scores, cost=None):
-        return {name: max(1, group.size - 1) for name, group in graph.groups.items()}
-
-
-assert isinstance(AllButOne(), sk.Allocation)
-
-
 # sparsekit.Bandit
 def search(bandit: sk.Bandit, loss, pulls: int) -> float:
     for _ in range(pulls):
@@ -49,13 +40,7 @@ budget = sk.Budget(flops="50%", params=100_000)  # a string is a share of the de
 
 # sparsekit.BudgetError
 try:
-    sk.select(
-        sk.criteria.Magnitude(),
-        graph,
-        sk.allocation.ByCost(sk.Budget(params=1)),
-        sk.View(weights=model.state_dict()),
-        cost=sk.cost_model(model, x[:2], graph=graph, metrics=("params",)),
-    )
+    sk.prune(model, (x[:1],), budget=sk.Budget(params=1))
 except sk.BudgetError as error:
     print(error)
 
@@ -201,8 +186,25 @@ mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.stat
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
 
-# sparsekit.allocation.ByCost
-by_cost = sk.allocation.ByCost(sk.Budget(params="50%"))
+# sparsekit.allocation.by_cost, sparsekit.allocation.global_ranking, sparsekit.allocation.uniform
+for kind in (sk.allocation.by_cost, sk.allocation.global_ranking, sk.allocation.uniform):
+    pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=kind)
+
+# sparsekit.allocation.by_ratio
+quarter = functools.partial(sk.allocation.by_ratio, ratios={"0": 0.25})
+pruned = sk.prune(model, (x[:1],), allocation=quarter)
+
+# sparsekit.allocation.Allocation, sparsekit.allocation.Problem, sparsekit.allocation.allocate, sparsekit.Allocation
+def first_half(problem: sk.allocation.Problem) -> dict[str, int]:
+    return {name: counts[len(counts) // 2] for groups, counts in problem.free.items() for name in groups}
+
+
+rule: sk.allocation.Allocation = first_half
+scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+counts = sk.allocation.allocate(rule, graph, scores, sk.cost_model(model, x[:2], graph=graph), budget=sk.Budget(params="90%"))
+
+# sparsekit.allocation.PreferredMultiple
+pruned = sk.prune(model, (x[:1],), budget="params=50%", multiple_of=sk.allocation.PreferredMultiple(16))
 
 # sparsekit.allocation.CostModel
 costs: sk.allocation.CostModel = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
@@ -211,11 +213,9 @@ print(costs.costs({"0": 4}))
 # sparsekit.allocation.Schedule
 schedule = sk.allocation.Schedule("linear", steps=5)
 
-# sparsekit.allocation.Uniform
-sk.allocation.Uniform(0.5).counts(graph, {})  # half of each group
+# sparsekit.allocation.ratio_counts
+sk.allocation.ratio_counts(graph, 0.5)  # half of each group
 
-# sparsekit.allocation.equal_in_ties
-sk.allocation.equal_in_ties(graph, {"0": 3})
 
 # sparsekit.allocation.registry, sparsekit.bandit.registry, sparsekit.criteria.registry, sparsekit.layers.rules
 for names in (sk.allocation.registry, sk.bandit.registry, sk.criteria.registry, sk.layers.rules):
@@ -258,6 +258,10 @@ sk.select(sk.criteria.Ordered(), graph, 0.5, sk.View())  # the first half of eac
 
 # sparsekit.criteria.Random
 sk.select(sk.criteria.Random(), graph, 0.5, sk.View(generator=torch.Generator().manual_seed(0)))
+
+# sparsekit.criteria.Scored
+scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+mask = sk.select(sk.criteria.Scored(scores), graph, 0.5, sk.View())
 
 # sparsekit.criteria.TorchPruning
 adapter = sk.criteria.TorchPruning  # needs torch-pruning, in the extra `bench`
@@ -384,21 +388,9 @@ small = pruned.model
 pruned.save("small.safetensors")
 pruned.to_html("report.html")
 
-# sparsekit.allocation.Global, sparsekit.allocation.Isomorphic, sparsekit.allocation.Knapsack, sparsekit.allocation.UniformWithin
-kinds = (sk.allocation.Global, sk.allocation.Isomorphic, sk.allocation.Knapsack, sk.allocation.UniformWithin)
-for kind in kinds:
-    pruned = sk.prune(model, (x[:1],), allocation=kind(sk.Budget(params="50%")))
-
-# sparsekit.allocation.PerGroup
-pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.PerGroup({"0": 0.5}))
-
-# sparsekit.allocation.Sensitivity
-table = {"0": {1.0: 0.95, 0.5: 0.93, 0.25: 0.8}}  # group → share kept → score, measured by you
-print(sk.allocation.Sensitivity)
-
-# sparsekit.compensate, sparsekit.finetuning.compensate
+# sparsekit.reconstruct, sparsekit.finetuning.reconstruct
 small = sk.compact(model, graph, mask)
-sk.compensate(model, small, graph, mask, [x])  # the layers that read what was cut make up for its mean and shape
+sk.reconstruct(model, small, graph, mask, [x])  # the layers that read what was cut make up for its mean and shape
 
 # sparsekit.finetune, sparsekit.finetuning.finetune, sparsekit.finetuning.FineTuned, sparsekit.finetuning.EpochRecord
 tuned: sk.finetuning.FineTuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1)
@@ -416,8 +408,8 @@ kinds = sk.finetuning.GroupLasso(graph), sk.finetuning.GroupSL(graph), sk.finetu
 for kind in kinds:
     tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=kind)
 
-# sparsekit.recalibrate, sparsekit.finetuning.recalibrate
-sk.recalibrate(small, [x])  # the statistics of batch norms, from data
+# sparsekit.recalibrate_batchnorm, sparsekit.finetuning.recalibrate_batchnorm
+sk.recalibrate_batchnorm(small, [x])  # the statistics of batch norms, from data
 
 # sparsekit.fit_config
 small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one

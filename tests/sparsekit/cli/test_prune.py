@@ -1,4 +1,4 @@
-"""`sparsekit prune` and `sparsekit sensitivity`: what they write and print, dry runs, resuming, and bad input."""
+"""`sparsekit prune`: what it writes and prints, dry runs, resuming, and bad input."""
 
 import json
 from pathlib import Path
@@ -42,12 +42,14 @@ def _made(nets: str) -> Any:
 
 
 @pytest.mark.same_bits
-def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_score_reconstruct_and_train_the_small_model(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches", "--batch-size", "8",
-                 "--criterion", "taylor", "--repair", "both", "--epochs", "2", "--distill", "0.5", "--out",
+                 "--criterion", "taylor", "--reconstruct", "both", "--epochs", "2", "--distill", "0.5", "--out",
                  str(tmp_path / "a")]  # fmt: skip
     report = _json(capsys, *arguments)
-    steps = ("of the dense model", "after the cut", "after compensation", "after recalibration", "after fine-tuning")
+    steps = ("of the dense model", "after the cut", "after fine-tuning")
     assert all(0 <= report["measured"][f"accuracy {step}"] <= 1 for step in steps)
     again = _json(capsys, *arguments[:-1], str(tmp_path / "b"))
     state, other = (sk.load_compact(tmp_path / run / "model.safetensors", lambda: _made(nets)).state_dict() for run in "ab")
@@ -55,28 +57,26 @@ def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, 
     assert again["groups"] == report["groups"]
 
 
-@pytest.mark.parametrize(("steps", "epochs", "repair", "done"), [
-    (1, 0, [], {"compensation", "recalibration"}), (2, 1, [], {"compensation", "recalibration"}),
-    (2, 1, ["--repair", "compensate"], {"compensation"}), (1, 1, ["--repair", "recalibrate"], {"recalibration"}),
-    (2, 0, ["--repair", "none"], set()),
+@pytest.mark.parametrize(("steps", "epochs", "how", "refitted"), [
+    (1, 0, [], True), (2, 1, [], True), (2, 1, ["--reconstruct", "layers"], True),
+    (1, 1, ["--reconstruct", "batchnorm"], False), (2, 0, ["--reconstruct", "none"], False),
 ])  # fmt: skip
-def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
-    nets: str, steps: int, epochs: int, repair: list[str], done: set[str], capsys: pytest.CaptureFixture[str]
+def test_every_step_is_reconstructed_as_requested_and_scored(
+    nets: str, steps: int, epochs: int, how: list[str], refitted: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches",
-                   "--batch-size", "8", "--schedule", f"linear={steps}", "--epochs", str(epochs),
-                   *repair)  # fmt: skip
-    stages = {"the cut"} | done | ({"fine-tuning"} if epochs else set())
+                   "--batch-size", "8", "--schedule", f"linear={steps}", "--epochs", str(epochs), *how)  # fmt: skip
+    stages = {"the cut"} | ({"fine-tuning"} if epochs else set())
     suffixes = [""] if steps == 1 else [f" of step {step}" for step in range(1, steps + 1)]
     wanted = {f"accuracy after {stage}{suffix}" for stage in stages for suffix in suffixes}
     assert {name for name in report["measured"] if name.startswith("accuracy after")} == wanted
-    assert ("error of refitted layers that is left" in report["measured"]) == ("compensation" in done)
+    assert ("error of refitted layers that is left" in report["measured"]) == refitted
 
 
 def test_a_finished_run_is_read_and_another_one_is_refused(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "auto", "--out", str(tmp_path / "small")]
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "2", "--out", str(tmp_path / "small")]
     report = _json(capsys, *arguments)
     assert _json(capsys, *arguments, "--resume") == report
     assert cli.execute(arguments) == 2
@@ -115,27 +115,6 @@ def test_checkpoints_are_read_in_every_usual_form(nets: str, tmp_path: Path) -> 
         target = _made(nets)
         load_checkpoint(target, tmp_path / name)
         assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
-
-
-def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "table.json"
-    found = _json(capsys, "sensitivity", f"{nets}:make", "--share", "0.5", "--share", "0.25", "--out", str(table))
-    assert set(found["table"]) == {"0", "3"}
-    assert all(pairs[0][0] == 0.5 and pairs[0][1] > 0 for pairs in found["table"].values())
-    report = _json(
-        capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--allocation", f"sensitivity={table}", "--dry-run"
-    )
-    assert report["allocation"] == "Sensitivity"
-    saved = json.loads(table.read_text())
-    saved["table"] = {"0": [[0.5, 7.0], [0.25, 8.0]]}
-    table.write_text(json.dumps(saved))
-    again = _json(capsys, "sensitivity", f"{nets}:make", "--share", "0.5", "--share", "0.25", "--out", str(table), "--resume")
-    assert again["table"]["0"] == [[0.5, 7.0], [0.25, 8.0]], "what is there is not measured again"
-    assert again["table"]["3"] == found["table"]["3"]
-    assert cli.execute(["sensitivity", f"{nets}:make", "--out", str(table)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert cli.execute(["sensitivity", f"{nets}:make", "--share", "0.5", "--out", str(table), "--resume"]) == 2
-    assert "other options (--shares)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -20,15 +20,6 @@ LINES = {
         ("units", "Missing argument"),
         ("tune x{x} --space x=0:1", "Missing option '--metric'"),
         ("tune 'false {x}' --space x=0:1 --trials 1 -q --metric (.)", "error: the only trial has failed: exit code 1"),
-        (
-            "sensitivity nets.py:plain --example-shape 1,4 --out no/such/file.json",
-            "--out must be a file in a folder that exists",
-        ),
-        ("sensitivity nets.py:plain --example-shape 1,4 --dataset nets.py:plain", "must give batches that can be read again"),
-        (
-            "sensitivity nets.py:make --dataset nets.py:coloured",
-            "a loader takes no argument but data_dir, batch_size and seed",
-        ),
     ],
     "units": [
         ("vgg111", "did you mean 'vgg11'"),
@@ -62,7 +53,7 @@ LINES = {
     "prune nets.py:make": [
         ("--budget flops=150%", "(0, 100] %"),
         ("--budget flop=50%", "did you mean 'flops'"),
-        ("--budget flops=1", "is the least"),
+        ("--budget flops=1", "is the minimum"),
     ],
     "prune nets.py:make --budget flops=50%": [
         ("--keep stem", "selects nothing"),
@@ -80,16 +71,13 @@ LINES = {
         ("--schedule linear=x", "as in cubic=3"),
         ("--device gpu", "must name a device"),
         ("--resume", "need --out"),
-        ("--allocation sensitivity", "sensitivity=FILE"),
-        (
-            "--allocation sensitivity=no.json",
-            "there is no table 'no.json'; `sparsekit sensitivity MODEL --out no.json`",
-        ),
-        ("--repair recalibrate", "--repair needs data"),
-        ("--repair all", "'--repair': 'all' is not one of"),
+        ("--reconstruct batchnorm", "--reconstruct needs data"),
+        ("--reconstruct all", "'--reconstruct': 'all' is not one of"),
         ("--dataset nets.py:empty --criterion taylor", "empty"),
         ("--dataset nets.py:empty", "empty"),
         ("--dataset nets.py:once", "read again"),
+        ("--dataset nets.py:plain", "must give batches that can be read again"),
+        ("--dataset nets.py:coloured", "a loader takes no argument but data_dir, batch_size and seed"),
         ("--dataset nets.py:meta --criterion taylor", "meta"),
         ("--dataset nets.py:nan --criterion taylor", "NaN"),
         ("--dataset nets.py:soft --criterion magnitude", "the index of a class for each of (3,) outputs, got targets (3, 3)"),

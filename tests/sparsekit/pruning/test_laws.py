@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laws import check_masked_equals_compact
 
 import sparsekit as sk
-from sparsekit.allocation import ByCost, Global, Isomorphic, Knapsack, UniformWithin
+from sparsekit.allocation import allocate, by_cost, global_ranking, uniform
 from sparsekit.allocation.limits import free_counts, step_of
 
 
@@ -27,7 +27,7 @@ NAMES = sorted(name for name, each in zoo.ZOO.items() if each.groups)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(NAMES),
-    kind=st.sampled_from([ByCost, Global, Isomorphic, Knapsack, UniformWithin]),
+    kind=st.sampled_from([by_cost, global_ranking, uniform]),
     metric=st.sampled_from(["flops", "params", "bytes"]),
     place=st.floats(0.02, 1.0),
     seed=st.integers(0, 2**16),
@@ -45,7 +45,8 @@ def test_no_budget_is_exceeded_and_every_cut_is_exact(
     least = costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})[metric]
     dense = costs.dense_costs()[metric]
     limit = max(1.0, least + place * (dense - least))
-    counts = kind(sk.Budget(**{metric: limit}), limits=limits, multiple_of=multiple).counts(graph, scores, costs)
+    budget = sk.Budget(**{metric: limit})
+    counts = allocate(kind, graph, scores, costs, budget=budget, limits=limits, multiple_of=multiple)
     found = costs.costs(counts)[metric]
     assert found <= limit
     for group in graph.groups.values():
@@ -54,7 +55,7 @@ def test_no_budget_is_exceeded_and_every_cut_is_exact(
         assert count >= limits.get(group.name, (0.0, 1.0))[0] * group.size
     mask = sk.choose(graph, scores, counts)
     check_masked_equals_compact(model, args, kwargs, graph, mask, gradients=False)
-    if kind is ByCost or (kind is not UniformWithin and multiple == 1 and not limits and not graph.ties):
+    if kind is by_cost or (kind is global_ranking and multiple == 1 and not limits and not graph.ties):
         for groups, allowed in free.items():
             wider = [n for n in allowed if n > counts[groups[0]]]
             if wider:

@@ -10,7 +10,7 @@ from masked import convolutions
 
 import sparsekit as sk
 from sparsekit import criteria
-from sparsekit.finetuning import compensate, finetune, recalibrate
+from sparsekit.finetuning import finetune, recalibrate_batchnorm, reconstruct
 
 CRITERIA: dict[str, Callable[[Any], Any]] = {
     "magnitude": lambda _: criteria.Magnitude(),
@@ -46,8 +46,8 @@ def test_what_follows_the_cut_changes_the_model_alike(device: str) -> None:
     for place in ("cpu", device):
         model, x, y = convolutions(device=place)
         pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"})
-        compensate(model, pruned.model, pruned.graph, pruned.mask, [x])
-        recalibrate(pruned.model, [x])
+        reconstruct(model, pruned.model, pruned.graph, pruned.mask, [x])
+        recalibrate_batchnorm(pruned.model, [x])
         finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
         found.append({name: tensor.cpu() for name, tensor in pruned.model.state_dict().items()})
     for name, tensor in found[0].items():

@@ -1,4 +1,7 @@
-"""`prune` with batches: units are scored on them, and what the cut has damaged is repaired."""
+"""`prune` with batches: candidates are cut, reconstructed and judged; without batches it warns."""
+
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -6,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsekit as sk
+from sparsekit.pruning.cutting import StarvedGroupsWarning
+from sparsekit.pruning.prune import CANDIDATES
+from sparsekit.pruning.trained import UncalibratedWarning
 
 
 def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -30,26 +36,130 @@ def loss_of(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) 
     return sum(float(F.cross_entropy(model.eval()(x), y)) for x, y in batches) / len(batches)
 
 
-def test_with_batches_the_default_is_fisher_and_the_repaired_model_is_better_than_the_bare_one() -> None:
+def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_helps() -> None:
     model, batches = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = batches[0][0][:1]
-    bare = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy, repair=False)
-    repaired = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
-    assert repaired.report.criterion == "Fisher"
-    assert repaired.mask == bare.mask
-    assert loss_of(repaired.model, batches) < 0.8 * loss_of(bare.model, batches)
-    assert 0 <= repaired.report.measured["error of refitted layers that is left"] < 1
+    pruned = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
+    tried = pruned.report.candidates
+    assert [(each.criterion.lower(), each.allocation) for each in tried] == list(CANDIDATES)
+    assert all(each.loss is not None for each in tried)
+    [chosen] = [each for each in tried if each.chosen]
+    assert chosen.loss == min(each.loss for each in tried if each.loss is not None)
+    assert chosen.loss == pytest.approx(loss_of(pruned.model, batches[7:]))
+    assert (pruned.report.criterion, pruned.report.allocation) == (chosen.criterion, chosen.allocation)
+    bare = sk.prune(
+        model, x, budget="flops=25%", criterion=pruned.scores[chosen.criterion], allocation=chosen.allocation, batches=batches,
+        loss=F.cross_entropy, reconstruct=False,
+    )  # fmt: skip
+    assert bare.mask == pruned.mask
+    assert loss_of(pruned.model, batches) < 0.8 * loss_of(bare.model, batches)
+    assert 0 <= pruned.report.measured["error of refitted layers that is left"] < 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.same_bits
-def test_it_is_what_the_parts_do_one_after_the_other() -> None:
+def test_a_named_criterion_is_what_the_parts_do_one_after_the_other() -> None:
     model, batches = trained()
     x = batches[0][0][:1]
-    whole = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy)
-    parts = sk.prune(model, x, budget="flops=50%", criterion=sk.criteria.Fisher(batches, F.cross_entropy))
-    sk.compensate(model, parts.model, parts.graph, parts.mask, batches)
-    sk.recalibrate(parts.model, batches)
+    whole = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
+    assert whole.report.candidates == ()
+    fit = batches[:7]
+    parts = sk.prune(model, x, budget="flops=50%", criterion=sk.criteria.Fisher(fit, F.cross_entropy))
+    sk.reconstruct(model, parts.model, parts.graph, parts.mask, fit)
+    sk.recalibrate_batchnorm(parts.model, fit)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, parts.model.state_dict()[name]), name
+
+
+def test_scores_are_computed_once_and_serve_other_budgets() -> None:
+    model, batches = trained()
+    x, calls = batches[0][0][:1], 0
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += outputs.requires_grad
+        return F.cross_entropy(outputs, target)
+
+    first = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss)
+    assert calls == 7, "Fisher scores, once for all candidates"
+    again = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss, criterion=first.scores)
+    assert calls == 7
+    assert {each.criterion for each in again.report.candidates} == {"Fisher", "Activation"}
+    direct = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion="activation")
+    reused = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion=first.scores["Activation"])
+    assert reused.mask == direct.mask
+
+
+def test_batches_without_a_target_distil_from_the_dense_model() -> None:
+    model, batches = trained()
+    inputs = [x for x, _ in batches]
+    pruned = sk.prune(model, inputs[0][:1], budget="flops=40%", batches=iter(inputs))
+    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "Activation"}
+    with torch.no_grad():
+        dense, small = model(inputs[7]), pruned.model(inputs[7])
+    distance = float(F.mse_loss(small, dense) / dense.var())
+    assert min(each.loss for each in pruned.report.candidates if each.loss is not None) == pytest.approx(distance, rel=1e-5)
+    assert distance < 0.5
+
+
+def test_gradients_that_are_all_zero_are_an_error_that_says_so() -> None:
+    model, batches = trained()
+    with torch.no_grad():
+        own = [(x, model(x)) for x, _ in batches]
+    options = {"budget": "flops=50%", "batches": own, "loss": F.mse_loss}
+    with pytest.raises(sk.errors.InvalidValueError, match="gradients of the loss are all zero"):
+        sk.prune(model, own[0][0][:1], criterion="fisher", **options)
+    report = sk.prune(model, own[0][0][:1], **options).report
+    assert report.criterion == "Activation", "candidates that cannot be scored are left out"
+    assert any("all zero" in each.note for each in report.candidates)
+
+
+class _Stream(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (pair for x, y in self.batches for pair in zip(x, y))
+
+
+def test_a_stream_without_a_length_prunes_recalibrates_and_finetunes() -> None:
+    model, batches = trained()
+    loader = torch.utils.data.DataLoader(_Stream(batches), batch_size=32)
+    x = batches[0][0][:1]
+    streamed = sk.prune(model, x, budget="flops=50%", batches=loader, loss=F.cross_entropy)
+    listed = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy)
+    assert streamed.mask == listed.mask
+    assert sk.recalibrate_batchnorm(streamed.model, loader) == 2
+    assert len(sk.finetune(streamed.model, loader, F.cross_entropy, epochs=1).history) == 1
+
+
+def test_a_trained_network_is_not_cut_without_data_in_silence() -> None:
+    model, batches = trained()
+    x = batches[0][0][:1]
+    with pytest.warns(UncalibratedWarning, match=r"was trained .* Pass batches="):
+        report = sk.prune(model, x, budget="flops=50%").report
+    assert any("statistics of 2 batch norms are those of the dense model" in note for note in report.notes)
+    fresh = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncalibratedWarning)
+        sk.prune(fresh, torch.randn(1, 64), budget="flops=50%")
+        sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy)
+    with torch.no_grad():  # what training does: some units matter
+        fresh[0].weight.mul_(torch.linspace(0.2, 3, 96)[:, None])
+        fresh[2].weight.mul_(torch.linspace(0.2, 3, 64)[:, None])
+    with pytest.warns(UncalibratedWarning, match="rows of uneven norms"):
+        sk.prune(fresh, torch.randn(1, 64), budget="flops=50%")
+
+
+def test_a_global_ranking_that_starves_a_layer_warns() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 5)),
+        torch.ones(1, 20),
+    )
+    criterion = sk.criteria.Scored({"0": torch.arange(300.0) + 1, "2": torch.full((200,), 1e-3)}, comparable=True)
+    with pytest.warns(StarvedGroupsWarning, match=r"next to nothing of 2 \("):
+        sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="global")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StarvedGroupsWarning)
+        sk.prune(model, x, budget="flops=20%", criterion=criterion, allocation="by_cost")

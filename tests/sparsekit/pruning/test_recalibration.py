@@ -1,4 +1,4 @@
-"""recalibrate() and compensate(): exact statistics, exact fits, and better models on data."""
+"""recalibrate_batchnorm() and reconstruct(): exact statistics, exact fits, and better models on data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.finetuning import compensate, recalibrate
-from sparsekit.pruning import compensation
+from sparsekit.finetuning import recalibrate_batchnorm, reconstruct
+from sparsekit.pruning import reconstruction
 
 
 def test_statistics_are_averages_over_the_batches() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=0.3), nn.Dropout(0.5))
     model.eval()
     batches = [torch.randn(4, 2, 5, 5), torch.randn(4, 2, 5, 5)]
-    assert recalibrate(model, batches) == 1
+    assert recalibrate_batchnorm(model, batches) == 1
     values = [model[0](x).detach() for x in batches]
     mean = torch.stack([v.mean((0, 2, 3)) for v in values]).mean(0)
     variance = torch.stack([v.transpose(0, 1).flatten(1).var(1) for v in values]).mean(0)
@@ -41,7 +41,7 @@ def test_units_that_are_sums_of_others_are_made_up_for() -> None:
     mask = _half(graph)
     small = sk.compact(model, graph, mask)
     assert not torch.allclose(small(x), model(x), atol=1e-2)
-    left = compensate(model, small, graph, mask, [x], ridge=1e-9)
+    left = reconstruct(model, small, graph, mask, [x], ridge=1e-9)
     assert torch.allclose(small(x), model(x), atol=1e-4)
     assert left["1"] < 1e-6
 
@@ -70,7 +70,7 @@ def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer() -> Non
     mask = _half(graph)
     before = {name: entry.clone() for name, entry in model.state_dict().items()}
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
-    left = compensate(model, fitted, graph, mask, [(x, None) for x in batches])
+    left = reconstruct(model, fitted, graph, mask, [(x, None) for x in batches])
     assert sorted(left) == ["head", "hidden", "second", "third"]
     assert all(0 <= share < 1 for share in left.values())
     test = torch.randn(64, 3, 8, 8)
@@ -104,7 +104,7 @@ def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_s
     graph = sk.trace_units(model, x[:2])
     mask = _half(graph)
     small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
-    [left] = compensate(model, fitted, graph, mask, x.split(50)).values()
+    [left] = reconstruct(model, fitted, graph, mask, x.split(50)).values()
     with torch.no_grad():
         errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
     assert left == pytest.approx(errors[1] / errors[0], rel=0.1)
@@ -131,7 +131,7 @@ def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(see
     graph = sk.trace_units(model, images[:2])
     mask = _half(graph)
     small, fitted = sk.compact(model, graph, mask).eval(), sk.compact(model, graph, mask).eval()
-    left = compensate(model, fitted, graph, mask, images.split(3), limit=85)
+    left = reconstruct(model, fitted, graph, mask, images.split(3), limit=85)
     with torch.no_grad():
         errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
     assert errors[1] <= errors[0]
@@ -142,7 +142,7 @@ def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(see
 def test_rows_are_drawn_from_everywhere_and_always_the_same() -> None:
     """Of more rows than are taken, every column of the images gives its share."""
     layer = nn.Conv2d(1, 1, 1)
-    reader = compensation._Reader("layer", layer, torch.arange(1), None)
+    reader = reconstruction._Reader("layer", layer, torch.arange(1), None)
     x = torch.arange(32.0).expand(128, 1, 32, 32)  # a pixel says its column
     rows, places = reader.rows(x, torch.Generator().manual_seed(0))
     share = torch.bincount(rows.flatten().long(), minlength=32) / len(rows)

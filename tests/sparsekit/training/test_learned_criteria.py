@@ -11,7 +11,7 @@ from masked import batches_like, classifier, convolutions, train_alike, train_st
 from torch import Tensor
 
 from sparsekit import LearnableMask, criteria
-from sparsekit.allocation import Uniform, choose
+from sparsekit.allocation import choose, ratio_counts
 from sparsekit.criteria import Learned, View
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -59,7 +59,7 @@ class ByWeights:
 
 
 def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
-    return choose(graph, scores, Uniform(0.5).counts(graph, scores))
+    return choose(graph, scores, ratio_counts(graph, 0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -111,7 +111,7 @@ def test_any_criterion_may_choose_what_stays_anew_at_every_ratio(name: str) -> N
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     for ratio in (0.5, 0.25, 0.75):
         masked.ratio = ratio
-        assert masked.unit_mask().counts() == Uniform(ratio).counts(masked.graph, {})
+        assert masked.unit_mask().counts() == ratio_counts(masked.graph, ratio)
         if name == "fisher":
             whole = convolutions()[0]
             whole.load_state_dict(masked.dense_state())

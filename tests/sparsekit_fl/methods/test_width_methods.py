@@ -7,7 +7,7 @@ import torch
 from personal import client_context, deep_problem, training, watched
 
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation import Uniform, choose, select
+from sparsekit.allocation import choose, ratio_counts, select
 from sparsekit.allocation.shares import keep_count
 from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
@@ -125,5 +125,5 @@ class TestRolling(CriterionContract):
 def test_the_step_is_a_choice() -> None:
     graph = example_graph()
     scores = Rolling(step=3).scores(graph, RoundView(round=2))
-    kept = choose(graph, scores, {**Uniform(1.0).counts(graph, scores), "first": 2})["first"]
+    kept = choose(graph, scores, {**ratio_counts(graph, 1.0), "first": 2})["first"]
     assert kept.nonzero().flatten().tolist() == [0, 6]

@@ -1,8 +1,8 @@
-"""What the units of a group lose together when its worst ones go, so that groups can be compared."""
+"""Importance of the units of a group, ranked and made comparable between groups."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,27 @@ from torch import Tensor
 
 from sparsekit.criteria.base import check_scores, refuse_nan
 from sparsekit.criteria.normalised import share_of_remaining
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
-Scale = Literal["share_of_remaining", "mean", "none"]
+Scale = Literal["relative", "mean", "none"]
 """How scores of different groups are made comparable.
 
-"share_of_remaining" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each
-layer that makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
+"relative" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each layer that
+makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
 """
 
 _HUGE = 1e30
 
 
-def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
-    """The units' worth from the best of each group to its worst, at least 0 and comparable between groups.
+def check_scale(scale: Scale) -> None:
+    """Raise InvalidValueError for another scale."""
+    if scale not in get_args(Scale):
+        raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
+
+
+def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
+    """Importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
 
     Returns:
         Group name → float64 (units,), from the unit that goes last to the first: scores 3, 1 and 2 on scale "mean" give
@@ -34,14 +41,14 @@ def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -
         InvalidValueError: scores are missing or NaN.
 
     Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for
-    "share_of_remaining", there for single weights.
+    "relative", there for single weights.
     """
     check_scores(graph, scores, "scores")
     given = {name: scores[name].detach().cpu().double().clamp(-_HUGE, _HUGE) for name in graph.groups}
     for name, values in given.items():
         refuse_nan(values, f"scores of group {name!r}")
     lowest = min((float(values.min().clamp_max(0.0)) for values in given.values()), default=0.0)
-    worth = {}
+    saliency = {}
     for name, values in given.items():
         if scale == "none":
             values = values - lowest
@@ -50,8 +57,8 @@ def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -
             values = values / values.mean() if values.max() > 0 else torch.ones_like(values)
         else:
             values = _makers(graph, name) * share_of_remaining(values)
-        worth[name] = np.sort(values.numpy())[::-1]
-    return worth
+        saliency[name] = np.sort(values.numpy())[::-1]
+    return saliency
 
 
 def _makers(graph: UnitGraph, group: str) -> int:
@@ -60,9 +67,9 @@ def _makers(graph: UnitGraph, group: str) -> int:
     return max(1, len(made))
 
 
-def block_losses(worth: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
+def block_losses(saliency: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
     """What is lost at each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
     losses = [0.0]
     for fewer, more in pairwise(counts):
-        losses.append(float(sum(worth[name][fewer:more].sum() for name in groups)))
+        losses.append(float(sum(saliency[name][fewer:more].sum() for name in groups)))
     return losses

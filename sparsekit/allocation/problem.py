@@ -1,0 +1,208 @@
+"""Problem: what an allocation is given; allocate(): numbers of units within a budget, with limits and multiples."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from sparsekit.allocation.limits import (
+    Counts,
+    Free,
+    Limits,
+    Multiples,
+    PreferredMultiple,
+    check_limits,
+    check_multiples,
+    free_counts,
+    least_counts,
+    spread,
+)
+from sparsekit.allocation.walk import Losses, Walk, Width
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget, BudgetError, format_cost
+from sparsekit.measure.cost import CostModel
+
+_UNUSED, _HELD = 0.02, 1 / 3
+"""Of a budget, the share that preferred multiples may leave unused, and the share that groups at their minimum may hold: where
+narrow groups hold more, there is nothing left to choose, and accuracy suffers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """How many units stay in each group? An allocation answers this question.
+
+    Args:
+        graph: The groups.
+        scores: Group name → float (units,), larger stays.
+        costs: What numbers of units cost.
+        limits: Metric → absolute limit; empty without a budget.
+        free: Tied groups → the numbers of units that they may keep, ascending.
+    """
+
+    graph: UnitGraph
+    scores: Mapping[str, Tensor]
+    costs: CostModel
+    limits: Mapping[str, float]
+    free: Free
+
+    def fits(self, counts: Counts) -> bool:
+        """Whether counts are within the budget."""
+        costs = self.costs.costs(counts)
+        return all(costs[name] <= limit for name, limit in self.limits.items())
+
+    def require_budget(self, allocation: str) -> None:
+        """Raise InvalidValueError without a budget, for allocations that cannot do without one."""
+        if not self.limits:
+            raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
+
+    def check_reachable(self) -> None:
+        """Raise unless the budget is met where every group keeps the least number of units that it may.
+
+        Raises:
+            BudgetError: it is not; the message has the least cost and the groups that hold it up.
+        """
+        counts = least_counts(self.free)
+        if self.fits(counts):
+            return
+        least, dense = self.costs.costs(counts), self.costs.dense_costs()
+        above = [name for name, limit in self.limits.items() if least[name] > limit]
+        told = "; ".join(
+            f"{name} ≤ {format_cost(name, self.limits[name])} was requested, and {format_cost(name, least[name])}"
+            f" ({least[name] / dense[name]:.1%} of the dense model) is the minimum"
+            for name in above
+        )
+        holders = []
+        for groups, allowed in self.free.items():
+            if allowed[0] > 1:
+                one = self.costs.costs({**counts, **dict.fromkeys(groups, 1)})
+                saved = max((least[name] - one[name]) / dense[name] for name in above)
+                size = self.graph.groups[groups[0]].size
+                holders.append((saved, f"{', '.join(groups)} (at least {allowed[0]} of {size})"))
+        holders = sorted((each for each in holders if each[0] > 0), key=lambda item: -item[0])[:5]
+        because = (
+            f"held up by {', '.join(text for _, text in holders)}, which limits or multiples keep wide: lower these"
+            if holders
+            else "every group is at its last unit there; the rest is spent on layers that cannot be pruned, such as the output"
+            " layer, and on what was kept"
+        )
+        raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
+
+    def _walk(self, counts: Counts, losses: Losses) -> Walk:
+        widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
+        places = [width.counts.index(counts[width.groups[0]]) for width in widths]
+        return Walk(widths, places, self.costs.tracker(counts, tuple(self.limits)), self.limits)
+
+    def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
+        """Walk from the largest counts to the budget, by what blocks lose for their cost or for a unit; then fill."""
+        walk = self._walk(spread(self.free, lambda _, counts: counts[-1]), losses)
+        walk.down(by_cost=by_cost)
+        walk.fill()
+        walk.tighten()
+        return walk.counts()
+
+    def least_that_fits(self, at: Callable[[float], Counts]) -> Counts:
+        """Bisect a path from the largest counts, `at(0)`, to the least, `at(1)`: the first counts on it that fit."""
+        low, high = 0.0, 1.0
+        best = at(0.0)
+        if self.fits(best):
+            return best
+        best = at(1.0)
+        for _ in range(48):
+            middle = (low + high) / 2
+            found = at(middle)
+            if self.fits(found):
+                best, high = found, middle
+            else:
+                low = middle
+        return best
+
+
+Allocation: TypeAlias = Callable[[Problem], Counts]
+"""How many units stay in each group: for every group one of the numbers in `Problem.free`. `functools.partial` sets options."""
+
+
+def allocate(
+    allocation: Allocation,
+    graph: UnitGraph,
+    scores: Mapping[str, Tensor],
+    costs: CostModel,
+    *,
+    budget: Budget | None = None,
+    limits: Limits | None = None,
+    multiple_of: Multiples = 1,
+) -> Counts:
+    """Count how many units of each group stay.
+
+    Args:
+        allocation: The rule, such as `by_cost`.
+        graph: The groups.
+        scores: Group name → float (units,), larger stays.
+        costs: What numbers of units cost.
+        budget: What the model may cost; None for allocations that need none, such as `by_ratio`.
+        limits: Group name → (least, largest) share of its units that stays.
+        multiple_of: What the counts are multiples of: one number for the widths of layers, kind or group name → number of
+            units, or a `PreferredMultiple`, which gives way where much of the budget would be left.
+
+    Returns:
+        Group name → units kept, for every group.
+
+    Raises:
+        BudgetError: the budget cannot be met, with the minimum and what holds it up; or the allocation exceeds it.
+        InvalidValueError: a limit or multiple that is not allowed, no budget, or scores that hold NaN.
+        UnknownNameError: a limit or a multiple names neither a group nor a kind.
+    """
+    limits = limits or {}
+    check_limits(limits)
+    check_multiples(multiple_of)
+    dense = costs.dense_costs()
+    absolute = {} if budget is None else budget.limits(dense)
+
+    def solve(multiple_of: Multiples) -> Counts:
+        return _solve(allocation, Problem(graph, scores, costs, absolute, free_counts(graph, limits, multiple_of)))
+
+    if not isinstance(multiple_of, PreferredMultiple):
+        return solve(multiple_of)
+    if not absolute:
+        return solve(multiple_of)
+
+    def unused(counts: Counts) -> float:
+        found = costs.costs(counts)
+        return min(1 - found[name] / max(min(limit, dense[name]), 1e-300) for name, limit in absolute.items())
+
+    low = costs.costs(least_counts(free_counts(graph, limits, 1)))
+    tried: list[Counts] = []
+    for step in multiple_of.steps:
+        rounded = replace(multiple_of, step=step)
+        least = costs.costs(least_counts(free_counts(graph, limits, rounded)))
+        if all(least[name] - low[name] <= _HELD * (limit - low[name]) for name, limit in absolute.items()):
+            tried.append(solve(rounded))
+            if unused(tried[-1]) <= _UNUSED:
+                return tried[-1]
+    return min([*tried, solve(1)], key=unused)
+
+
+def _solve(allocation: Allocation, problem: Problem) -> Counts:
+    problem.check_reachable()
+    counts: Counts = {}
+    for slack in (0.0, 1e-9, 1e-6, 1e-3):  # a tracker adds up floats; the exact costs decide
+        counts = allocation(replace(problem, limits={name: limit * (1 - slack) for name, limit in problem.limits.items()}))
+        if problem.fits(counts):
+            return counts
+    costs = problem.costs.costs(counts)
+    told = "; ".join(
+        f"{name} ≤ {format_cost(name, limit)}, not {format_cost(name, costs[name])}"
+        for name, limit in problem.limits.items()
+        if costs[name] > limit
+    )
+    raise BudgetError(
+        f"the allocation {name_of(allocation)!r} exceeds the budget: {told}; take an allocation within a budget, such as"
+        " 'by_cost', let this one keep fewer units, or leave `budget` out"
+    )
+
+
+def name_of(allocation: Allocation) -> str:
+    """Its name for messages and reports: of a `functools.partial` that of its function."""
+    plain = getattr(allocation, "func", allocation)
+    return str(getattr(plain, "__name__", type(plain).__name__))

@@ -1,0 +1,239 @@
+"""Cutter: one cut of a model to a budget by each of some candidates, of which the best on unseen batches is kept."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.allocation.by_cost import global_ranking
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.limits import Counts, Limits, Multiples
+from sparsekit.allocation.problem import Allocation, allocate, name_of
+from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.scored import Scored
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers import LayerRule
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel
+from sparsekit.measure.paired import measure_turns
+from sparsekit.pruning.calibration import Calibration
+from sparsekit.pruning.latency import meet_latency
+from sparsekit.pruning.reconstruction import Reconstruct, recalibrate_batchnorm, reconstruct
+from sparsekit.pruning.report import CandidateReport
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.inputs import ModelInputs
+
+_STARVED = 0.15
+
+
+class StarvedGroupsWarning(UserWarning):
+    """A ranking of all units leaves some groups next to none."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to cut: which units are important, and how many stay where."""
+
+    criterion: Criterion
+    allocation: Allocation
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What a candidate makes.
+
+    Args:
+        candidate: The way to cut.
+        mask: Units of the model that was cut.
+        model: The narrow model.
+        scores: Scores of all units.
+        latency_ms: Measured, where the budget limits it; else None.
+        measured: What was measured on the way, for the report.
+    """
+
+    candidate: Candidate
+    mask: UnitMask
+    model: nn.Module
+    scores: Scored
+    latency_ms: float | None
+    measured: Mapping[str, Any]
+
+
+def criterion_name(criterion: Criterion) -> str:
+    """The name of a criterion for messages and reports."""
+    return criterion.name if isinstance(criterion, Scored) else type(criterion).__name__
+
+
+@dataclass(kw_only=True)
+class Cutter:
+    """What all cuts of one call of `prune` have in common."""
+
+    dense: nn.Module
+    costs: CostModel
+    call: ModelInputs
+    budget: Budget | None
+    multiple_of: Multiples
+    calibration: Calibration | None
+    reconstruct: Reconstruct
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    generator: torch.Generator
+    progress: bool
+    tried: Sequence[CandidateReport] = ()
+    scores: Mapping[str, Scored] = field(default_factory=dict)
+
+    def best(
+        self,
+        candidates: Sequence[Candidate],
+        model: nn.Module,
+        graph: UnitGraph,
+        limits: Limits,
+        target: Budget | None,
+        *,
+        limit_ms: float | None,
+        dry: bool,
+    ) -> Cut:
+        """Cut by every candidate and keep the one of least loss on batches that neither scored nor reconstructed it.
+
+        Args:
+            candidates: Of one, nothing is judged.
+            model: What is cut.
+            graph: Its units.
+            limits: Group name → (least, largest) share of its units that stays.
+            target: Budget of this step, in absolute numbers.
+            limit_ms: Measured milliseconds that the model may take.
+            dry: Whether a single candidate is only counted, and `model` itself returned.
+
+        Raises:
+            BudgetError, InvalidValueError, MissingImportanceError: what the last candidate raised, where none can be made.
+        """
+        scores: dict[int, Scored] = {}
+        cuts: list[tuple[float, Cut]] = []
+        reports: list[CandidateReport] = []
+        refused: InvalidValueError | None = None
+        judged = len(candidates) > 1 and self.calibration is not None and bool(self.calibration.judge)
+        for candidate in candidates if judged else candidates[:1]:
+            names = criterion_name(candidate.criterion), name_of(candidate.allocation)
+            try:
+                key = id(candidate.criterion)
+                if key not in scores:
+                    view = View(weights=model.state_dict(), model=model, generator=self.generator)
+                    found = score_units(candidate.criterion, graph, view)
+                    scores[key] = Scored(found, names[0], is_comparable(candidate.criterion))
+                cut = self._cut(candidate, model, graph, scores[key], limits, target, limit_ms, dry=dry and not judged)
+            except InvalidValueError as error:
+                if not judged:
+                    raise
+                refused = error
+                reports.append(CandidateReport(*names, None, False, str(error)))
+                continue
+            loss = 0.0
+            if judged:
+                assert self.calibration is not None
+                loss = self.calibration.measure(cut.model)
+                loss = loss if loss == loss else float("inf")  # not a number: never the best
+            reports.append(CandidateReport(*names, loss if judged else None, False, ""))
+            if not cuts or loss < cuts[0][0]:
+                cuts = [(loss, cut)]
+        if not cuts:
+            assert refused is not None
+            raise refused
+        chosen = cuts[0][1]
+        self.scores = {each.name: each for each in scores.values()}
+        names = criterion_name(chosen.candidate.criterion), name_of(chosen.candidate.allocation)
+        self.tried = [
+            CandidateReport(each.criterion, each.allocation, each.loss, (each.criterion, each.allocation) == names, each.note)
+            for each in reports
+        ]
+        return chosen
+
+    def _cut(
+        self,
+        candidate: Candidate,
+        model: nn.Module,
+        graph: UnitGraph,
+        scores: Scored,
+        limits: Limits,
+        target: Budget | None,
+        limit_ms: float | None,
+        *,
+        dry: bool,
+    ) -> Cut:
+        costs = self.costs  # numbers of units mean the same in a narrow model
+
+        def to(budget: Budget | None) -> tuple[UnitMask, nn.Module]:
+            counts = allocate(
+                candidate.allocation, graph, scores.values, costs, budget=budget, limits=limits, multiple_of=self.multiple_of
+            )
+            if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
+                _warn_of_starved(graph, counts)
+            mask = choose(graph, scores.values, counts, source=f"{scores.name} scores")
+            # Who cuts by herself, perhaps in place, has no memory for a second model.
+            return mask, model if dry and limit_ms is None else compact(model, graph, mask, rules=self.rules)
+
+        def timed(budget: Budget | None) -> tuple[tuple[UnitMask, nn.Module], float]:
+            found = to(budget)
+            pair = measure_turns(self.dense, found[1], self.call.args, self.call.kwargs)
+            # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
+            share = self.budget is not None and isinstance(self.budget.latency_ms, str)
+            return found, costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
+
+        after: float | None = None
+        measured: dict[str, Any] = {}
+        if limit_ms is None:
+            mask, small = to(target)
+        else:
+            assert target is not None
+            (mask, small), after = meet_latency(target, limit_ms, timed)
+            meter = costs.meters["latency_ms"]
+            measured = {
+                "latency_ms before": costs.dense_costs()["latency_ms"],
+                "latency_ms after": after,
+                "latency_ms after, by the table": meter.at(mask.counts()),
+                "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
+                "error of the table, small model": meter.at(mask.counts()) / after - 1,
+            }
+        if small is not model:
+            measured |= self._reconstruct(model, small, graph, mask)
+        return Cut(candidate, mask, small, scores, after, measured)
+
+    def _reconstruct(self, before: nn.Module, small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, Any]:
+        """Refit the layers that read dropped units, then renew the statistics of batch norms."""
+        if self.calibration is None or all(bool(keep.all()) for keep in mask.values()):
+            return {}
+        batches, measured = self.calibration.fit, dict[str, Any]()
+        if self.reconstruct in (True, "layers"):
+            left = reconstruct(before, small, graph, mask, batches, progress=self.progress)
+            if left:
+                measured["error of refitted layers that is left"] = sum(left.values()) / len(left)
+        if self.reconstruct in (True, "batchnorm"):
+            recalibrate_batchnorm(small, batches, progress=self.progress)
+        return measured
+
+
+def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:
+    shares = {name: counts[name] / group.size for name, group in graph.groups.items()}
+    usual = sum(counts.values()) / max(1, graph.units)
+    starved = [name for name, share in shares.items() if share < _STARVED and share < usual / 4]
+    if starved:
+        told = ", ".join(f"{name} ({counts[name]} of {graph.groups[name].size})" for name in starved[:5])
+        warnings.warn(
+            f"the global ranking leaves next to nothing of {told}{' and others' if len(starved) > 5 else ''}; such a model is"
+            " usually at chance. Take allocation='by_cost', or give these groups a least share with limits=",
+            StarvedGroupsWarning,
+            stacklevel=6,
+        )
+
+
+def inside(outer: UnitMask, inner: Mapping[str, Tensor]) -> UnitMask:
+    """The mask of the dense model: `inner` says which of the units that `outer` keeps stay."""
+    found = {}
+    for name, keep in outer.items():
+        both = keep.clone()
+        both[keep] = inner[name]
+        found[name] = both
+    return UnitMask(found)
