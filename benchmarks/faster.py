@@ -7,9 +7,9 @@
     python benchmarks/faster.py --out faster.jsonl --table
 
 Arms are the values of `multiple_of` ("auto" is the default, multiples of 8 or less), and Torch-Pruning at three values of its
-`round_to`. In each turn every model runs once, in a fresh order, in eval mode on one thread; what counts is the median over the turns of time dense ÷ time pruned, in processor time on
-a CPU. All networks have random weights: times do not depend on them. Torch-Pruning takes the same share of every layer, as it
-does by default, and that share is bisected until the FLOPs are met.
+`round_to`. In each turn every model runs once, in a fresh order, in eval mode on one thread; what counts is the median over the
+turns of time dense ÷ time pruned, in processor time on a CPU. All networks have random weights: times do not depend on them.
+Torch-Pruning takes the same share of every layer, as it does by default, and that share is bisected until the FLOPs are met.
 """
 
 import argparse

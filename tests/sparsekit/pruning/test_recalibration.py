@@ -107,7 +107,7 @@ def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_s
     [left] = reconstruct(model, fitted, graph, mask, x.split(50)).values()
     with torch.no_grad():
         errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
-    assert left == pytest.approx(errors[1] / errors[0], rel=0.1)
+    assert left == pytest.approx(errors[1] / errors[0], rel=0.15)
     assert left < 0.9
 
 
