@@ -134,7 +134,7 @@ mask = sk.WeightMask({"0.weight": model[0].weight.detach().abs() > 0.05})
 mask.check(graph)
 
 # sparsekit.allocation
-sk.allocation.registry["uniform"](0.5)
+pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=sk.allocation.registry["uniform"])
 
 # sparsekit.bandit
 from sparsekit.bandit import PUCBV, Interval  # needs numpy alone
@@ -194,7 +194,7 @@ for kind in (sk.allocation.by_cost, sk.allocation.global_ranking, sk.allocation.
 quarter = functools.partial(sk.allocation.by_ratio, ratios={"0": 0.25})
 pruned = sk.prune(model, (x[:1],), allocation=quarter)
 
-# sparsekit.allocation.Allocation, sparsekit.allocation.Problem, sparsekit.allocation.allocate, sparsekit.Allocation
+# sparsekit.Allocation, sparsekit.allocation.Allocation, sparsekit.allocation.Problem, sparsekit.allocation.allocate
 def first_half(problem: sk.allocation.Problem) -> dict[str, int]:
     return {name: counts[len(counts) // 2] for groups, counts in problem.free.items() for name in groups}
 
