@@ -100,8 +100,7 @@ REGISTRIES = {
         {"base", "batches", "by_name", "gate_gradients"},
     ),
     "sparsekit/allocation": (
-        "sparsekit.allocation", "registry",
-        {"base", "choose", "limits", "schedule", "walk", "worth"},
+        "sparsekit.allocation", "registry", {"choose", "limits", "problem", "saliency", "schedule", "walk"},
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
