@@ -1,6 +1,6 @@
 """Allocation: how many units stay in each group, and which. `registry` finds allocations by name."""
 
-from sparsekit.allocation.by_cost import by_cost, global_ranking
+from sparsekit.allocation.by_cost import by_cost, by_loss, global_ranking
 from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.limits import PreferredMultiple
 from sparsekit.allocation.problem import Allocation, Problem, allocate
@@ -17,6 +17,7 @@ __all__ = [
     "Schedule",
     "allocate",
     "by_cost",
+    "by_loss",
     "by_ratio",
     "check_ratio",
     "choose",
@@ -31,6 +32,7 @@ registry = Registry(
     "allocation",
     {
         "by_cost": "sparsekit.allocation.by_cost:by_cost",
+        "by_loss": "sparsekit.allocation.by_cost:by_loss",
         "by_ratio": "sparsekit.allocation.shares:by_ratio",
         "global": "sparsekit.allocation.by_cost:global_ranking",
         "uniform": "sparsekit.allocation.shares:uniform",

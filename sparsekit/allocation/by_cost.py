@@ -1,4 +1,4 @@
-"""by_cost() and global_ranking(): the least important units go first, for what they cost or wherever they are."""
+"""by_cost(), by_loss() and global_ranking(): the least important units go first, for what they cost or wherever they are."""
 
 import math
 from functools import partial
@@ -37,6 +37,20 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
     saliency = ranked_saliency(problem.graph, problem.scores, scale)
     saliency = {name: own * (own.size / np.arange(1, own.size + 1)) ** width_penalty for name, own in saliency.items()}
     return problem.walk(partial(block_losses, saliency), by_cost=True)
+
+
+def by_loss(problem: Problem) -> Counts:
+    """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which compare as they are.
+
+    Whole layers may lose most of their units where the loss hardly depends on them. Use it with `PositionFisher`.
+
+    Args:
+        problem: Groups, scores, costs and budget.
+
+    Raises:
+        InvalidValueError: no budget.
+    """
+    return by_cost(problem, scale="none")
 
 
 def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:

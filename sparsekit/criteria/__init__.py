@@ -5,7 +5,7 @@ from sparsekit.criteria.base import Criterion, View, is_comparable
 from sparsekit.criteria.normalised import Lamp, Normalised
 from sparsekit.criteria.orders import Learned, Ordered, Random
 from sparsekit.criteria.scored import Scored
-from sparsekit.criteria.taylor import Fisher, Taylor
+from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.weights import BatchNormScale, GeometricMedian, Magnitude, unit_magnitudes
 from sparsekit.registry import Registry
@@ -21,6 +21,7 @@ __all__ = [
     "Magnitude",
     "Normalised",
     "Ordered",
+    "PositionFisher",
     "Random",
     "Scored",
     "Taylor",
@@ -43,6 +44,7 @@ registry = Registry(
         "magnitude": "sparsekit.criteria.weights:Magnitude",
         "normalised": "sparsekit.criteria.normalised:Normalised",
         "ordered": "sparsekit.criteria.orders:Ordered",
+        "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
         "random": "sparsekit.criteria.orders:Random",
         "scored": "sparsekit.criteria.scored:Scored",
         "rolling": "sparsekit_fl.methods.fedrolex:Rolling",  # of the federated layer, by name alone

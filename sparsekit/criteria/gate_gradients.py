@@ -94,12 +94,21 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
     return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
-def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> dict[str, tuple[Tensor, Tensor]]:
+def gate_moments(
+    criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Run the model over the criterion's batches and average ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
     examples on the first axis of their input. Elsewhere the gradient g of a batch of B examples stands for B examples: the
     mean square is estimated by B·g², which is exact in expectation where the mean is zero.
+
+    Args:
+        criterion: Has the batches and the loss.
+        model: Not changed.
+        graph: Its units.
+        positions: Whether to square at each position of an example (tokens, pixels) and add up the squares, in place of the
+            square of the sum. If positions are independent, both have one expectation, and this one far less noise.
 
     Returns:
         Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
@@ -119,13 +128,12 @@ def gate_moments(criterion: DataDriven, model: nn.Module, graph: UnitGraph) -> d
             examples = example_count(batch)
             with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
-                gradients = _gate_gradients(loss, calls, readers, gated, examples)
+                gradients = _gate_gradients(loss, calls, readers, gated, examples, positions)
             seen += examples
-            for name, rows in gradients.items():
-                rows = rows if rows.device.type == "mps" else rows.double()  # which has no float64
+            for name, (rows, squares) in gradients.items():
                 # The square of a mean over B examples is B times too small where they are independent.
                 times = examples / len(rows)
-                new = rows.sum(0) * times, rows.square().sum(0) * times * times
+                new = rows.sum(0) * times, squares.sum(0) * times * times
                 sums[name] = (sum_up([sums[name][0], new[0]]), sum_up([sums[name][1], new[1]])) if name in sums else new
     for name in graph.groups:
         if name not in sums:
@@ -148,10 +156,11 @@ def _gate_gradients(
     readers: Mapping[str, list[Reader] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
-) -> dict[str, Tensor]:
-    """One backward pass: group name → ∂L/∂gate, L the loss of an example.
+    positions: bool,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """One backward pass: group name → ∂L/∂gate and its squares, L the loss of an example.
 
-    float (examples, units) where all readers of a group allow it, else float (1, units), the mean, from the gradients of the
+    float64 (examples, units) where all readers of a group allow it, else float (1, units), the mean, from the gradients of the
     weights; none for groups that are no part of the loss.
     """
     direct = {
@@ -170,20 +179,30 @@ def _gate_gradients(
     for (module, x), gradient in zip(calls, gradients):
         if module in axes and gradient is not None:
             product = (wide(x.detach()) * wide(gradient)).movedim(axes[module], -1)
-            at_input.setdefault(module, []).append(product.reshape(examples, -1, product.shape[-1]).sum(1))
-    channels = {module: sum_up(parts) for module, parts in at_input.items()}
+            each = product.reshape(examples, -1, product.shape[-1])
+            at_input.setdefault(module, []).append(each if positions else each.sum(1, keepdim=True))
     of_weight = {id(entry): g for entry, g in zip(wanted.values(), gradients[len(calls) :]) if g is not None}
     found = {}
     for name, pairs in gated.items():
         if name in direct:
-            own = [(channels[module], piece.index) for module, piece, _ in direct[name] if module in channels]
-            parts = [values[:, index.to(values.device)].sum(2) for values, index in own]
+            own = [(each, piece.index) for module, piece, _ in direct[name] for each in at_input.get(module, ())]
+            parts = [_doubled(each[..., index.to(each.device)].sum(-1) * examples) for each, index in own]
+            if parts:
+                rows = sum_up([part.sum(1) for part in parts])
+                squares = sum_up([part.square().sum(1) for part in parts]) if positions else rows.square()
+                found[name] = rows, squares
         else:
             products = [(wide(e.detach()) * wide(of_weight[id(e)]), piece) for e, piece in pairs if id(e) in of_weight]
             parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1)[None] for each, piece in products]
-        if parts:
-            found[name] = sum_up(parts) * examples if name in direct else sum_up(parts)
+            if parts:
+                rows = _doubled(sum_up(parts))
+                found[name] = rows, rows.square()
     return found
+
+
+def _doubled(values: Tensor) -> Tensor:
+    """The values in float64, where the device has it."""
+    return values if values.device.type == "mps" else values.double()
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:

@@ -106,3 +106,22 @@ class Fisher(DataDriven):
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
         moments = gate_moments(self, self._model(view, graph), graph)
         return {name: check_finite(name, 0.5 * square, "Fisher") for name, (_, square) in moments.items()}
+
+
+@dataclass(frozen=True)
+class PositionFisher(DataDriven):
+    """½·E[Σ (∂L/∂gate)²] over the positions of an example: tokens, pixels.
+
+    The same quantity as `Fisher` if the gradients at different positions are independent, from as many samples as there are
+    positions. Prefer it for language models, where a batch has few examples and many tokens.
+
+    Source: as `Fisher`; positions as examples, as in K-FAC for layers that share weights (Eschenhagen et al., NeurIPS 2023,
+        arXiv 2311.00636, "expand").
+    """
+
+    comparable: ClassVar[bool] = True
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Average the sums of squares over the examples of all batches: float64, at least 0, in units of the loss."""
+        moments = gate_moments(self, self._model(view, graph), graph, positions=True)
+        return {name: check_finite(name, 0.5 * square, "PositionFisher") for name, (_, square) in moments.items()}

@@ -41,7 +41,12 @@ from sparsekit.tracing.trace import trace_units
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
 
-CANDIDATES = (("fisher", "by_cost"), ("activation", "by_cost"), ("activation", "uniform"), ("fisher", "uniform"))
+CANDIDATES = (
+    ("fisher", "by_cost"),
+    ("position_fisher", "by_loss"),
+    ("activation", "by_cost"),
+    ("activation", "uniform"),
+)
 """Criterion and allocation of the cuts that are tried by default where there are batches; the first where there is one."""
 
 

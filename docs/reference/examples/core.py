@@ -186,8 +186,8 @@ mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.stat
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
 
-# sparsekit.allocation.by_cost, sparsekit.allocation.global_ranking, sparsekit.allocation.uniform
-for kind in (sk.allocation.by_cost, sk.allocation.global_ranking, sk.allocation.uniform):
+# sparsekit.allocation.by_cost, sparsekit.allocation.by_loss, sparsekit.allocation.global_ranking, sparsekit.allocation.uniform
+for kind in (sk.allocation.by_cost, sk.allocation.by_loss, sk.allocation.global_ranking, sk.allocation.uniform):
     pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=kind)
 
 # sparsekit.allocation.by_ratio
@@ -237,9 +237,10 @@ sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
 # sparsekit.bandit.make_bandit
 again = sk.bandit.make_bandit("p-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 
-# sparsekit.criteria.Activation, sparsekit.criteria.Fisher, sparsekit.criteria.Taylor
+# sparsekit.criteria.Activation, sparsekit.criteria.Fisher, sparsekit.criteria.PositionFisher, sparsekit.criteria.Taylor
 loss = nn.functional.cross_entropy
-for criterion in (sk.criteria.Activation(batches), sk.criteria.Fisher(batches, loss), sk.criteria.Taylor(batches, loss)):
+for kind in (sk.criteria.Activation, sk.criteria.Fisher, sk.criteria.PositionFisher, sk.criteria.Taylor):
+    criterion = kind(batches, loss)
     sk.select(criterion, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
 
 # sparsekit.criteria.BatchNormScale, sparsekit.criteria.GeometricMedian, sparsekit.criteria.Lamp, sparsekit.criteria.Magnitude

@@ -22,7 +22,9 @@ from sparsekit.criteria import (
     Magnitude,
     Normalised,
     Ordered,
+    PositionFisher,
     Random,
+    Scored,
     Taylor,
     View,
 )
@@ -59,6 +61,8 @@ ALL: list[Any] = [
     *(Normalised(Magnitude(), by=by) for by in ("mean", "sum", "max", "standard", "rank", "share_of_remaining")),
     *(Taylor(DATA, F.mse_loss, form=form) for form in ("cost", "signed", "absolute", "squared", "products")),
     Fisher(DATA, F.mse_loss),
+    PositionFisher(DATA, F.mse_loss),
+    Scored(example_view().importance or {}),
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, Taylor, View
+from sparsekit.criteria import Fisher, PositionFisher, Taylor, View
 from sparsekit.errors import InvalidValueError
 
 
@@ -82,6 +82,27 @@ def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_th
     whole = [tuple(torch.cat(parts) for parts in zip(*batches))]
     assert torch.allclose(Taylor(whole, F.cross_entropy, form="signed").scores(graph, view)["first"], -rows.mean(0), atol=1e-6)
     assert torch.allclose(Fisher(batches, F.cross_entropy).scores(graph, view)["first"], 0.5 * rows.square().mean(0), atol=1e-6)
+
+
+def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that_read_a_unit() -> None:
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.out(torch.tanh(m.first(x))) + m.other(torch.tanh(m.first(x))),
+        first=nn.Linear(3, 6), out=nn.Linear(6, 5), other=nn.Linear(6, 5),
+    )  # fmt: skip
+    x, y = torch.randn(4, 7, 3), torch.randint(5, (4, 7))
+    graph = sk.trace_units(model, x)
+    [found] = PositionFisher([(x[:1], y[:1]), (x[1:], y[1:])], _token_loss).scores(graph, View(model=model)).values()
+    gates = [torch.ones(4, 7, 6, requires_grad=True) for _ in range(2)]  # of each token, before each reader
+    hidden = torch.tanh(model.first(x)).detach()
+    _token_loss(model.out(hidden * gates[0]) + model.other(hidden * gates[1]), y).backward()
+    # The mean over four examples has a quarter of each example's gradient.
+    expected = sum(0.5 * (4 * gate.grad).square().sum(1).mean(0) for gate in gates if gate.grad is not None)
+    assert torch.allclose(found.float(), torch.as_tensor(expected), rtol=1e-5)
+
+
+def _token_loss(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), target.flatten())
 
 
 class Named(nn.Module):

@@ -42,7 +42,8 @@ def test_the_default_is_the_best_candidate_on_unseen_batches_and_reconstruction_
     x = batches[0][0][:1]
     pruned = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
     tried = pruned.report.candidates
-    assert [(each.criterion.lower(), each.allocation) for each in tried] == list(CANDIDATES)
+    names = {"fisher": "Fisher", "position_fisher": "PositionFisher", "activation": "Activation"}
+    assert [(each.criterion, each.allocation) for each in tried] == [(names[first], second) for first, second in CANDIDATES]
     assert all(each.loss is not None for each in tried)
     [chosen] = [each for each in tried if each.chosen]
     assert chosen.loss == min(each.loss for each in tried if each.loss is not None)
@@ -82,10 +83,10 @@ def test_scores_are_computed_once_and_serve_other_budgets() -> None:
         return F.cross_entropy(outputs, target)
 
     first = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss)
-    assert calls == 7, "Fisher scores, once for all candidates"
+    assert calls == 14, "Fisher and PositionFisher score once, whatever the allocations"
     again = sk.prune(model, x, budget="flops=50%", batches=batches, loss=loss, criterion=first.scores)
-    assert calls == 7
-    assert {each.criterion for each in again.report.candidates} == {"Fisher", "Activation"}
+    assert calls == 14
+    assert {each.criterion for each in again.report.candidates} == {"Fisher", "PositionFisher", "Activation"}
     direct = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion="activation")
     reused = sk.prune(model, x, budget="flops=25%", batches=batches, loss=loss, criterion=first.scores["Activation"])
     assert reused.mask == direct.mask
@@ -95,7 +96,7 @@ def test_batches_without_a_target_distil_from_the_dense_model() -> None:
     model, batches = trained()
     inputs = [x for x, _ in batches]
     pruned = sk.prune(model, inputs[0][:1], budget="flops=40%", batches=iter(inputs))
-    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "Activation"}
+    assert {each.criterion for each in pruned.report.candidates} == {"Fisher", "PositionFisher", "Activation"}
     with torch.no_grad():
         dense, small = model(inputs[7]), pruned.model(inputs[7])
     distance = float(F.mse_loss(small, dense) / dense.var())
