@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -75,19 +75,15 @@ def _shared_splits(shape: tuple[int, ...], count: int, sizes: tuple[int, int, in
     return [fl.ClientData(*(split(first, size) for size in sizes)) for first in range(count)]
 
 
-def vgg_problem() -> fl.Problem:
-    """VGG11 on CIFAR shapes."""
-    return fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
+def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Client]]:
+    """VGG11 on CIFAR shapes, and up to four clients with two random images each."""
+    problem = fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
+    data = _shared_splits((3, 32, 32), 1, (2, 2, 2))[0]
+    return problem, [fl.Client(id=id, data=data) for id in (range(4) if ids is None else ids)]
 
 
-def vgg_client(id: int, folder: str | None = None) -> fl.Client:
-    """A client with two random images, as a node loads it."""
-    del folder
-    return fl.Client(id=id, data=_shared_splits((3, 32, 32), 1, (2, 2, 2))[0])
-
-
-def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int, str]]:
-    """Name → a plan, which a deployment understands too, the number of clients, and where nodes find their data."""
+def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int]]:
+    """Name → a plan, which a deployment understands too, and the number of clients."""
     from sparsekit_fl.deployment.plan import Plan
     from sparsekit_fl.paper.presets import PRESETS
 
@@ -95,9 +91,9 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int, 
     clients = PRESETS[preset].clients
     still = plan.replaced(method="engines:idle")
     return {
-        "messages": (still, clients, ""),
-        "bytes": (still.replaced(problem="engines:vgg_problem", cohort=4), 4, "engines:vgg_client"),
-        preset: (plan, clients, ""),
+        "messages": (still, clients),
+        "bytes": (still.replaced(preset="", dataset="engines:vgg_data", cohort=4), 4),
+        preset: (plan, clients),
     }
 
 
@@ -123,21 +119,19 @@ def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
     return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
 
 
-def _here(name: str, plan: Any, count: int) -> Timing:
-    problem, clients = plan.make_problem()
-    clients = clients or [vgg_client(id) for id in range(count)]
+def _here(name: str, plan: Any) -> Timing:
+    problem, clients = plan.make_task()[:2]
     began = time.perf_counter()
-    result = fl.run(plan.make_method(), problem, clients, plan.make_config(len(clients)), engine=_engine(name))
+    result = fl.run(plan.make_method(), problem, clients, plan.make_config(clients), engine=_engine(name))
     return _timing(result.rounds, time.perf_counter() - began)
 
 
-def _deployed(plan: Any, count: int, data: str) -> Timing:
+def _deployed(plan: Any, count: int) -> Timing:
     """A run submitted to a SuperLink and two SuperNodes."""
     from parity import deployed
 
     began = time.perf_counter()
-    where = {"data": data, "data_dir": plan.data_dir}
-    with deployed(count, data=where, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
+    with deployed(count, data_dir=plan.data_dir, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
         out = deployment.folder / "out"
         deployment.submit(plan.replaced(out=str(out)))
         deployment.await_result(out)
@@ -153,8 +147,8 @@ def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in names for engine in options.engines}
     for _ in range(options.repeats):
         for load, engine in found:
-            plan, count, data = known[load]
-            timing = _deployed(plan, count, data) if engine == "deployment" else _here(engine, plan, count)
+            plan, count = known[load]
+            timing = _deployed(plan, count) if engine == "deployment" else _here(engine, plan)
             found[load, engine].append(timing)
             print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
     for (load, engine), timings in found.items():

@@ -80,20 +80,20 @@ def _error_reply(message: Any, reply: Any) -> Any:
 
 def _here(engine: Callable[[], Engine]) -> Callable[[Plan], Result]:
     def result(plan: Plan) -> Result:
-        problem, clients = plan.make_problem()
-        return run(plan.make_method(), problem, clients, plan.make_config(len(clients)), engine=engine()).to_dict()
+        problem, clients = plan.make_task()[:2]
+        return run(plan.make_method(), problem, clients, plan.make_config(clients), engine=engine()).to_dict()
 
     return result
 
 
 @contextmanager
-def deployed(clients: int, *, tls: bool = False, data: dict[str, str] | None = None, **options: Any) -> Iterator[Any]:
+def deployed(clients: int, *, tls: bool = False, data_dir: str = "", **options: Any) -> Iterator[Any]:
     """A SuperLink and two SuperNodes on the loopback, each with half of the clients.
 
     Args:
         clients: Number of clients.
         tls: Encrypt, and let in only nodes whose key was registered.
-        data: Where nodes find their clients' data, if not in the tiny problem of the tests.
+        data_dir: Folder of the data sets on the nodes.
         **options: Of the tests' own class, which also watches that no process contacts anybody outside this machine.
     """
     sys.path.append(str(ROOT / "tests" / "sparsekit_fl" / "engines" / "flower"))
@@ -107,7 +107,7 @@ def deployed(clients: int, *, tls: bool = False, data: dict[str, str] | None = N
         for key, ids in enumerate((f"0-{clients // 2 - 1}", f"{clients // 2}-{clients - 1}")):
             if tls:
                 deployment.register(key)
-            deployment.start_node(f"node-{key}", ids, key=key if tls else None, **(data or {}))
+            deployment.start_node(f"node-{key}", ids, key=key if tls else None, data_dir=data_dir)
         yield deployment
 
 

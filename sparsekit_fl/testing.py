@@ -4,7 +4,7 @@ test, and pytest runs the rest.
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,9 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
     )
 
 
-def tiny_client(id: int, folder: str | None = None) -> Client:
-    """Return one of `tiny_clients`, as a node of a deployment loads it; there are no files, so `folder` is not used."""
-    del folder
-    return tiny_clients()[id]
+def tiny_data(ids: Collection[int] | None = None) -> tuple[Problem, list[Client]]:
+    """Return `tiny_problem` and those of `tiny_clients` that are asked for, as the command line or a Flower app loads them."""
+    return tiny_problem(), [client for client in tiny_clients() if ids is None or client.id in ids]
 
 
 def _in_memory(pool: object) -> TensorData:

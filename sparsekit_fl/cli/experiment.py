@@ -78,7 +78,6 @@ class Experiment:
         from sparsekit_fl.engines.spec import check_device
         from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
-        from sparsekit_fl.problem.clients import Capability
 
         if options.device is not None:
             check_device(options.device, name="--device")
@@ -104,12 +103,10 @@ class Experiment:
         more = {} if options.init is None else {"init": str(options.init)}
         if options.central_test and task.test is None:
             raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
-        # A factory may bring clients with devices of their own, which drawn levels must not replace unasked.
-        keep = any(client.capability != Capability() for client in task.clients)
         return Experiment(
             problem=task.problem,
             clients=task.clients,
-            config=_config(options, preset, len(task.clients), keep=keep),
+            config=_config(options, preset, len(task.clients), keep=task.keeps_capabilities),
             engine=engine,
             described={**task.described, **more},
             test=task.test if options.central_test else None,

@@ -7,7 +7,6 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
@@ -21,6 +20,7 @@ from sparsekit_fl.engines.flower.nodes import Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.results.scores import RoundRecord
 from sparsekit_fl.results.state.store import DeviceStore, MemoryStore
 
@@ -51,7 +51,7 @@ def serve(grid: Grid, context: Context) -> None:
     from sparsekit_fl.server.loop import run
 
     plan = Plan.of(context.run_config)
-    problem, _ = plan.make_problem()
+    problem = plan.make_task(ids=()).problem
     # The number of clients is not known yet, and no part of what the model is.
     spec = RunSpec.build(plan.make_method(), problem, plan.make_config())
     nodes = Nodes(
@@ -64,18 +64,17 @@ def serve(grid: Grid, context: Context) -> None:
         timeout_seconds=plan.timeout_seconds or None,
     )
     clients = nodes.introduce()
-    config = plan.make_config(len(clients))
-    described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
+    roster = [clients[id] for id in sorted(clients)]
     result = run(
         plan.make_method(),
         problem,
-        [clients[id] for id in sorted(clients)],
-        config,
+        roster,
+        plan.make_config(roster),
         engine=nodes,
         callbacks=[_Report()],
         out=plan.out or None,
         resume=plan.resume,
-        experiment={**described, "clients": len(clients)},
+        experiment={"preset": plan.preset or None, "dataset": plan.dataset or None, "clients": len(roster)},
     )
     _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
 
@@ -90,8 +89,10 @@ def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
         )
     device = str(node.get("device", "cpu"))
     check_device(device)
-    problem, clients = plan.make_clients(client_ids(str(own)), node)
-    return RunSpec.build(plan.make_method(), problem, replace(plan.make_config(), device=device)), clients
+    task = plan.make_task(str(node.get("data-dir", "")) or None, client_ids(str(own)))
+    check_fit(task.problem, task.clients)
+    spec = RunSpec.build(plan.make_method(), task.problem, replace(plan.make_config(), device=device))
+    return spec, {client.id: client for client in task.clients}
 
 
 def _executor(context: Context, run: str) -> ClientExecutor:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit.registry import load_object
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, NonNegative, parse_value
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.given import Given, Option
-from sparsekit_fl.paper.build import build_problem
-from sparsekit_fl.paper.presets import preset_for
-from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.paper.build import Task, build_task, have_capabilities
+from sparsekit_fl.paper.presets import Preset, preset_for
+from sparsekit_fl.problem.clients import Client
 
 _MANY = 10**6
 
@@ -32,14 +30,14 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
     """
 
     method: Annotated[str, Option("A method by name, or `package.module:function`.")] = "fedlps"
-    preset: Annotated[str, Option("Of the experiment; it decides model, training and, on a node, how examples are split.")] = (
-        "digits"
-    )
-    problem: Annotated[
+    preset: Annotated[
+        str, Option("Of the experiment; it decides model, training and, on a node, how examples are split. Empty: digits.")
+    ] = ""
+    dataset: Annotated[
         str,
         Option(
-            "`package.module:function` that returns the Problem, for a model and data of your own; nodes then name the data by"
-            " their `data` option."
+            "A data set by name, or `package.module:factory`, as for `sparsekit run --dataset`. The factory is called on each"
+            " node with `ids`, its clients, and `root`, its `data-dir`; on the server with no ids."
         ),
     ] = ""
     data_dir: Annotated[
@@ -100,58 +98,29 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
         with Path(self.allowed).open("rb") as file:
             return {name: client_ids(text) for name, text in tomllib.load(file).items()}
 
-    def make_problem(self, data_dir: str | None = None) -> tuple[Problem, list[Client]]:
-        """The problem, and all clients of the preset; none where the problem is the user's. `data_dir`: of data sets here."""
-        if not self.problem:
-            folder = data_dir or self.data_dir or None
-            return build_problem(
-                preset_for(preset=self.preset), data_dir=None if folder is None else Path(folder), seed=self.seed or 0
-            )
-        factory = load_object(self.problem)
-        problem = factory() if callable(factory) else factory
-        if not isinstance(problem, Problem):
-            raise InvalidValueError(f"problem {self.problem!r} must return a Problem, got {type(problem).__name__}")
-        return problem, []
+    @property
+    def _preset(self) -> Preset:
+        return preset_for(preset=self.preset or None, dataset=self.dataset or None)
 
-    def make_config(self, clients: int | None = None) -> RunConfig:
-        """The options of the run; of all `clients`, whose number a node does not know."""
-        given = self.given_of(TrainingConfig, RunConfig)
-        if self.problem:
-            # A user's clients have capabilities of their own.
-            given |= {"capability": "fixed", "capability_levels": None}
-        return preset_for(preset=self.preset).config(given, _MANY if clients is None else clients)
+    def make_task(self, data_dir: str | None = None, ids: Collection[int] | None = None) -> Task:
+        """Load problem and clients.
 
-    def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:
-        """The problem and some clients of a node, with their data.
-
-        Its configuration has `data-dir`, and `data`: `package.module:function` of a client id and that folder which returns a
-        ClientData or a Client.
+        Args:
+            data_dir: Folder of the data sets on this machine; None: that of the option.
+            ids: The clients that are wanted here, as for `build_task`.
 
         Raises:
-            InvalidValueError: the node names no data, or clients that the preset does not have.
+            InvalidValueError: a node was given clients that the data do not have.
         """
-        folder = str(node_config.get("data-dir", "")) or None
-        problem, roster = self.make_problem(folder)
-        if not self.problem:
-            dealt = {client.id: client for client in roster}
-            strangers = sorted(set(ids) - set(dealt))
-            if strangers:
-                raise InvalidValueError(
-                    f"preset {self.preset!r} has the clients 0 to {max(dealt)}, this node was given {strangers}; mend its"
-                    " option `clients`"
-                )
-            return problem, {id: dealt[id] for id in ids}
-        name = str(node_config.get("data", ""))
-        if not name:
-            raise InvalidValueError("a problem of your own needs the node option data='package.module:function'")
-        load = load_object(name)
-        found = {}
-        for id in ids:
-            made = load(id, folder)
-            if not isinstance(made, Client | ClientData):
-                raise InvalidValueError(f"{name!r} must return a ClientData or a Client, got {type(made).__name__}")
-            found[id] = made if isinstance(made, Client) else Client(id=id, data=made)
-        return problem, found
+        folder = data_dir or self.data_dir or None
+        return build_task(self._preset, data_dir=None if folder is None else Path(folder), seed=self.seed or 0, ids=ids)
+
+    def make_config(self, clients: Sequence[Client] | None = None) -> RunConfig:
+        """The options of the run; of all `clients`, which a node does not know."""
+        given = self.given_of(TrainingConfig, RunConfig)
+        if clients is not None and have_capabilities(clients):
+            given |= {"capability": "fixed", "capability_levels": None}
+        return self._preset.config(given, _MANY if clients is None else len(clients))
 
 
 def client_ids(text: str) -> list[int]:

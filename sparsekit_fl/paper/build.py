@@ -1,29 +1,33 @@
-"""build_problem: load the data of a preset, partition them over clients and fit the model to them."""
+"""build_task: load the data of a preset, divide them among clients, and fit the model to them."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform, TokenTransform
+from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import factory_spec
 from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.partition.base import Partition
 from sparsekit_fl.problem.partition.pathological import lacking
-from sparsekit_fl.problem.problem import Problem, check_fit
+from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
+
+_FORMS = "a DataSource, (Problem, DataSource) or (Problem, list of Client)"
 
 
 class Task(NamedTuple):
-    """What was built.
+    """A problem and its clients.
 
     Args:
         problem: Model, loss and metrics.
@@ -36,6 +40,16 @@ class Task(NamedTuple):
     clients: list[Client]
     described: Mapping[str, Any]
     test: TensorData | None = None
+
+    @property
+    def keeps_capabilities(self) -> bool:
+        """Whether the clients have devices of their own, which a run must not replace by drawn levels unasked."""
+        return have_capabilities(self.clients)
+
+
+def have_capabilities(clients: Iterable[Client]) -> bool:
+    """Whether any of the clients has another capability than the default."""
+    return any(client.capability != Capability() for client in clients)
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
@@ -53,11 +67,14 @@ def build_task(
     lack_classes: int | None = None,
     data_dir: Path | str | None = None,
     seed: int = 0,
+    ids: Collection[int] | None = None,
 ) -> Task:
-    """Load the data, partition them, and fit the model to them.
+    """Load the data, divide them among clients, and fit the model to them.
 
     Args:
-        preset: The settings.
+        preset: The settings. Its `dataset` is a name, or `package.module:factory`: a function that gets those of the keywords
+            `root` (`data_dir`), `seed` and `ids` that it accepts, and returns a DataSource, (Problem, DataSource), or
+            (Problem, clients).
         model: Model in place of the preset's: a name, or `package.module:factory`.
         clients: Number of clients in place of the preset's; shards shrink, with a warning, where the data have too few.
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
@@ -67,37 +84,37 @@ def build_task(
             `partition.pathological.lacking`.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
         seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
+        ids: The clients that are wanted here: those of one device, or none on a server without data. None: all.
 
     Returns:
-        The problem and its clients, ids 0, 1, …, each with a full capability.
+        The problem and its clients; clients of a DataSource have the ids 0, 1, …, and a full capability each.
 
     Raises:
         DataError: data missing, too few, or not fit for the model.
-        InvalidValueError: an option out of range or unknown to the partition.
+        InvalidValueError: an option out of range or unknown to the partition, or a client of `ids` that does not exist.
         UnknownNameError: no data set, model or partition of that name.
     """
-    described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset}
-    found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed)
-    if not isinstance(found, DataSource):
-        changes = {"model": model, "clients": clients, "partition": partition, "options": options, "lack_classes": lack_classes}
-        given = [name for name, value in changes.items() if value is not None]
-        if given:
-            raise InvalidValueError(
-                f"{preset.dataset!r} brings its own problem and clients, so {', '.join(given)} cannot be changed;"
-                " leave it out, or let the factory return a DataSource"
-            )
-        problem, roster = found
-        check_fit(problem, roster[0])
-        described |= {"model": _name_of(problem), "clients": len(roster), "partition": None, "partition_options": {}}
-        return Task(problem, roster, described)
-    name = model or preset.model
-    spec = factory_spec(name, models.find(name))
-    takes = spec.input_shape(found.kind, tuple(found.shape))
-    if takes.kind == "image":
-        channels, *size = takes.shape
-        source = found.with_transform(ImageTransform(channels, (size[0], size[1]), found.mean, found.std))
-    else:
-        source = found.with_transform(TokenTransform())
+    found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed, ids)
+    problem, data = (None, found) if isinstance(found, DataSource) else found
+    changes: dict[str, Any] = {"model": model if problem else None}
+    if not isinstance(data, DataSource):
+        changes |= {"clients": clients, "partition": partition, "options": options, "lack_classes": lack_classes}
+    given = [name for name, value in changes.items() if value is not None]
+    if given:
+        parts = "problem" if isinstance(data, DataSource) else "problem and clients"
+        raise InvalidValueError(
+            f"{preset.dataset!r} brings its own {parts}, so {', '.join(given)} cannot be changed; leave it out, or let the"
+            " factory return a DataSource" + (", alone or with its Problem" if parts != "problem" else "")
+        )
+    name = _name_of(problem) if problem else model or preset.model
+    described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset, "model": name}
+    if not isinstance(data, DataSource):
+        assert problem is not None
+        described |= {"clients": len(data), "partition": None, "partition_options": {}}
+        return Task(problem, _only(data, ids), described)
+    source = data
+    if problem is None:
+        problem, source = _problem_for(source, name)
     kind, deal, keywords = _partition(preset, source, clients, partition, options or {}, lack_classes)
     count = preset.clients if clients is None else clients
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
@@ -105,24 +122,47 @@ def build_task(
         raise InvalidValueError(
             f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"
         )
+    roster = [Client(id=id, data=split) for id, split in enumerate(splits)]
+    # The level decides all that the preset says of shards, so what it overrides is not reported.
+    kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
+    described |= {"clients": count, "partition": kind, "partition_options": {**kept, **(options or {})}}
+    return Task(problem, _only(roster, ids), described, source.test)
+
+
+def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
+    if ids is None:
+        return clients
+    known = {client.id: client for client in clients}
+    strangers = sorted(set(ids) - set(known))
+    if strangers:
+        there = f"the data have the clients {min(known)} to {max(known)}" if known else "the data have no clients"
+        raise InvalidValueError(f"{there}, but this node was given {strangers}; correct its option `clients`")
+    return [known[id] for id in ids]
+
+
+def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
+    """Return the problem of a named model on a source, and the source as the model reads it."""
+    spec = factory_spec(name, models.find(name))
+    takes = spec.input_shape(source.kind, tuple(source.shape))
+    examples: tuple[Any, ...] = takes.zeros()
+    if takes.kind == "image":
+        channels, *size = takes.shape
+        source = source.with_transform(ImageTransform(channels, (size[0], size[1]), source.mean, source.std))
+    elif takes.kind == "other":
+        examples = tuple(torch.zeros_like(one) for one in source.train.batch([0])[0])
     problem = Problem(
-        model=spec.factory(classes=found.classes, takes=takes),
-        example_inputs=takes.zeros(),
-        metrics={"accuracy": TokenAccuracy(found.never_right) if found.kind == "tokens" else accuracy},
+        model=spec.factory(classes=source.classes, takes=takes),
+        example_inputs=examples,
+        metrics={"accuracy": TokenAccuracy(source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
         about={
             "model": name,
-            "classes": found.classes,
+            "classes": source.classes,
             "takes": {"kind": takes.kind, "shape": list(takes.shape)},
-            "transform": {"mean": list(found.mean), "std": list(found.std)} if takes.kind == "image" else {},
+            "transform": {"mean": list(source.mean), "std": list(source.std)} if takes.kind == "image" else {},
         },
     )
-    roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
-    check_fit(problem, roster[0])
-    # The level decides all that the preset says of shards, so what it overrides is not reported.
-    kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
-    described |= {"model": name, "clients": count, "partition": kind, "partition_options": {**kept, **(options or {})}}
-    return Task(problem, roster, described, source.test)
+    return problem, source
 
 
 def _name_of(problem: Problem) -> str:
@@ -130,7 +170,9 @@ def _name_of(problem: Problem) -> str:
     return f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else type(problem.model()).__name__
 
 
-def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem, list[Client]]:
+def _load(
+    name: str, root: Path | None, seed: int, ids: Collection[int] | None
+) -> DataSource | tuple[Problem, DataSource | list[Client]]:
     if ":" not in name:
         found = datasets[name](root)
     else:
@@ -138,14 +180,18 @@ def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem
         if not callable(factory):
             raise InvalidValueError(f"{name!r} must be a function, got {type(factory).__name__}; it is called to load the data")
         accepted = inspect.signature(factory).parameters
-        found = factory(**{word: value for word, value in (("root", root), ("seed", seed)) if word in accepted})
+        given = {"root": root, "seed": seed, "ids": ids}
+        found = factory(**{word: value for word, value in given.items() if word in accepted})
     if isinstance(found, DataSource):
         return found
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Problem):
+        if isinstance(found[1], DataSource):
+            return found[0], found[1]
         roster = list(found[1])
-        if roster and all(isinstance(client, Client) for client in roster):
+        # A server without data asks for no client.
+        if (roster or ids is not None) and all(isinstance(client, Client) for client in roster):
             return found[0], roster
-    raise InvalidValueError(f"{name!r} must return a DataSource or (Problem, list of Client), got {type(found).__name__}")
+    raise InvalidValueError(f"{name!r} must return {_FORMS}, got {type(found).__name__}")
 
 
 def _partition(

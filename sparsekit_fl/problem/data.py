@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,8 +13,11 @@ from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError
 
+Kind = Literal["image", "tokens", "other"]
+"""What the examples of a data set are: see `DataSource`."""
+
 Transform = Callable[[Tensor], Tensor]
-"""Raw rows of one input → what the model takes; it must treat every row by itself."""
+"""Raw rows of one input → the model's input; it must treat every row separately."""
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 """The model's positional inputs, and the targets."""
@@ -99,7 +102,7 @@ class TensorData:
         """Return the targets of these examples, `(examples, …)`."""
         return self.targets if self.index is None else self.targets.index_select(0, self.index)
 
-    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> TensorData:
+    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | Sequence[int]) -> TensorData:
         """Return a view of some of these examples; the tensors are shared, not copied."""
         rows = self._rows(torch.as_tensor(positions, dtype=torch.int64))
         assert isinstance(rows, Tensor), "only a slice, or none, gives a slice"

@@ -1,6 +1,7 @@
 """Problem: the model, the loss, the metrics and how a batch is read. All that a method needs to know of a task."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
-from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy, in_batches
+from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
@@ -52,16 +53,16 @@ class Problem:
         model: Builds a fresh model with random weights; called without arguments.
         example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
         loss: (outputs, targets) → scalar mean.
-        metrics: Name → metric, each giving (sum, weight) of a batch, or of a split with `metrics.whole`; `accuracy` is the one
-            that methods and reports look for.
+        metrics: Name → metric, each giving (sum, weight) of a batch, or of a split with `metrics.whole`; methods and reports
+            look for `accuracy`. The loss is always reported, as `loss`.
         read_batch: (split, positions) → (inputs, targets); the default reads TensorData and map-style data sets.
-        channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
+        channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
-        lazy: Read batch by batch, in every epoch anew, instead of a whole split once a round. None: TensorData, and what a
+        lazy: Read batch by batch, again in every epoch, instead of a whole split once a round. None: TensorData, and what a
             `read_batch` of your own reads, is read whole; any other data set batch by batch. Random transforms of a data set
             draw from torch's generator, which is seeded for every client and round, so any engine gives the same.
-        about: Plain JSON values that say how the model is made and raw inputs are read: a run keeps them beside its models.
+        about: Plain JSON values that say how the model is made and raw inputs are read; a run saves them with its models.
 
     Raises:
         InvalidValueError: something of the wrong kind, with the remedy.
@@ -95,6 +96,11 @@ class Problem:
             raise InvalidValueError(
                 f"metrics must map names to functions, got {self.metrics!r};"
                 " for example {'accuracy': sparsekit_fl.problem.metrics.accuracy}"
+            )
+        if "loss" in self.metrics:
+            raise InvalidValueError(
+                "no metric may be called 'loss', as results give the loss under this name; rename it, for example to"
+                " 'log_loss' (lower is better) or 'score'"
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
 
@@ -165,60 +171,116 @@ def arranged(tensor: Tensor) -> Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
-def check_fit(problem: Problem, client: Client) -> None:
-    """Run two training examples of a client through a fresh model, the loss and the metrics.
+def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
+    """Try a fresh model, the loss and the metrics on two training examples of the first client; check the labels of all.
+
+    A run does this before its first round, so that what cannot work fails at once. Clients whose data are elsewhere, on
+    devices, are left out.
 
     Args:
         problem: The task.
-        client: Whose data to try.
+        clients: All clients.
 
     Raises:
         DataError: the data do not fit the model, the loss or a metric; the message says which and how.
-        InvalidValueError: the model's factory makes no module.
+        InvalidValueError: the model's factory makes no module, nothing in it trains, or the loss is not a mean.
         TraceError: the model fails on its own example inputs.
     """
-    with torch_scope(np.random.default_rng(0)), torch.no_grad():
+    here = [client for client in clients if not isinstance(client.data.train, range)]
+    if not here:
+        return
+    with torch_scope(np.random.default_rng(0)):
         model = problem.model()
         if not isinstance(model, nn.Module):
             raise InvalidValueError(f"model must build a torch.nn.Module, got {type(model).__name__}; return the module")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InvalidValueError("no parameter of the model requires a gradient, so there is nothing to train")
         model.eval()
         try:
-            model(*problem.example_inputs)
+            with torch.no_grad():
+                model(*problem.example_inputs)
         except Exception as error:
             raise TraceError(
                 f"the model fails on example_inputs {[_shape(item) for item in problem.example_inputs]}: {error};"
                 " pass a model for these, or inputs that model(*example_inputs) takes"
             ) from error
-        split = client.data.train
-        inputs, targets = problem.read_batch(split, list(range(min(2, len(split)))))
-        shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
-        try:
-            outputs = model(*(arranged(item) if problem.channels_last else item for item in inputs))
-        except Exception as error:
-            raise DataError(
-                f"the model does not take the data of client {client.id} ({shapes}): {error};"
-                " resize the data, or pass a model for this input"
-            ) from error
+        outputs, targets = _try_model(problem, model, here[0])
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-            labels = split.labels() if isinstance(split, TensorData) else targets
-            if int(labels.max()) >= outputs.shape[-1]:
+            _check_labels(problem, outputs, here)
+        _try_loss(problem, model, here[0], outputs, targets)
+
+
+def _try_model(problem: Problem, model: nn.Module, client: Client, times: int = 1) -> tuple[Any, Tensor]:
+    """Return outputs and targets of two training examples of a client, repeated some times."""
+    split = client.data.train
+    inputs, targets = problem.read(split, list(range(min(2, len(split)))))
+    inputs, targets = tuple(torch.cat([item.cpu()] * times) for item in inputs), torch.cat([targets.cpu()] * times)
+    try:
+        return model(*(arranged(item) if problem.channels_last else item for item in inputs)), targets
+    except Exception as error:
+        shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
+        raise DataError(
+            f"the model does not take the data of client {client.id} ({shapes}): {error};"
+            " resize the data, or pass a model for this input"
+        ) from error
+
+
+def _try_loss(problem: Problem, model: nn.Module, client: Client, outputs: Any, targets: Tensor) -> None:
+    try:
+        loss = problem.loss(outputs, targets)
+        measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
+    except Exception as error:
+        raise DataError(
+            f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "
+            f"{client.id}: {error}; pass a model with outputs that the loss takes, or a loss and metrics for these"
+        ) from error
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
+    if not loss.requires_grad:
+        raise DataError("the loss does not depend on the model's parameters; compute it from outputs that carry gradients")
+    for name, value in measured.items():
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
+    with torch.no_grad():
+        twice = float(problem.loss(*_try_model(problem, model, client, times=2)))
+    # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.
+    once = float(loss.detach())
+    if once and math.isclose(twice, 2 * once, rel_tol=1e-4):
+        raise InvalidValueError(
+            "loss must be the mean over the batch, but it doubles when every example is there twice, as a sum does; divide by"
+            " the number of examples (reduction='mean')"
+        )
+
+
+def _check_labels(problem: Problem, outputs: Tensor, clients: Sequence[Client]) -> None:
+    """Raise DataError if the loss fails on a label because the model has too few outputs."""
+    classes = outputs.shape[-1]
+    fine: dict[int, Tensor] = {}  # by id; clients share tensors, so each is looked at once
+
+    def wrong(labels: Tensor) -> Tensor:
+        return (labels >= classes) | ((labels < 0) & (labels != IGNORED))
+
+    for client in clients:
+        for name in ("train", "val", "test"):
+            split = getattr(client.data, name)
+            if not isinstance(split, TensorData) or split.targets.is_floating_point() or id(split.targets) in fine:
+                continue
+            if not wrong(split.targets).any():
+                fine[id(split.targets)] = split.targets
+                continue
+            labels = split.labels()
+            rows = wrong(labels).reshape(len(labels), -1).any(dim=1).nonzero().flatten().tolist()
+            if not rows:
+                continue
+            label = labels[rows[0]]
+            try:
+                problem.loss(outputs.detach()[:1], label[None].cpu())
+            except Exception as error:
+                bad = int(label[wrong(label)][0]) if label.ndim else int(label)
                 raise DataError(
-                    f"client {client.id} has label {int(labels.max())}, but the model has {outputs.shape[-1]} outputs;"
-                    f" build it for at least {int(labels.max()) + 1} classes"
-                )
-        try:
-            loss = problem.loss(outputs, targets)
-            measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
-        except Exception as error:
-            raise DataError(
-                f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "
-                f"{client.id}: {error}; pass a model with outputs that the loss takes, or a loss and metrics for these"
-            ) from error
-        if not isinstance(loss, Tensor) or loss.ndim:
-            raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
-        for name, value in measured.items():
-            if not isinstance(value, tuple) or len(value) != 2:
-                raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
+                    f"client {client.id} has label {bad} in example {rows[0]} of {name} ({len(rows)} such examples), but the"
+                    f" model has {classes} outputs; build it for all classes, counted from 0, or correct the label"
+                ) from error
 
 
 def _shape(value: Any) -> str:

@@ -15,7 +15,8 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
 from sparsekit_fl.errors import need
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.problem.datasets.base import ImageTransform, pixels_of
+from sparsekit_fl.problem.datasets.base import ImageTransform
+from sparsekit_fl.problem.datasets.images import pixels_of
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem

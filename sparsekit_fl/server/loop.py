@@ -27,7 +27,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.results.records import RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
 from sparsekit_fl.results.state.models import model_path, save_whole, write_recipe
@@ -352,6 +352,7 @@ def run(
     if config.cohort > len(clients):
         there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
         raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
+    check_fit(problem, clients)
     if resume and out is None:
         raise InvalidValueError("resume needs out, the folder of the run to go on with")
     told = Callbacks(callbacks)

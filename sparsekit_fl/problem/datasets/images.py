@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets.base import DataSource, pixels_of
+from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.datasets.files import cached_tensors, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
@@ -125,3 +125,16 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
     if pixels.shape != shape:
         raise DataError(f"{what} has {pixels.shape[2]}x{pixels.shape[1]} pixels, expected {shape[2]}x{shape[1]}")
     return pixels
+
+
+def pixels_of(picture: Any, channels: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the pixels of a picture of Pillow, uint8 (channels, H, W), with 1 or 3 channels; None keeps grey pictures grey.
+
+    Raises:
+        ValueError: it has more than 8 bits a channel, which Pillow would clip to white.
+    """
+    if picture.mode.startswith(("I", "F")):
+        raise ValueError(f"it has more than 8 bits a channel (mode {picture.mode}); scale it to 8 bits first")
+    grey = channels == 1 or (channels is None and picture.mode == "L")
+    found = np.asarray(picture.convert("L" if grey else "RGB"))
+    return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)

@@ -51,7 +51,7 @@ def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, 
         chunk: Words per chunk, so that inputs have `chunk` − 1 tokens.
 
     Returns:
-        The source: inputs int32 `(rows, chunk − 1)`, targets int64 of the same shape, owners, no test pool.
+        The source: inputs int64 `(rows, chunk − 1)`, targets int64 of the same shape, owners, no test pool.
 
     Raises:
         DataError: nobody has a text of two words.
@@ -71,7 +71,7 @@ def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, 
     if not rows:
         raise DataError(f"{name!r} holds no text of two words or more; check that the file has the expected layout")
     table = np.asarray(rows, dtype=np.int64)
-    inputs = np.where(table[:, :-1] < 0, PADDING, table[:, :-1]).astype(np.int32)
+    inputs = np.where(table[:, :-1] < 0, PADDING, table[:, :-1])
     targets = np.where(table[:, 1:] < 0, IGNORED, table[:, 1:])
     return DataSource(
         name=name,
@@ -126,7 +126,7 @@ def reddit(root: Path | str | None = None) -> DataSource:
             order.
 
     Returns:
-        Tokens int32 `(9,)`, vocabulary 10,000, users as owners.
+        Tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
     Raises:
         DataError: the files are not there or not of LEAF's layout.
@@ -174,7 +174,7 @@ def shakespeare(root: Path | str | None = None) -> DataSource:
         root: Directory with `shakespeare/input.txt` or `tinyshakespeare/input.txt`.
 
     Returns:
-        Tokens int32 `(9,)`, vocabulary 10,000, speakers as owners.
+        Tokens int64 `(9,)`, vocabulary 10,000, speakers as owners.
 
     Raises:
         DataError: the file is not there.

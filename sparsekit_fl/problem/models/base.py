@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_generator
+from sparsekit_fl.problem.data import Kind
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,11 @@ class InputShape:
     """What a built network takes.
 
     Args:
-        kind: Images of floats or rows of token ids.
-        shape: `(C, H, W)` or `(T,)`.
+        kind: As in `DataSource`.
+        shape: Of one example of the first input: `(C, H, W)` of images, `(T,)` of tokens.
     """
 
-    kind: Literal["image", "tokens"]
+    kind: Kind
     shape: tuple[int, ...]
 
     def zeros(self) -> tuple[Tensor]:
@@ -36,20 +37,21 @@ class ModelSpec:
     """A kind of network.
 
     Args:
-        name: As the registry has it.
-        build: Builds it from some of `classes`, `channels`, `size` (images) and `vocabulary` (tokens), by keyword.
-        kind: What it takes; None takes either.
-        channels: The image channels it insists on; None takes those of the data.
+        name: Its name in the registry.
+        build: Builds it. Of the keywords `classes`, `shape` (of one example), `channels` and `size` (images: height and width)
+            and `vocabulary` (tokens), it gets those that it accepts.
+        kind: The only kind of data that it takes; None takes any.
+        channels: The only number of image channels that it takes; None takes those of the data.
         multiple: Height and width must be a positive multiple of this.
         minimum: The smallest height and width.
         example: Input shape when no data set is named.
         classes: Classes (or vocabulary) when no data set is named.
-        channels_last: Whether it is faster on images laid out so; see `Problem`.
+        channels_last: Whether it is faster on images of that memory layout; see `Problem`.
     """
 
     name: str
     build: Callable[..., nn.Module]
-    kind: Literal["image", "tokens"] | None = None
+    kind: Kind | None = None
     channels: int | None = None
     multiple: int = 1
     minimum: int = 1
@@ -57,19 +59,19 @@ class ModelSpec:
     classes: int = 10
     channels_last: bool = False
 
-    def input_shape(self, kind: Literal["image", "tokens"], shape: tuple[int, ...]) -> InputShape:
-        """What the network will take, after padding or resizing, when it is built for raw inputs `(C, H, W)` or `(T,)`.
+    def input_shape(self, kind: Kind, shape: tuple[int, ...]) -> InputShape:
+        """Return what the network takes, after padding or resizing, if it is built for examples of this shape.
 
         Raises:
             DataError: the network cannot take such data; the message says which it takes.
         """
         if self.kind is not None and kind != self.kind:
-            takes = {"image": "images", "tokens": "token ids"}
-            fitting = "lstm" if kind == "tokens" else "cnn, vgg11, vgg13, vgg16"
+            named = {"image": "images", "tokens": "token ids", "other": "neither images nor tokens"}
+            fitting = {"image": "cnn, vgg11, vgg13, vgg16", "tokens": "lstm", "other": "package.module:factory"}
             raise DataError(
-                f"model {self.name!r} takes {takes[self.kind]}, the data are {takes[kind]}; models for these: {fitting}"
+                f"model {self.name!r} takes {named[self.kind]}, the data are {named[kind]}; models for these: {fitting[kind]}"
             )
-        if kind == "tokens":
+        if kind != "image":
             return InputShape(kind, shape)
         channels, height, width = shape
         if self.channels is not None and channels not in (1, self.channels):
@@ -81,43 +83,47 @@ class ModelSpec:
         return InputShape(kind, (self.channels or channels, *sides))
 
     def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
-        """A function without arguments that builds the network; it can be pickled.
+        """Return a function without arguments that builds a network, with weights from torch's global generator.
 
         Args:
             classes: Number of outputs; for tokens the size of the vocabulary.
-            takes: What it will be fed.
+            takes: What the network will be fed.
 
         Returns:
-            Builds a fresh network at every call, with weights from torch's global generator.
+            The function; it can be pickled.
         """
-        takes = takes or InputShape(self.kind or "image", self.example)
-        outputs = self.classes if classes is None else classes
-        words: dict[str, Any] = {"classes": outputs}
-        words |= {"vocabulary": outputs} if takes.kind == "tokens" else {"channels": takes.shape[0], "size": takes.shape[1:]}
+        takes = takes or self._example
+        words: dict[str, Any] = {"classes": self.classes if classes is None else classes, "shape": takes.shape}
+        if takes.kind == "tokens":
+            words["vocabulary"] = words["classes"]
+        elif takes.kind == "image":
+            words |= {"channels": takes.shape[0], "size": takes.shape[1:]}
         accepted = inspect.signature(self.build).parameters
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
 
+    @property
+    def _example(self) -> InputShape:
+        return InputShape(self.kind or "image", self.example)
+
     def example_inputs(self) -> tuple[Tensor]:
-        """One example for a network built by `factory()` with no data set in mind: zeros, or tokens drawn always the same."""
-        takes = InputShape(self.kind or "image", self.example)
-        if takes.kind == "image":
-            return takes.zeros()
+        """One example for a network built by `factory()` without a data set: zeros, or tokens drawn always the same."""
+        if self.kind != "tokens":
+            return self._example.zeros()
         generator = torch_generator(np.random.default_rng(0))
-        return (torch.randint(self.classes, (1, *takes.shape), generator=generator),)
+        return (torch.randint(self.classes, (1, *self.example), generator=generator),)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
-        """A network with no data set in mind and its example inputs: what `sparsekit units` shows."""
+        """A network without a data set, and its example inputs: what `sparsekit units` shows."""
         return self.factory()(), self.example_inputs()
 
 
 def factory_spec(name: str, found: Any) -> ModelSpec:
-    """A spec around what `package.module:name` of a user turned out to be.
+    """Return the spec of what a name of a model stands for.
 
     Args:
-        name: The path, for messages.
-        found: A ModelSpec, or a class or function that returns a module; of the keywords `classes`, `channels`, `size`
-            (height, width) and `vocabulary`, those that it accepts are passed.
+        name: The name, for messages.
+        found: A ModelSpec, or a class or function of the user's that returns a module; see `ModelSpec.build` for what it gets.
 
     Raises:
         InvalidValueError: it is neither.

@@ -36,18 +36,23 @@ def test_a_plan_survives_flowers_run_configuration() -> None:
 
 def test_a_plan_makes_the_options_of_its_run_and_has_no_seed_for_the_noise_since_every_node_reads_it() -> None:
     plan = Plan(eval_clients=5, lr_decay=0.5, upload="bfloat16")
-    config = plan.make_config(20)
+    config = plan.make_config()
     assert (config.eval_clients, config.lr_decay, config.upload) == (5, 0.5, "bfloat16")
-    assert Plan().make_config(20).eval_clients is None
+    assert Plan().make_config().eval_clients is None
     with pytest.raises(UnknownNameError):
         Plan.of({**plan.to_run_config(), "dp-noise-seed": 1})
 
 
-def test_a_node_gets_only_the_clients_it_was_given() -> None:
-    _, clients = Plan().make_clients([2, 5], {})
-    assert list(clients) == [2, 5]
-    with pytest.raises(InvalidValueError, match="0 to 19"):
-        Plan().make_clients([99], {})
+def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_the_server_no_data() -> None:
+    assert [client.id for client in Plan().make_task(ids=[2, 5]).clients] == [2, 5]
+    own = Plan(dataset="sparsekit_fl.testing:tiny_data")
+    assert own.make_task(ids=()).clients == []
+    clients = own.make_task(ids=[1, 2]).clients
+    assert [client.capability.ratio for client in clients] == [0.5, 0.25]
+    assert own.make_config(clients).capability_levels is None, "drawn levels do not replace them"
+    for plan, there in ((Plan(), "the clients 0 to 19"), (own, "no clients")):
+        with pytest.raises(InvalidValueError, match=rf"the data have {there}, but this node was given \[99\]"):
+            plan.make_task(ids=[99])
 
 
 def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
@@ -133,14 +138,13 @@ def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_p
         assert store.folder == Path("state") / id
 
 
-TINY: dict[str, Any] = {"problem": "sparsekit_fl.testing:tiny_problem", "local_epochs": 1, "batch_size": 8}
+TINY: dict[str, Any] = {"dataset": "sparsekit_fl.testing:tiny_data", "local_epochs": 1, "batch_size": 8}
 
 
 def _serve(plan: Plan, nodes: list[dict[str, str]]) -> None:
     """Run a plan on two nodes, whose keys were registered as "first" and "second"."""
     config = plan.to_run_config()
-    given = [{"data": "sparsekit_fl.testing:tiny_client", **one} for one in nodes]
-    grid = LocalGrid(apps.client, nodes=2, run_config=config, node_configs=given)
+    grid = LocalGrid(apps.client, nodes=2, run_config=config, node_configs=nodes)
     names = [SimpleNamespace(node_id=node, name=name) for node, name in ((1000, "first"), (1001, "second"))]
     grid.get_nodes = lambda: names  # type: ignore[attr-defined]
     serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
@@ -151,7 +155,7 @@ def _serve(plan: Plan, nodes: list[dict[str, str]]) -> None:
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(memory: str, tmp_path: Path) -> None:
     plan = Plan(**TINY, method="fedlps", rounds=2, cohort=4, seed=3, out=str(tmp_path / "server"), nodes=2, memory=memory)
     _serve(plan, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
-    here = run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(8), out=tmp_path / "here")
+    here = run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(tiny_clients()), out=tmp_path / "here")
     (home,) = (tmp_path / "a").iterdir()
     widths = set()
     for which in ("global", 0, 1, 2, 3):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.paper.build import build_task
 from sparsekit_fl.paper.presets import PRESETS, preset_for
 
@@ -62,15 +62,64 @@ def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
     split = fl.TensorData((torch.zeros(2, 3),), torch.tensor([0, 1]))
     problem = fl.Problem(model=lambda: nn.Linear(3, 2), example_inputs=(torch.zeros(1, 3),))
 
-    def load(root: Path | None, seed: int) -> tuple[fl.Problem, list[fl.Client]]:
+    def load(root: Path | None, seed: int, ids: list[int] | None) -> tuple[fl.Problem, list[fl.Client]]:
         assert (root, seed) == (Path("there"), 4)
-        return problem, [fl.Client(id=0, data=fl.ClientData(split, split, split))]
+        data = fl.ClientData(split, split, split)
+        return problem, [fl.Client(id=id, data=data) for id in (range(3) if ids is None else ids)]
 
     own.load = load  # type: ignore[attr-defined]
     preset = preset_for(dataset="own_things:load")
     assert fl.build_problem(preset, data_dir="there", seed=4)[0] is problem
-    with pytest.raises(InvalidValueError, match="model, clients cannot be changed"):
+    for ids in ((), (2, 0)):
+        found = fl.build_problem(preset, data_dir="there", seed=4, ids=ids)
+        assert found[0] is problem
+        assert [client.id for client in found[1]] == list(ids)
+    with pytest.raises(InvalidValueError, match="brings its own problem and clients, so model, clients cannot be changed"):
         fl.build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
+
+
+def table() -> fl.DataSource:
+    """Two inputs of a table and their classes; the model gets them as they are."""
+    rng = np.random.default_rng(0)
+    points, age = torch.from_numpy(rng.normal(size=(90, 5)).astype(np.float32)), torch.arange(90)[:, None]
+    data = fl.TensorData((points, age), (points[:, 0] > 0).long())
+    return fl.DataSource(name="table", train=data.take(list(range(60))), test=data.take(list(range(60, 90))), classes=2)
+
+
+class Wide(nn.Module):
+    """Reads both inputs."""
+
+    def __init__(self, classes: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(shape[0] + 1, 8), nn.Linear(8, classes)
+
+    def forward(self, points: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(torch.relu(self.hidden(torch.cat([points, age / 90], dim=1))))
+        return logits
+
+
+@pytest.mark.parametrize("brings_its_problem", [False, True])
+def test_examples_of_any_kind_are_dealt_by_partition_and_number_of_clients(own: ModuleType, brings_its_problem: bool) -> None:
+    own.load, own.Wide = table, Wide  # type: ignore[attr-defined]
+    given = {"model": "own_things:Wide"}
+    if brings_its_problem:
+        problem = fl.Problem(model=lambda: Wide(2, (5,)), example_inputs=(torch.zeros(1, 5), torch.zeros(1, 1)))
+        own.load, given = lambda: (problem, table()), {}  # type: ignore[attr-defined]
+    preset = preset_for(dataset="own_things:load")
+    dealt = {"partition": "dirichlet", "clients": 3, "options": {"alpha": 5.0}}
+    task = build_task(preset, **given, **dealt)
+    assert sum(len(client.data.train) + len(client.data.val) for client in task.clients) == 60
+    assert (task.described["partition"], task.described["clients"]) == ("dirichlet", 3)
+    assert [client.id for client in build_task(preset, **given, **dealt, ids=[1]).clients] == [1]
+    config = fl.RunConfig(rounds=2, cohort=2, training=fl.TrainingConfig(local_epochs=1))
+    result = fl.run(fl.methods.fedlps(), task.problem, task.clients, config)
+    assert 0 <= result.final.personal["accuracy"] <= 1
+    if brings_its_problem:
+        with pytest.raises(InvalidValueError, match="brings its own problem, so model cannot be changed"):
+            build_task(preset, model="cnn")
+    else:
+        with pytest.raises(DataError, match="the data are neither images nor tokens"):
+            build_task(preset, **dealt)
 
 
 def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:

@@ -15,19 +15,33 @@ def linear() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def client(width: int = 3, label: int = 1) -> fl.Client:
-    split = fl.TensorData((torch.zeros(4, width),), torch.tensor([0, label, 0, 1]))
-    return fl.Client(id=5, data=fl.ClientData(split, split, split))
+def client(width: int = 3, label: int = 1, *, id: int = 5) -> fl.Client:
+    """Four examples in each split; the label of the last one but one of `test` is given."""
+    inputs, targets = torch.arange(4.0 * width).reshape(4, width), torch.tensor([0, 1, 0, 1])
+    split, test = fl.TensorData((inputs,), targets), fl.TensorData((inputs,), torch.tensor([0, 1, label, 1]))
+    return fl.Client(id=id, data=fl.ClientData(split, split, test))
 
 
 def problem(**changes: Any) -> Problem:
     return Problem(**{"model": linear, "example_inputs": (torch.zeros(1, 3),), **changes})
 
 
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.requires_grad_(False)
+
+
 def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    check_fit(problem(loss=F.cross_entropy, metrics={"accuracy": accuracy}), client())
+    for loss in (F.cross_entropy, lambda outputs, targets: F.cross_entropy(outputs, targets) * 1e-3):
+        check_fit(problem(loss=loss, metrics={"accuracy": accuracy}), [client(), client(id=6)])
+    check_fit(problem(), [fl.Client(id=0, data=fl.ClientData(range(3), range(0), range(2)))])
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 @pytest.mark.parametrize(
@@ -37,19 +51,31 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
         ({"loss": "mse"}, client(), InvalidValueError, "loss must be callable"),
         ({"example_inputs": ()}, client(), InvalidValueError, "example_inputs"),
         ({"metrics": {}}, client(), InvalidValueError, "metrics must map"),
+        ({"metrics": {"loss": accuracy}}, client(), InvalidValueError, "no metric may be called 'loss'"),
         ({"model": dict}, client(), InvalidValueError, "must build a torch.nn.Module, got dict"),
+        ({"model": Frozen}, client(), InvalidValueError, "nothing to train"),
         ({}, client(width=4), DataError, r"does not take the data of client 5 .*\(2, 4\)"),
-        ({}, client(label=2), DataError, "label 2, but the model has 2 outputs"),
+        (
+            {},
+            client(label=7),
+            DataError,
+            r"client 5 has label 7 in example 2 of test \(1 such examples\), .* 2 outputs",
+        ),
+        ({}, client(label=-1), DataError, "client 5 has label -1 in example 2 of test"),
         ({"loss": lambda outputs, targets: outputs}, client(), DataError, "scalar"),
+        ({"loss": lambda outputs, targets: 0.5}, client(), DataError, "scalar tensor, got float"),
+        ({"loss": lambda outputs, targets: torch.ones(())}, client(), DataError, "does not depend on the model's parameters"),
+        ({"loss": sum_loss}, client(), InvalidValueError, "loss must be the mean over the batch"),
         ({"loss": F.binary_cross_entropy}, client(), DataError, "loss or metrics fail"),
         ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, r"\(sum, weight\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_reason(
+def test_what_does_not_fit_is_refused_before_the_first_round(
     changes: dict[str, Any], who: fl.Client, error: type[Exception], message: str
 ) -> None:
+    config = fl.RunConfig(rounds=1, cohort=1, training=fl.TrainingConfig(local_epochs=1))
     with pytest.raises(error, match=message):
-        check_fit(problem(**changes), who)
+        fl.run(fl.methods.fedavg(), problem(**changes), [client(id=2), who] if "label" in message else [who], config)
 
 
 def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
@@ -59,5 +85,5 @@ def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
 
     own = problem(read_batch=read)
     data = fl.ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
-    check_fit(own, fl.Client(id=0, data=data))
+    check_fit(own, [fl.Client(id=0, data=data)])
     assert own.materialise(data.train).inputs[0].tolist() == [[1.0] * 3, [2.0] * 3]

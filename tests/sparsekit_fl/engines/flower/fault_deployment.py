@@ -30,7 +30,7 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 TINY: dict[str, Any] = {
-    "problem": "sparsekit_fl.testing:tiny_problem",
+    "dataset": "sparsekit_fl.testing:tiny_data",
     "seed": 3,
     "local_epochs": 1,
     "batch_size": 8,
@@ -158,11 +158,10 @@ class Deployment:
         clients: str,
         *,
         key: int | None = None,
-        data: str = "sparsekit_fl.testing:tiny_client",
         data_dir: str = "",
     ) -> None:
         """Start a SuperNode with clients of these ids, and with the key pair of this number."""
-        config = f'clients="{clients}" data="{data}" data-dir="{data_dir}" state-dir="{self.state(name)}"'
+        config = f'clients="{clients}" data-dir="{data_dir}" state-dir="{self.state(name)}"'
         secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
         secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
         where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(free_port()), "--node-config", config)
@@ -276,4 +275,5 @@ def embedded(plan: Plan, events: Path, monkeypatch: Any, *, clients: int, faults
     for name in faults:
         (events / name).touch()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
-    return run(plan.make_method(), tiny_problem(), tiny_clients(clients), plan.make_config(clients))
+    roster = tiny_clients(clients)
+    return run(plan.make_method(), tiny_problem(), roster, plan.make_config(roster))

@@ -34,7 +34,7 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
             plan = Plan(**TINY, method=name, rounds=2, cohort=3, eval_every=2, out=str(out), allowed=str(allowed))
             deployment.submit(plan)
             result = deployment.await_result(out)
-            here = tiny_run(plan.make_method(), clients=tiny_clients(4), config=plan.make_config(4))
+            here = tiny_run(plan.make_method(), clients=tiny_clients(4), config=plan.make_config(tiny_clients(4)))
             assert result["final"]["state_sha256"] == here.final.state_sha256, name
             assert result["final"]["personal"] == here.final.to_dict()["personal"], name
             assert result["cost"]["uplink_bytes"] == here.cost.uplink_bytes, name
