@@ -1,6 +1,6 @@
 """The oracle of narrow training: a learnable mask over a dense network with gated entries, slow and simple.
 
-While a unit is dropped, its entries, their optimiser state and its norm statistics do not change, as in a narrow network.
+While a unit is dropped, its weights and norm statistics do not change. When it enters, its optimizer state starts fresh.
 """
 
 import functools
@@ -21,7 +21,7 @@ from sparsekit.graph.index import along
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
+from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training import learnable
@@ -166,10 +166,10 @@ class _MaskedMask(LearnableMask):
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
-        self.execution.before_step(list(self.optimizers))
+        self.execution.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.execution.after_step(list(self.optimizers))
+        self.execution.after_step()
         super().after_step(optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -180,12 +180,13 @@ class _MaskedMask(LearnableMask):
 class MaskedExecution:
     """Run the dense module with gated entries. It saves no time; it is the reference for compact execution."""
 
-    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+    def __init__(self, model: nn.Module, graph: UnitGraph, rules: object = None) -> None:
         self.graph = graph
         self.module = copy_with(model, {})
         self.mask = UnitMask.full(graph)
         self._dense = DenseModel(self.module, graph, self.mask)
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._saved: dict[str, Tensor] = {}
+        self.version = 0
         self.narrow_model = self.fused = self
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -227,8 +228,12 @@ class MaskedExecution:
         """Its dense model is not a copy."""
 
     @property
-    def slot_units(self) -> Tensor:
-        return torch.cat([self.mask[name] for name in self.graph.groups]).nonzero().reshape(-1)
+    def kept(self) -> Tensor:
+        return torch.cat([self.mask[name] for name in self.graph.groups])
+
+    @property
+    def kept_units(self) -> Tensor:
+        return self.kept.nonzero().reshape(-1)
 
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         parameters = dict(self.module.named_parameters())
@@ -242,7 +247,7 @@ class MaskedExecution:
                     other = [dim for dim in range(product.dim()) if dim != piece.dim]
                     total += (product.sum(other) if other else product)[piece.index].sum(1)
             sums.append(total)
-        return torch.cat(sums)[self.slot_units]
+        return torch.cat(sums) * self.kept
 
     def _call(self, gated: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], updated: UnitMask) -> Any:
         """Run the dense module; statistics of the units in `updated` are renewed."""
@@ -255,24 +260,12 @@ class MaskedExecution:
             buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
         return result
 
-    def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    def silence(self, units: Mapping[str, Tensor]) -> None:
         parameters = dict(self.module.named_parameters())
-        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
-        dropped = dict(self._dropped_by_name(parameters))
-        for name in dropped:
-            parameter = parameters[name].detach()
+        for name, dropped in self._dropped_by_name(parameters):
             for group, piece in self.graph.slices_of[name]:
                 if piece.gated and group in units:
-                    parameter[self._at(piece, units[group], ~dropped[name])] = 0.0
-        for name in dropped:
-            parameter = parameters[name]
-            for group, piece in self.graph.slices_of[name]:
-                if group in units:
-                    at = self._at(piece, units[group], ~dropped[name])
-                    for optimizer in optimizers:
-                        for state_name, value in state_of_shape(optimizer, parameter):
-                            weights = state_name in copies[optimizer]
-                            value[at] = parameter.detach()[at] if weights else first_value(optimizer, state_name)
+                    parameters[name].detach()[self._at(piece, units[group], ~dropped)] = 0.0
 
     def _at(self, piece: UnitSlice, units: Tensor, kept: Tensor) -> Tensor:
         """bool, of the shape of `kept`: the kept entries of `units`."""
@@ -284,65 +277,56 @@ class MaskedExecution:
         weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         return torch.cat([unit_magnitudes(group, weights) for group in self.graph.groups.values()])
 
-    def stands(self, scores: Tensor) -> bool:
+    def mask_unchanged(self, scores: Tensor) -> bool:
         del scores
         return False
 
-    def remask(self, mask: UnitMask, optimizers: Sequence[Optimizer], order: object = None) -> None:
-        del optimizers, order  # dense state does not move
+    def set_mask(self, mask: UnitMask, optimizers: Sequence[Any] = ()) -> None:
+        """Entering entries get the state of a fresh optimizer; of one that is not torch's the whole leaf loses its state."""
         mask.check(self.graph)
+        parameters = dict(self.module.named_parameters())
+        kept = dict(self._dropped_by_name(parameters, mask))
+        for name, before in self._dropped_by_name(parameters):
+            entering, parameter = before & ~kept[name], parameters[name]
+            for optimizer in optimizers if bool((before != kept[name]).any()) else ():
+                state = optimizer.state.get(parameter, {})
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    state.clear()
+                for kind, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        value[entering] = first_value(optimizer, kind)
         self.mask = mask
+        self.version += 1
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def load(self, state: StateDict, mask: UnitMask, *order_and_saved: object) -> None:
-        del order_and_saved  # dense entries have one order, and optimisers hold the state of all units
+    def load(self, state: StateDict, mask: UnitMask) -> None:
         self.graph.check_state(state)
         mask.check(self.graph)
         self.module.load_state_dict(dict(state))
         self.mask = mask
 
-    def slot_order(self) -> dict[str, Tensor]:
-        return {}
-
-    def saved_state(self) -> dict[str, dict[str, Tensor]]:
-        return {}
-
-    def claim_saved(self, optimizer: Optimizer) -> None:
-        """Nothing: an optimiser holds the state of all units."""
-
-    def sums(self) -> Tensor:
+    def unchanging_sums(self) -> Tensor:
         return torch.zeros(0)
 
     def restore_sums(self, sums: Tensor) -> None:
-        """Nothing: sums are computed anew."""
+        """Nothing: sums are computed again."""
 
     def compact(self) -> nn.Module:
         return compact(self.module, self.graph, self.mask)
 
+    def dense_model(self) -> nn.Module:
+        return copy_with(self.module, {})
+
     def dense_state(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
 
-    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-        """(tensor, bool of its dropped entries, their first values): parameters, and optimiser state of their shape."""
+    def before_step(self) -> None:
+        """Save the weights: a step may call the model and so change which are dropped."""
+        self._saved = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+
+    def after_step(self) -> None:
+        """Restore the weights of dropped entries."""
         parameters = dict(self.module.named_parameters())
-        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
         for name, dropped in self._dropped_by_name(parameters):
-            parameter = parameters[name]
-            yield parameter.detach(), dropped, 0.0
-            for optimizer in optimizers:
-                for state_name, value in state_of_shape(optimizer, parameter):
-                    weights = state_name in copies[optimizer]
-                    yield value, dropped, parameter.detach()[dropped] if weights else first_value(optimizer, state_name)
-
-    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Save the values of all entries: a step may call the model and so change which are dropped."""
-        # Each tensor is held, so that no tensor that the step makes can take its place in memory.
-        self._saved = {tensor.data_ptr(): (tensor, tensor.clone()) for tensor, _, _ in self._standing(optimizers)}
-
-    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the values of dropped entries; state that the step has just created gets its first value there."""
-        for tensor, dropped, first in self._standing(optimizers):
-            _, values = self._saved.get(tensor.data_ptr(), (None, None))
-            tensor[dropped] = first if values is None else values[dropped]
-        # The values are kept: this may have been the step of an optimiser within that of another one, which ends here too.
+            parameters[name].detach()[dropped] = self._saved[name][dropped]

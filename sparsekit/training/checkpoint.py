@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.host import Rule
 from sparsekit.training.optimizer_hooks import restored
 
@@ -21,10 +20,7 @@ def saved_entries(host: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = dict(execution.narrow_model.dense_state())
     entries.update({f"{_OWN}importance.{name}": scores for name, scores in host.importance().items()})
     entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in execution.mask.items()})
-    narrow_model = execution.narrow_model
-    entries.update({f"{_OWN}slots.{name}": units for name, units in narrow_model.slot_order().items()})
-    entries.update(flat(narrow_model.saved_state(), f"{_OWN}state."))
-    entries[f"{_OWN}magnitudes"] = execution.fused.sums()
+    entries[f"{_OWN}magnitudes"] = execution.fused.unchanging_sums()
     entries[f"{_OWN}ratio"] = torch.tensor(host.ratio, dtype=torch.float64)
     entries.update({f"{_RULE}{name}": value for name, value in rule.state().items()})
     return {prefix + name: value for name, value in entries.items()}
@@ -48,24 +44,17 @@ def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, miss
     for name in host.graph.groups:
         scores[name] = state.pop(f"{own}importance.{name}", scores[name])
         entries[name] = state.pop(f"{own}mask.{name}", entries[name]).cpu()
-    slots = {name: state.pop(f"{own}slots.{name}", None) for name in host.graph.groups}
-    order = {name: units for name, units in slots.items() if units is not None}
     ratio = check_ratio(float(state.pop(f"{own}ratio", host.ratio)))
     remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
     remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
-    # State that was just loaded comes from the same checkpoint and has its order of units already.
+    # State that was just loaded comes from the same checkpoint and belongs to its units already.
     following = [optimizer for optimizer in host.optimizers if optimizer not in restored]
-    saved = take_flat(state, f"{own}state.")
     mask = UnitMask(entries)
-    ascending = {name: keep.nonzero().reshape(-1) for name, keep in mask.items()}
-    execution.narrow_model.remask(mask, following, order or ascending)
-    execution.load({**present, **dense}, mask, order or None, saved)
+    execution.narrow_model.set_mask(mask, following)
+    execution.load({**present, **dense}, mask)
     sums = state.pop(f"{own}magnitudes", None)
     if sums is not None:
         execution.fused.restore_sums(sums)
-    for optimizer in host.optimizers:
-        if optimizer in restored:
-            execution.narrow_model.claim_saved(optimizer)
     host.load_importance(scores)
     if host.budget is None:
         host.ratio = ratio

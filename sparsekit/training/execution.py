@@ -14,8 +14,7 @@ from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import guard_pretrained
-from sparsekit.surgery.optimizer_state import OptimizerState
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.unit_vectors import Reader, UnitVectors
 from sparsekit.training.widening import DenseModel, Probe, Widening, straight_through_gates
 
@@ -42,12 +41,12 @@ class _GateGradient(torch.autograd.Function):
 class Execution:
     """Runs the narrow module of a `NarrowModel`, and wider copies of it where a pass must see dropped units."""
 
-    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+    def __init__(self, model: nn.Module, graph: UnitGraph, rules: Rules | None = None) -> None:
         self.graph = graph
         self._wide: dict[tuple[str, ...], tuple[tuple[int, ...], DenseModel]] = {}
         self._widenings: dict[tuple[str, ...], Widening] = {}
         self._widenings_of = -1
-        self.narrow_model = NarrowModel(model, graph)
+        self.narrow_model = NarrowModel(model, graph, rules=rules)
         self.module = self.narrow_model.module
 
     @cached_property
@@ -94,7 +93,8 @@ class Execution:
         widening = self._widenings[groups]
         sizes = tuple(widening.mask.counts().values())
         if groups not in self._wide or self._wide[groups][0] != sizes:
-            self._wide[groups] = sizes, DenseModel(self.module, self.graph, widening.mask, self.narrow_model.sizes)
+            narrow = self.narrow_model
+            self._wide[groups] = sizes, DenseModel(self.module, self.graph, widening.mask, narrow.sizes, narrow.rules)
         return widening.call(self._wide[groups][1], args, kwargs, gates)
 
     def release(self) -> None:
@@ -102,20 +102,12 @@ class Execution:
         for _, model in self._wide.values():
             model.release()
 
-    def load(
-        self,
-        state: StateDict,
-        mask: UnitMask,
-        order: Mapping[str, Tensor] | None = None,
-        saved: OptimizerState | None = None,
-        *,
-        magnitudes: Tensor | None = None,
-    ) -> None:
+    def load(self, state: StateDict, mask: UnitMask, *, magnitudes: Tensor | None = None) -> None:
         """Start from a dense state under a mask, as `NarrowModel.load` does, and let the vectors follow.
 
         `magnitudes` is what `magnitudes_of` says of the state, if that is known.
         """
-        self.narrow_model.load(state, mask, order, saved)
+        self.narrow_model.load(state, mask)
         self.fused.reload(magnitudes)
 
     def compact(self) -> nn.Module:

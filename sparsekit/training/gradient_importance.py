@@ -85,8 +85,9 @@ class FollowScores(Rule):
         self._learned = False
         self._target: Tensor | None = None
         self._gates: Tensor | None = None
-        """∂L/∂gate of each kept unit, as it was last read, in the order of `_slots`."""
-        self._slots: Tensor | None = None
+        """∂L/∂gate of each unit, 0 of dropped ones, as it was last computed."""
+        self._gates_of = -1
+        """The version of the narrow model for which it was computed."""
         self._age = 0
         sizes = [group.size for group in host.graph.groups.values()]
         self._sizes = sizes
@@ -156,7 +157,7 @@ class FollowScores(Rule):
                 scores = host.criterion.scores(host.graph, view)
                 check_scores(host.graph, scores, source)
                 fused = torch.cat([scores[name] for name in host.graph.groups])
-            if not (unless_it_stands and execution.fused.stands(fused)):
+            if not (unless_it_stands and execution.fused.mask_unchanged(fused)):
                 scores = split_units(host.graph, fused) if scores is None else scores
                 mask = choose(host.graph, scores, host.counts(), source=source)
                 if mask != execution.mask:
@@ -173,8 +174,9 @@ class FollowScores(Rule):
         self._age += 1
         if self._target is None or due:
             self._target = self._targets(host)
-        if self._gates is None or due or self._slots is not fused.slot_units:
-            gates, self._slots = fused.gate_gradient(gradients), fused.slot_units
+        version = host.execution.narrow_model.version
+        if self._gates is None or due or self._gates_of != version:
+            gates, self._gates_of = fused.gate_gradient(gradients), version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
         return self._target, self._gates
 
@@ -188,10 +190,10 @@ class FollowScores(Rule):
             fused = host.execution.fused
             scores = host.scores.detach()
             target, gates = self._recent(host, gradients, scale)
-            gradient = (scores - target).mul_(self._pull).index_add_(0, fused.slot_units, gates)
+            gradient = (scores - target).mul_(self._pull).add_(gates)
             if host.scores.grad is not None:  # of a pass of the dense model
-                dropped, seen = fused.dropped_units, host.scores.grad
-                gradient.index_add_(0, dropped, seen[dropped] if scale is None else seen[dropped] / scale)
+                seen = host.scores.grad if scale is None else host.scores.grad / scale
+                gradient.add_(seen.masked_fill(fused.kept, 0.0))
                 host.scores.grad = None
             scores.sub_(gradient, alpha=lr)
 
@@ -218,7 +220,7 @@ class FollowScores(Rule):
         self._target, self._gates = (
             None if name not in state else state[name].to(host.scores, copy=True) for name in ("target", "gates")
         )
-        self._slots = host.execution.fused.slot_units
+        self._gates_of = host.execution.narrow_model.version
         self._density = host.execution.mask.density(host.graph)
         self._mark_seen(host)
 

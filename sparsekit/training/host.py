@@ -71,7 +71,7 @@ class Host(nn.Module):
     def ratio(self) -> float:
         """Share of units kept in each group, in (0, 1]; with a budget, of all units.
 
-        Assign to change it; the next call remasks.
+        Assign to change it; the next call changes the mask.
 
         Raises:
             InvalidValueError: assigned where a budget says what is kept.
@@ -120,7 +120,7 @@ class Host(nn.Module):
         """Change the mask, for rules: weights and optimiser state follow."""
         refuse_history(self.optimizers, self.weights())
         self._moved = True
-        self.execution.fused.remask(mask, list(self.optimizers))
+        self.execution.fused.set_mask(mask, list(self.optimizers))
         restored.difference_update(self.optimizers)
 
     def weights(self) -> list[nn.Parameter]:
@@ -163,7 +163,7 @@ class Host(nn.Module):
         return [weights, importance]
 
     def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers follow a remask, and the importance."""
+        """The parameters whose optimisers follow the mask, and the importance."""
         return [*self.weights(), self.scores]
 
     def track(self, optimizer: HasState) -> None:
@@ -172,6 +172,10 @@ class Host(nn.Module):
         A torch optimiser is met at its first step and needs no such call, unless it has state before that, as one that was
         loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
         units: `state[leaf][name]`, each of the leaf's shape.
+
+        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimisers that are
+        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), begin anew with every
+        weight matrix whose units change. `LBFGS` is refused when the mask changes.
 
         Args:
             optimizer: Steps some of `parameters()`, or has state for them; held weakly.
@@ -186,7 +190,6 @@ class Host(nn.Module):
         self.optimizers.add(optimizer)
         if isinstance(optimizer, Optimizer):
             introduce(optimizer)
-        self.execution.narrow_model.claim_saved(optimizer)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep the mask as it is within a block, in which an optimiser steps in two parts.

@@ -29,7 +29,7 @@ from sparsekit.training.execution import Execution
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.host import Host, Learning, Rule, split_units
 from sparsekit.training.loss_importance import LossImportance
-from sparsekit.training.optimizer_hooks import OptimizerSet, watch
+from sparsekit.training.optimizer_hooks import watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers
 
@@ -220,7 +220,7 @@ class LearnableMask(Host):
     ) -> None:
         """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
 
-        What was learned and remembered before is gone; make new optimisers.
+        What was learned and remembered before is gone, the state of optimisers too.
 
         ```python
         masked = sk.LearnableMask(model, (x,), learning=sk.GradientImportance(lr=0.02))
@@ -249,7 +249,10 @@ class LearnableMask(Host):
             self.learning = learning
         if ratio is not None:
             self.ratio = ratio
-        self.optimizers, self._moved = OptimizerSet(), False
+        self._moved = False
+        for optimizer in self.optimizers:
+            for leaf in self.leaves():
+                optimizer.state.get(leaf, {}).clear()
         if mask is not None:
             self._rule = Rule()
             self.execution.narrow_model.load(state, mask)
@@ -351,10 +354,8 @@ class LearnableMask(Host):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
 
-        These are importance, mask, order of slots, ratio, what the rule of learning remembers, and the sums of weights and the
-        optimiser state of dropped units. Save the state dict of the optimiser beside it and load both, in either order.
-
-        The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
+        These are importance, mask, ratio, what the rule of learning remembers, and sums of weights. Save the state dict of the
+        optimiser beside it and load both, in either order.
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")

@@ -184,7 +184,7 @@ class Swapping(Rule):
         least, most = flat.aminmax()  # one pass; nan if there is one
         if math.isfinite(float(most - least)) and bool((least != 0) | (most != 0)):
             fused = host.execution.fused
-            self.evidence.add("kept", fused.slot_units, fused.gate_gradient(found))
+            self.evidence.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
             self.evidence.add_dropped(read(self._probes, found, joined=host.joined), host.execution.mask)
             weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
             self.evidence.add_way(weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples)
@@ -249,13 +249,13 @@ class Swapping(Rule):
         self._change(host, mask, afresh=True)
 
     def _change(self, host: Host, mask: UnitMask, *, afresh: bool = False) -> None:
-        """Change the mask; those that enter do so with what they had, or afresh."""
+        """Change the mask; units that enter have the weights that they had, or with `afresh` nothing reads them yet."""
         before = host.execution.mask
         if mask != before:
             host.change(mask)
             if afresh:
                 entering = {name: (mask[name] & ~before[name]).nonzero().reshape(-1) for name in mask}
-                host.execution.narrow_model.enter(entering, list(host.optimizers))
+                host.execution.narrow_model.silence(entering)
             self.seen, self.clock["due"] = {}, 0.0
             self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
 

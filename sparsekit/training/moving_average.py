@@ -14,8 +14,8 @@ from sparsekit.training.learnable import LearnableMask
 class MovingAverage:
     """The average of the weights of a learnable mask over its steps, unit by unit.
 
-    It lies in dense coordinates, so each unit is averaged with itself, whichever slot it has in the narrow model. While a unit
-    is dropped, its weights do not change, and its average approaches them. Averages are held in float32 at least; buffers
+    It has the shapes of the dense model, so each unit is averaged with itself. While a unit is dropped, its weights do not
+    change, and its average approaches them. Averages are held in float32 at least; buffers
     (the statistics of norms) are copied, not averaged.
 
     ```python
@@ -64,8 +64,7 @@ class MovingAverage:
     def copy_to(self, masked: LearnableMask) -> None:
         """Load the average into a learnable mask of the same model, which keeps its mask and importance.
 
-        An optimiser that trains this mask loses the state of dropped units; to score the average while training goes on, use
-        `compact`, or copy to a deep copy of the mask.
+        To score the average while training goes on, use `compact`, or copy to a deep copy of the mask.
         """
         masked.load_state_dict({**masked.state_dict(), **self.dense_state()})
 

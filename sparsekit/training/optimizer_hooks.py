@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.surgery.optimizer_state import refuse_history as refuse_lbfgs
 from sparsekit.training.wrappers import warn_of_eval_mode
 
 
@@ -66,7 +67,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 _introduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 restored: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimisers that were loaded, and have neither stepped nor followed a remask since."""
+"""Optimisers that were loaded, and have neither stepped nor followed a change of the mask since."""
 
 
 def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
@@ -90,10 +91,7 @@ def refuse_history(optimizers: OptimizerSet, leaves: Iterable[nn.Parameter]) -> 
     for optimizer in optimizers:
         begun = isinstance(optimizer, torch.optim.LBFGS) and any(state.get("n_iter") for state in optimizer.state.values())
         if begun and any(holds(optimizer, leaf) for leaf in leaves):
-            raise InvalidValueError(
-                "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimiser with state"
-                " per entry, such as SGD or Adam, or keep ratio and mask by a criterion that does not learn: Magnitude()"
-            )
+            refuse_lbfgs(optimizer)
     if optimizers.hold:
         raise InvalidValueError(
             "the mask cannot change in the middle of an optimiser's step, such as between SAM's first_step and second_step:"

@@ -20,11 +20,21 @@ from sparsekit.training.regularizer import unit_tables
 
 
 class Reader:
-    """A leaf axis whose narrow positions belong to slots: sums over the other axes land on those slots."""
+    """A leaf axis whose positions belong to units: sums over the other axes are added to those units."""
 
-    def __init__(self, leaf: nn.Parameter, dim: int) -> None:
+    def __init__(self, leaf: nn.Parameter, dim: int, name: str = "", units: Tensor | None = None) -> None:
+        """Set up.
+
+        Args:
+            leaf: The leaf.
+            dim: The axis.
+            name: State-dict key of the leaf.
+            units: int64 (dense size,), the unit of each dense position; J where none.
+        """
         self.leaf = leaf
         self.dim = dim
+        self.name = name
+        self.units = units
 
     def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Σ gradient · weight at each position along the axis: (narrow size,)."""
@@ -64,7 +74,7 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
 class UnitVectors:
     """Vectors over the units of a narrow model, from which importance is learned; they follow its mask.
 
-    Remask the narrow model through `remask`, and call `reload` after its `load`.
+    Change the mask through `set_mask`, and call `reload` after `load` of the narrow model.
     """
 
     def __init__(self, narrow_model: NarrowModel) -> None:
@@ -73,155 +83,136 @@ class UnitVectors:
         self.offsets = group_order(graph.groups.values())
         self.total = graph.units
         self._leaves = narrow_model.named_parameters()
-        # All tables lie where the model does, so that nothing crosses in a step.
+        # All tables are on the device of the model, so that a step copies nothing between devices.
         device = next((leaf.device for leaf in self._leaves.values()), None)
         self.group_of, self.sizes = unit_tables(tuple(group.size for group in graph.groups.values()), device)
-        self._layout = -1
+        self._consumers, self._producers = self._readers(gated=True), self._readers(gated=False)
         self.reload()
 
-    def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
-        """Remask the narrow model and follow it.
+    def _readers(self, *, gated: bool) -> list[Reader]:
+        """Readers of the gated entries, or of the units' own parameters."""
+        graph = self.narrow_model.graph
+        wanted: dict[tuple[str, int], Tensor] = {}
+        for name, group in graph.groups.items():
+            for piece in group.slices if gated else own_slices(group, self._leaves):
+                if piece.name in self._leaves and (piece.gated or not gated):
+                    empty = torch.full((graph.shapes[piece.name][piece.dim],), self.total, dtype=torch.int64)
+                    units = torch.arange(group.size) + self.offsets[name]
+                    table = wanted.setdefault((piece.name, piece.dim), empty)
+                    table[piece.index.reshape(-1)] = units.repeat_interleave(piece.index.shape[1])
+        # Vectors after matrices, so that the vectors' values come from one fused call.
+        ordered = sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1)
+        return [Reader(self._leaves[name], dim, name, units) for (name, dim), units in ordered]
+
+    def set_mask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
+        """Change the mask of the narrow model and follow it.
 
         A mask moves entries between the narrow and the dense copy and changes none, so each unit keeps its magnitude and
         nothing dense has to be read.
         """
         full = self.magnitudes()
-        self.narrow_model.remask(mask, optimizers)
+        self.narrow_model.set_mask(mask, optimizers)
         self._follow(full)
 
     def reload(self, magnitudes: Tensor | None = None) -> None:
-        """Follow the narrow model after its `load`, whose state has these `magnitudes`; they are read anew if not given."""
+        """Follow the narrow model after its `load`, whose state has these `magnitudes`; they are computed if not given."""
         self._follow(self.magnitudes_of(self.narrow_model.dense_state()) if magnitudes is None else magnitudes)
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
-        """Σ |θ| over each unit's own parameters in a dense state: float (J,), where the tables lie."""
+        """Σ |θ| over each unit's own parameters in a dense state: float (J,), on the device of the tables."""
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
     def _follow(self, full: Tensor) -> None:
-        narrow_model = self.narrow_model
-        if self._layout != narrow_model.layout:
-            self._build_layout()
-            self._layout = narrow_model.layout
-        self.slot_units = torch.cat([narrow_model.group_units(name) + offset for name, offset in self.offsets.items()])
-        self.slot_units = self.slot_units.to(self.group_of.device)
-        kept = torch.zeros(self.total, dtype=torch.bool, device=self.group_of.device)
-        kept[self.slot_units] = True
-        self.dropped_units = (~kept).nonzero().reshape(-1)
-        self._slot_group = self.group_of[self.slot_units]
-        self._dropped_group = self.group_of[self.dropped_units]
-        # A kept filter still has entries that read dropped inputs; they do not change before the next remask.
+        mask, device = self.narrow_model.mask, self.group_of.device
+        kept = torch.cat([mask[name].cpu() for name in self.offsets])
+        self._any_dropped = not bool(kept.all())
+        self.kept = kept.to(device)
+        """bool (J,)."""
+        self.kept_units = kept.nonzero().reshape(-1).to(device)
+        """int64 (kept,), ascending."""
+        self._consumer_units = [self._narrow_units(reader).to(device) for reader in self._consumers]
+        producers = [self._narrow_units(reader) for reader in self._producers]
+        self._all_consumer_units = _cat(self._consumer_units, device)
+        self._all_producer_units = _cat(producers, device)
         self._gated: list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]] | None = None
-        self._full = full
-        self._still = full[self.slot_units] - self._narrow_magnitudes()
+        # Kept units have weights that read dropped units; they do not change before the next change of the mask.
+        self._still = full - self._narrow_magnitudes()
 
-    def _build_layout(self) -> None:
-        """Build the tables that hold until the counts change: the slot of each narrow position of each reader."""
-        narrow_model, graph = self.narrow_model, self.narrow_model.graph
-        first_slot, total = {}, 0
-        for name in graph.groups:
-            first_slot[name] = total
-            total += narrow_model.group_units(name).numel()
-        self._slots = total
-        self._consumers, self._consumer_slots = self._readers(first_slot, gated=True)
-        self._producers, self._producer_slots = self._readers(first_slot, gated=False)
+    def _narrow_units(self, reader: Reader) -> Tensor:
+        """The unit of each narrow position: int64 (narrow size,); J where none."""
+        assert reader.units is not None
+        return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
 
-    def _readers(self, first_slot: Mapping[str, int], *, gated: bool) -> tuple[list[Reader], Tensor]:
-        """Readers of the gated entries, or of the units' own parameters, and the slot of each of their positions.
-
-        Positions that belong to no unit go to an extra slot at the end.
-        """
-        narrow_model, graph = self.narrow_model, self.narrow_model.graph
-        wanted: dict[tuple[str, int], set[str]] = {}
-        for name, group in graph.groups.items():
-            for piece in group.slices if gated else own_slices(group, self._leaves):
-                if piece.name in self._leaves and (piece.gated or not gated):
-                    wanted.setdefault((piece.name, piece.dim), set()).add(name)
-        readers, maps = [], []
-        # Vectors after matrices, so that the vectors' values come from one fused call.
-        for (name, dim), owners in sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1):
-            leaf = self._leaves[name]
-            slot_of = torch.full((leaf.shape[dim],), self._slots, dtype=torch.int64)
-            for owner, piece, table in narrow_model.slots(name).tables:
-                if piece.dim == dim and owner in owners:
-                    slots = torch.arange(table.shape[0]) + first_slot[owner]
-                    slot_of[table.reshape(-1)] = slots.repeat_interleave(table.shape[1])
-            readers.append(Reader(leaf, dim))
-            maps.append(slot_of)
-        return readers, torch.cat(maps).to(self.group_of.device)
-
-    def _to_slots(self, values: list[Tensor], slot_of: Tensor) -> Tensor:
-        fused = torch.cat(values)
-        return fused.new_zeros(self._slots + 1).index_add_(0, slot_of, fused)[:-1]
+    def _sums(self, values: list[Tensor], units: Tensor) -> Tensor:
+        """Add the values at all positions of some readers to their units: float (J,)."""
+        flat = torch.cat(values)
+        return flat.new_zeros(self.total + 1).index_add_(0, units, flat)[:-1]
 
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """∂L/∂gate of each kept unit, in slot order: float (kept,).
+        """∂L/∂gate of each kept unit, 0 for the others: float (J,).
 
         Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed: leaf → gradient,
         or None for `.grad` of the leaves.
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
-        return self._to_slots([_products(reader, gradients) for reader in self._consumers], self._consumer_slots)
+        return self._sums([_products(reader, gradients) for reader in self._consumers], self._all_consumer_units)
 
     def gated_leaves(self) -> list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]]:
         """Leaves with gated entries: (module parameter name, leaf, readers, unit of each position; J where none)."""
         if self._gated is None:
-            units = torch.cat([self.slot_units, self.slot_units.new_tensor([self.total])])
-            maps = self._consumer_slots.split([reader.leaf.shape[reader.dim] for reader in self._consumers])
             by_leaf: dict[int, tuple[str, nn.Parameter, list[Reader], list[Tensor]]] = {}
             names = {id(leaf): name for name, leaf in self.narrow_model.module.named_parameters()}
-            for reader, slot_of in zip(self._consumers, maps, strict=True):
+            for reader, units in zip(self._consumers, self._consumer_units, strict=True):
                 found = by_leaf.setdefault(id(reader.leaf), (names[id(reader.leaf)], reader.leaf, [], []))
                 found[2].append(reader)
-                found[3].append(units[slot_of])
+                found[3].append(units)
             self._gated = list(by_leaf.values())
         return self._gated
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
 
-        Only the narrow entries are read; what is dropped cannot have changed since the last remask.
+        Only the narrow entries are read; all others are as they were at the last change of the mask.
         """
-        return self._full.index_copy(0, self.slot_units, self._narrow_magnitudes() + self._still)
+        return self._still + self._narrow_magnitudes()
 
-    def sums(self) -> Tensor:
-        """What magnitudes are computed from beside the narrow entries, rounding included: float (2, J), for `restore_sums`."""
-        return torch.stack([self._full, torch.zeros_like(self._full).index_copy_(0, self.slot_units, self._still)])
+    def unchanging_sums(self) -> Tensor:
+        """The part of the magnitudes that is not in narrow entries, rounding included: float (J,), for `restore_sums`."""
+        return self._still.clone()
 
     def restore_sums(self, sums: Tensor) -> None:
-        """Go on from the `sums` of an earlier run with the same bits, unless they belong to other weights."""
-        if sums.shape != (2, self.total):
-            return
-        own, magnitudes = (self._full, self._still), self.magnitudes()
-        self._full, still = sums.to(magnitudes)
-        self._still = still[self.slot_units]
-        if not torch.allclose(self.magnitudes(), magnitudes, rtol=1e-5, atol=1e-6 * float(magnitudes.max())):
-            self._full, self._still = own
+        """Continue from the `unchanging_sums` of an earlier run with the same bits, unless they belong to other weights."""
+        if sums.shape == self._still.shape:
+            sums = sums.to(self._still)
+            if torch.allclose(sums, self._still, rtol=1e-5, atol=1e-6 * float(self.magnitudes().max())):
+                self._still = sums
 
     def _narrow_magnitudes(self) -> Tensor:
-        """Σ |θ| over the narrow entries of each kept unit, in slot order: float (kept,)."""
+        """Σ |θ| over the narrow entries of each kept unit, 0 for the others: float (J,)."""
         vectors = [wide(reader.leaf.detach()) for reader in self._producers if reader.leaf.dim() == 1]
         values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
         if vectors:
             values.append(torch.cat(vectors).abs_())
-        return self._to_slots(values, self._producer_slots)
+        return self._sums(values, self._all_producer_units)
 
-    def stands(self, scores: Tensor) -> bool:
+    def mask_unchanged(self, scores: Tensor) -> bool:
         """Whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.
 
         True while the least kept score exceeds the largest dropped one. False also where they are equal, and
         the caller then compares by index.
         """
-        if self.dropped_units.numel() == 0:
+        if not self._any_dropped:
             return True
         scores = scores.to(self.group_of.device)
         if scores.dtype.itemsize < 4:  # reductions over groups know float32 and float64 everywhere
             scores = scores.float()
-        groups = self.sizes.numel()
-        infinity = float("inf")
-        kept = scores.new_full((groups,), infinity)
-        kept.scatter_reduce_(0, self._slot_group, scores[self.slot_units], "amin")
-        dropped = scores.new_full((groups,), -infinity)
-        dropped.scatter_reduce_(0, self._dropped_group, scores[self.dropped_units], "amax")
+        bounds = scores.new_full((self.sizes.numel(),), float("inf"))
+        kept = bounds.scatter_reduce(0, self.group_of, scores.masked_fill(~self.kept, float("inf")), "amin")
+        dropped = (-bounds).scatter_reduce(0, self.group_of, scores.masked_fill(self.kept, -float("inf")), "amax")
         return bool((kept > dropped).all())
+
+
+def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([part.to(device) for part in parts]) if parts else torch.zeros(0, dtype=torch.int64, device=device)

@@ -13,29 +13,32 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, eager, parameters_of, reset_flat_weights
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, gate, gather, narrow_shape, places, scatter_, wide
+from sparsekit.graph.index import Axes, cut_axes, gate, gather, narrow_shape, places, scatter_, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.training.narrow_model import NarrowModel, fit_sizes
-from sparsekit.training.slots import EntrySlots, build_slots
+from sparsekit.training.narrow_model import NarrowModel, Rules, fit_sizes
 
 
 def skeleton(
-    module: nn.Module, graph: UnitGraph, wide: UnitMask, sizes: Mapping[str, Mapping[str, int]] | None = None
+    module: nn.Module,
+    graph: UnitGraph,
+    wide: UnitMask,
+    sizes: Mapping[str, Mapping[str, int]] | None = None,
+    rules: Rules | None = None,
 ) -> nn.Module:
     """Copy a narrow module with the sizes under the mask `wide`, but without memory for its state, which each call must bring.
 
-    `sizes` are those of the dense layers (see `NarrowModel.sizes`), unless the module is dense itself. Tensors outside the
-    state (a buffer that is not saved, a tensor in an attribute) are copied.
+    `sizes` and `rules` are those of the `NarrowModel`, unless the module is dense itself. Tensors outside the state (a buffer
+    that is not saved, a tensor in an attribute) are copied.
     """
     entries = named_entries(module)
     axes = graph.kept_indices(wide)
     shapes = {name: narrow_shape(shape, axes.get(name, {})) for name, shape in graph.shapes.items()}
     empty = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
     found = copy_with(module, empty)
-    fit_sizes(found, sizes or {}, graph, wide.counts())
+    fit_sizes(found, sizes or {}, graph, wide.counts(), rules)
     return found
 
 
@@ -47,9 +50,14 @@ class DenseModel:
     """
 
     def __init__(
-        self, module: nn.Module, graph: UnitGraph, wide: UnitMask, sizes: Mapping[str, Mapping[str, int]] | None = None
+        self,
+        module: nn.Module,
+        graph: UnitGraph,
+        wide: UnitMask,
+        sizes: Mapping[str, Mapping[str, int]] | None = None,
+        rules: Rules | None = None,
     ) -> None:
-        self._module = skeleton(module, graph, wide, sizes)
+        self._module = skeleton(module, graph, wide, sizes, rules)
         self._norms = KeptNorms(self._module, graph)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))
@@ -141,8 +149,10 @@ class Reading(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    slots: EntrySlots
-    at: dict[int, Tensor]
+    axes: Axes
+    """Where the wide entry lies in the dense one."""
+    at: Axes
+    """Where the narrow entry lies in the wide one."""
     probes: list[tuple[str, str, int, Tensor, Tensor]]
     """(key, group, axis, positions of each unit, those of dropped units)."""
 
@@ -163,23 +173,19 @@ class Widening:
         self._narrow_model = narrow_model
         graph = narrow_model.graph
         self.mask = widened(narrow_model.mask, groups)
-        # Units of other groups lie as in the narrow entries, which then fit as they are.
-        order = {name: units for name, units in narrow_model.slot_order().items() if name not in groups}
-        _, slots = build_slots(graph, self.mask, order)
+        positions = graph.kept_indices(self.mask)
         self._entries: dict[str, _Entry] = {}
         for key, _, _ in narrow_model.tensors():
-            pieces = graph.slices_of.get(key, ())
+            pieces, shape = graph.slices_of.get(key, ()), graph.shapes[key]
             if not any(group in groups for group, _ in pieces):
                 continue
-            own, narrow = slots[key], narrow_model.slots(key)
-            at = {
-                dim: places(own.positions[dim], graph.shapes[key][dim])[positions]
-                for dim, positions in narrow.positions.items()
-                if positions.numel() != own.positions[dim].numel()
-            }
-            entry = _Entry(own, at, [])
-            for group, piece, table in own.tables:
+            narrow = narrow_model.positions(key)
+            wide_at = {dim: places(own, shape[dim]) for dim, own in positions[key].items()}
+            at = {dim: wide_at[dim][own] for dim, own in narrow.items() if own.numel() != positions[key][dim].numel()}
+            entry = _Entry(cut_axes(shape, positions[key]), at, [])
+            for group, piece in pieces:
                 if group in groups and piece.gated:
+                    table = wide_at[piece.dim][piece.index]
                     dropped = table[~narrow_model.mask[group]].reshape(-1)
                     number = next(i for i, other in enumerate(graph.groups[group].slices) if other is piece)
                     entry.probes.append((f"{group}.{number}", group, piece.dim, table, dropped))
@@ -203,7 +209,8 @@ class Widening:
             entry = self._entries.get(key)
             value = tensor
             if entry is not None:
-                value = entry.slots.gather(narrow_model.dense_view()[key])
+                value = gather(narrow_model.dense_view()[key], entry.axes)
+                value = value if entry.axes else value.clone()
                 for *_, dim, _, dropped in entry.probes if gates is None else ():
                     value.index_fill_(dim, dropped.to(value.device), 0.0)
                 value = scatter_(tensor, value, entry.at)
@@ -220,7 +227,7 @@ class Widening:
                 if key in self._entries and not isinstance(tensor, nn.Parameter):
                     value, entry = state[names[0]], self._entries[key]
                     if gates is None:
-                        entry.slots.scatter(value, narrow_model.writable(key))
+                        scatter_(value, narrow_model.writable(key), entry.axes)
                     tensor.copy_(gather(value, entry.at))
         return result, probes
 

@@ -101,7 +101,7 @@ class SgdStep(_Step):
         self._momentum = momentum
         self._weight_decay = weight_decay
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
+        """Leaf → name → tensor, as in a torch optimiser, which follows the units of a learnable mask."""
 
     def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
         if self._weight_decay:

@@ -32,24 +32,23 @@ from sparsekit_fl.problem.problem import Problem
 
 
 class PullToReceived:
-    """`pull_towards` the received state, loaded into a mask that changes: the anchors follow a remask as optimiser state does.
-
-    The mask holds it weakly, and the steps that call it hold it.
-    """
+    """`pull_towards` the received state, loaded into a mask that changes: the anchors of kept units are gathered again."""
 
     def __init__(
         self, masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
     ) -> None:
-        self.state: dict[Tensor, dict[str, Tensor]] = {leaf: {"anchor": leaf.detach().clone()} for leaf in leaves.values()}
-        self._received = received
-        masked.track(self)
-        self._pull = pull_towards(leaves, [own["anchor"] for own in self.state.values()], strength, training=training)
+        self._narrow, self._leaves, self._received = masked.execution.narrow_model, leaves, received
+        self._strength, self._training = strength, training
+        self._gather()
 
-    def origin(self, key: str) -> Tensor:
-        """Return the dense values of entries that were dropped so far: they begin at what was received."""
-        return self._received[key].detach().clone()
+    def _gather(self) -> None:
+        self._version = self._narrow.version
+        anchors = self._narrow.gather(self._received, self._leaves)
+        self._pull = pull_towards(self._leaves, anchors, self._strength, training=self._training)
 
     def __call__(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        if self._version != self._narrow.version:
+            self._gather()
         return self._pull(gradients)
 
 

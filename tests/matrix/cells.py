@@ -62,8 +62,6 @@ def expected(cell: Cell, device: str = "cpu") -> str:
         return "Closure use is not currently supported"  # by torch's GradScaler
     if cell.kind == "LBFGS" and cell.change != "resume":
         return "LBFGS keeps a history of whole steps"
-    if cell.kind == "AdamW8bit" and cell.change != "resume":
-        return "quantised in blocks of entries"
     if cell.optimizer == "SGD fused" and cell.precision == "bfloat16" and device in ("cpu", "elsewhere"):
         return "leaves most entries as they are"  # torch's kernel, on a CPU
     return "equal"

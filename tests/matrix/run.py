@@ -74,7 +74,7 @@ def _optimizer(cell: Cell, weights: list[nn.Parameter], importance: nn.Parameter
 
 def _learns(cell: Cell) -> bool:
     """Optimisers that cannot follow a change of mask are resumed under a mask that stands."""
-    return not (cell.kind in ("LBFGS", "AdamW8bit") and cell.change == "resume")
+    return not (cell.kind == "LBFGS" and cell.change == "resume")
 
 
 def _autocast(cell: Cell, device: str) -> AbstractContextManager[Any]:

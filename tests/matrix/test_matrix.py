@@ -62,7 +62,6 @@ def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, 
 NOTES = {
     "Closure use is not currently supported": "(1)",
     "LBFGS keeps a history of whole steps": "(2)",
-    "quantised in blocks of entries": "(2)",
     "leaves most entries as they are": "(3)",
 }
 

@@ -1,5 +1,6 @@
 """An optimiser that is remapped steps as it would have stepped the masked dense model."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,20 +66,19 @@ def check(name: str, architecture: str) -> None:
     masks = [random_mask(graph, ratio, seed) for seed, ratio in enumerate((0.6, 0.4, 0.9, 0.6))]
     small = sk.compact(model, graph, masks[0])
     optimizer = OPTIMIZERS[name](small.parameters())
-    kept: Any = None
     for place, mask in enumerate(masks):
         if place:
             last = masks[place - 1]
             model.load_state_dict(sk.expand(small.state_dict(), graph, last, into=model.state_dict()))
             other = sk.compact(model, graph, mask)
-            kept = sk.remap_optimizer(optimizer, graph, small, other, old_mask=last, new_mask=mask, entering=kept)
+            sk.remap_optimizer(optimizer, graph, small, other, old_mask=last, new_mask=mask)
             small = other
         for _ in range(3):
-            reference.remask(mask, [dense])
+            reference.set_mask(mask, [dense])
             loss_of(reference.call(scores, args, {}, explore=0.0)).backward()
-            reference.before_step([dense])
+            reference.before_step()
             dense.step()
-            reference.after_step([dense])
+            reference.after_step()
             optimizer.zero_grad()
             loss_of(small(*args)).backward()
             optimizer.step()
@@ -121,15 +121,25 @@ def test_parameter_groups_options_and_schedulers_stay_valid() -> None:
     assert optimizer.state_dict()["state"].keys() == set(range(len(list(small.parameters()))))
 
 
-def test_factored_state_is_refused_and_nothing_is_changed() -> None:
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, Lookahead])
+def test_state_that_is_not_one_value_for_each_entry_starts_fresh(make: Make) -> None:
     model, args, graph = problem("mlp")
     mask = random_mask(graph, 0.5, 0)
-    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer = make(model.parameters())
     loss_of(model(*args)).backward()
     optimizer.step()
-    with pytest.raises(InvalidValueError, match=r"Adafactor keeps '\w+' of '0.weight' in another shape"):
-        sk.remap_optimizer(optimizer, graph, model, sk.compact(model, graph, mask), new_mask=mask)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    small = sk.compact(model, graph, mask)
+    sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask)
+    twin = copy.deepcopy(small)
+    other = make(twin.parameters())
+    *changed, last = small.parameters()  # the output's bias reads no units
+    assert not any(optimizer.state[leaf] for leaf in changed)
+    assert optimizer.state[last]
+    for module, each in ((small, optimizer), (twin, other)):
+        loss_of(module(*args)).backward()
+        each.step()
+    for leaf, expected in zip(changed, twin.parameters(), strict=False):
+        assert torch.equal(leaf, expected)
 
 
 def test_what_does_not_fit_is_refused() -> None:

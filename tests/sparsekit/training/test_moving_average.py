@@ -1,4 +1,4 @@
-"""MovingAverage averages each unit with itself, whichever slot it has."""
+"""MovingAverage averages each unit with itself."""
 
 import copy
 
@@ -14,7 +14,7 @@ def masked_model(dtype: torch.dtype = torch.float64) -> tuple[LearnableMask, tor
     return LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned()), x
 
 
-def test_the_average_is_that_of_the_dense_weights_while_units_swap_slots() -> None:
+def test_the_average_is_that_of_the_dense_weights_while_units_come_and_go() -> None:
     masked, x = masked_model()
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     average = MovingAverage(masked, decay=0.7)

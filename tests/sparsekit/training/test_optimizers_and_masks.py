@@ -3,12 +3,13 @@
 import copy
 import io
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from masked import classifier, shake, train_step
-from optimizers import DataSgd
+from optimizers import DataSgd, Lookahead
 from torch import nn
 
 from sparsekit import LearnableMask
@@ -57,7 +58,7 @@ def _trained(make: object, **settings: object) -> tuple[LearnableMask, torch.opt
 )
 @pytest.mark.same_bits
 def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str, mask_first: bool, penalty: float) -> None:
-    """Also where dropped units return, with the moments that they left behind, and where the mask changes before a step."""
+    """Also where dropped units return, and where the mask changes before a step."""
     model, x, y = classifier(torch.float32)
 
     def begin() -> tuple[LearnableMask, list[torch.optim.Optimizer]]:
@@ -80,8 +81,6 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
     torch.save({"mask": nn.Sequential(masked).state_dict(), "optimizers": states}, buffer)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    assert any(key.startswith("0.sparsekit.state.") for key in saved["mask"])
-    assert any(":2." in key for key in saved["mask"]) == (len(others) == 2)
     loading = [lambda: nn.Sequential(twin).load_state_dict(saved["mask"])]
     # In another order than that in which they were made.
     loading += [lambda at=at: others[at].load_state_dict(saved["optimizers"][at]) for at in reversed(range(len(others)))]
@@ -159,26 +158,37 @@ def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios
             assert state["col_var"].shape == masked.model[2].weight.shape
 
 
-def test_factored_moments_follow_their_units_and_start_anew_where_a_shape_changes() -> None:
-    masked, optimizer, _, _ = _trained(lambda p: torch.optim.Adafactor(p, lr=0.05))
-    weight, first = masked.model[2].weight, masked.importance()
-
-    def moments() -> tuple[dict[int, float], dict[int, float]]:
-        masked.sync()
-        order, state = masked.execution.narrow_model.slot_order(), optimizer.state[weight]
-        rows, columns = state["row_var"].flatten().tolist(), state["col_var"].flatten().tolist()
-        return dict(zip(order["2"].tolist(), rows, strict=True)), dict(zip(order["0"].tolist(), columns, strict=True))
-
-    before = moments()
-    masked.load_importance({name: -values for name, values in first.items()})
-    for old, new in zip(before, moments(), strict=True):
-        assert new.keys() != old.keys()
-        assert all(value == old.get(unit, 0.0) for unit, value in new.items())
-    masked.load_importance(first)
-    assert moments() == before
-    masked.ratio = 0.25
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, Lookahead])
+def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_change(make: Any) -> None:
+    """And stays where they do not, and where the mask stands."""
+    masked, optimizer, x, y = _trained(lambda p: make(p, lr=0.05))
+    changing = [masked.model[0].weight, masked.model[0].bias, masked.model[2].weight]
+    before = {leaf: dict(optimizer.state[leaf]) for leaf in masked.weights()}
     masked.sync()
-    assert not optimizer.state[weight]
+    assert all(optimizer.state[leaf] == before[leaf] for leaf in before)
+    masked.load_importance({"0": -masked.importance()["0"]})
+    masked.sync()
+    for leaf, state in before.items():
+        assert optimizer.state[leaf] == ({} if any(leaf is other for other in changing) else state)
+    train_step(masked, optimizer, x, y)
+
+
+def test_a_new_training_begins_without_state_and_its_optimiser_is_followed() -> None:
+    """After `load` the optimisers of the training before go on as new ones do."""
+    found = []
+    for again in (False, True):
+        masked, optimizer, x, y = _trained(MOMENTS["momentum"])
+        model = classifier()[0]
+        masked.load(model.state_dict(), ratio=0.5)
+        assert not any(optimizer.state.values())
+        if not again:
+            optimizer = MOMENTS["momentum"](masked.parameters())
+        for seed in range(4):
+            shake(masked, seed)
+            train_step(masked, optimizer, x, y)
+        found.append(masked.dense_state())
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name
 
 
 def test_lbfgs_is_refused_when_the_mask_changes_and_only_then() -> None:

@@ -89,6 +89,6 @@ def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
     assert (small := compact(model, graph, mask))[1].num_groups == 3
     assert (small[1].num_channels, small[0].out_channels) == (6, 6)
     narrow_model = NarrowModel(model, graph)
-    narrow_model.remask(mask)
+    narrow_model.set_mask(mask)
     assert narrow_model.module[1].num_groups == 3
     assert skeleton(narrow_model.module, graph, UnitMask.full(graph))[1].num_groups == 4
