@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import os
 import pydoc_data.topics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import ROOT
 from torch import Tensor, nn
 
-DATA = ROOT.parent / "shared" / "data"
+DATA = Path(os.environ.get("SPARSEKIT_DATA", "data"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Ten
     for each in table["image"].to_pylist():
         image = Image.open(BytesIO(each["bytes"])).convert("RGB").resize((pixels, pixels), Image.Resampling.BICUBIC)
         rows.append(torch.from_numpy(np.array(image)))
-    x = (torch.stack(rows).permute(0, 3, 1, 2).float() - 127.0) / 128.0
+    x = ((torch.stack(rows).permute(0, 3, 1, 2).float() - 127.0) / 128.0).contiguous()
     return x, torch.tensor(table["label"].to_pylist())
 
 

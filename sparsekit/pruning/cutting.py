@@ -23,7 +23,7 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.latency import meet_latency
-from sparsekit.pruning.reconstruction import Reconstruct, recalibrate_batchnorm, reconstruct
+from sparsekit.pruning.reconstruction import Reconstruct, recalibrate_batchnorm, reconstruct, statistics_prior
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import ModelInputs
@@ -85,6 +85,7 @@ class Cutter:
     progress: bool
     tried: Sequence[CandidateReport] = ()
     scores: Mapping[str, Scored] = field(default_factory=dict)
+    _prior: tuple[nn.Module | None, Mapping[str, Tensor]] = (None, {})
 
     def best(
         self,
@@ -211,7 +212,11 @@ class Cutter:
             if left:
                 measured["error of refitted layers that is left"] = sum(left.values()) / len(left)
         if self.reconstruct in (True, "batchnorm"):
-            recalibrate_batchnorm(small, batches, progress=self.progress)
+            indices = graph.kept_indices(mask)
+            if self._prior[0] is not before:
+                self._prior = before, statistics_prior(before, batches)
+            prior = {name: value[indices[name][0]] if name in indices else value for name, value in self._prior[1].items()}
+            recalibrate_batchnorm(small, batches, prior=prior, progress=self.progress)
         return measured
 
 

@@ -17,6 +17,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
 
 Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
@@ -26,6 +27,9 @@ _ROWS = 4096
 """Rows of one call that a layer's statistics take at most."""
 _HELD = 8
 """One of so many examples is held out of a fit, and judges it."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_FARTHEST = 10.0
+"""Times by which variances of the dense model and of the batches may differ."""
 _RIDGES = (1.0, 10.0, 100.0, 1000.0)
 """Multiples of the ridge that are tried on what the fit has not seen."""
 
@@ -289,7 +293,12 @@ class _Fit:
 
 
 def recalibrate_batchnorm(
-    model: nn.Module, batches: Iterable[Batch], *, limit: int | None = None, progress: bool = False
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    prior: StateDict | None = None,
+    limit: int | None = None,
+    progress: bool = False,
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
@@ -299,6 +308,8 @@ def recalibrate_batchnorm(
     Args:
         model: Changed in place: running means and variances become plain averages over the batches.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
+        prior: State-dict key → what is added to a running mean, and multiplied with a running variance, as
+            `statistics_prior` measures it on the dense model; None changes nothing.
         limit: Batches to use at most; None uses all.
         progress: Whether to draw a progress bar on stderr.
 
@@ -308,27 +319,75 @@ def recalibrate_batchnorm(
     Raises:
         DataError: an empty loader, or a batch on another device than the model; the statistics are then as they were.
     """
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
-    ]
+    norms = batch_norms(model)
     if not norms:
         return 0
-    momenta = [norm.momentum for norm in norms]
+    momenta = [norm.momentum for norm in norms.values()]
     with scoring(model), torch.no_grad():
         try:
             for place, batch in enumerate(
                 read_batches(batches, model, "Recalibrating batch norms", limit=limit, progress=progress)
             ):
                 if not place:  # only now is it sure that there is one
-                    for norm in norms:
+                    for norm in norms.values():
                         norm.reset_running_stats()
                         norm.momentum = None  # a cumulative average
                         norm.train()
                 args, kwargs, _ = split_batch(batch, keep_target=False)
                 model(*args, **kwargs)
         finally:
-            for norm, momentum in zip(norms, momenta):
+            for norm, momentum in zip(norms.values(), momenta):
                 norm.momentum = momentum
+        for name, norm in norms.items() if prior is not None else ():
+            assert prior is not None
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.add_(prior[f"{name}running_mean"])
+            norm.running_var.mul_(prior[f"{name}running_var"])
     return len(norms)
+
+
+def batch_norms(model: nn.Module) -> dict[str, NormBase]:
+    """Prefix of the state-dict keys → batch norm that has running statistics."""
+    return {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules()
+        if isinstance(module, NormBase) and not isinstance(module, InstanceNorm) and module.running_mean is not None
+    }
+
+
+def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
+    """What the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
+
+    A few batches estimate statistics with noise, and they may differ from the data of the training: on EfficientNet-Lite0
+    and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The
+    cut model gets the statistics that it has on the batches, moved by a share of the way from those that the dense model
+    has there to those that it was trained to.
+
+    Args:
+        model: The dense model; its statistics are as before afterwards.
+        batches: As for `recalibrate_batchnorm`.
+        share: Of the way, in [0, 1]; 0 trusts the batches alone.
+
+    Returns:
+        State-dict key → float (channels,): summand of a running mean, factor of a running variance.
+    """
+    norms = batch_norms(model)
+    before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(_STATISTICS)}
+    found: dict[str, Tensor] = {}
+    if not norms:
+        return found
+    try:
+        recalibrate_batchnorm(model, batches)
+        for prefix, norm in norms.items():
+            mean, variance = norm.running_mean, norm.running_var
+            assert mean is not None
+            assert variance is not None
+            old_mean, old_variance = before[f"{prefix}running_mean"], before[f"{prefix}running_var"]
+            known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else they are those of a new layer
+            ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)
+            found[f"{prefix}running_mean"] = share * known * (old_mean - mean)
+            found[f"{prefix}running_var"] = 1 + share * known * (ratio - 1)
+    finally:
+        model.load_state_dict(before, strict=False)
+    return found

@@ -11,6 +11,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.pruning.cutting import StarvedGroupsWarning
 from sparsekit.pruning.prune import CANDIDATES
+from sparsekit.pruning.reconstruction import statistics_prior
 from sparsekit.pruning.trained import UncalibratedWarning
 
 
@@ -68,7 +69,8 @@ def test_a_named_criterion_is_what_the_parts_do_one_after_the_other() -> None:
     fit = batches[:7]
     parts = sk.prune(model, x, budget="flops=50%", criterion=sk.criteria.Fisher(fit, F.cross_entropy))
     sk.reconstruct(model, parts.model, parts.graph, parts.mask, fit)
-    sk.recalibrate_batchnorm(parts.model, fit)
+    prior, kept = statistics_prior(model, fit), parts.graph.kept_indices(parts.mask)
+    sk.recalibrate_batchnorm(parts.model, fit, prior={name: value[kept[name][0]] for name, value in prior.items()})
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, parts.model.state_dict()[name]), name
 

@@ -1,5 +1,6 @@
 """recalibrate_batchnorm() and reconstruct(): exact statistics, exact fits, and better models on data."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,53 @@ def test_statistics_are_averages_over_the_batches() -> None:
     assert torch.allclose(model[1].running_var, variance, atol=1e-6)
     assert model[1].momentum == 0.3
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_prior_moves_statistics_a_share_of_the_way_to_those_of_the_training(share: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    fresh = copy.deepcopy(model)
+    recalibrate_batchnorm(model, [2 * torch.randn(64, 3) + 1])  # "training" data, of which the batches below differ
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [torch.randn(64, 3)]
+    prior = reconstruction.statistics_prior(model, batches, share=share)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    alone, moved = copy.deepcopy(model), copy.deepcopy(model)
+    recalibrate_batchnorm(alone, batches)
+    recalibrate_batchnorm(moved, batches, prior=prior)
+    for name, value in moved.state_dict().items():
+        if "running" in name:
+            expected = (1 - share) * alone.state_dict()[name] + share * before[name]
+            assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6), name
+    new = reconstruction.statistics_prior(fresh, batches, share=share)
+    assert all(bool((value == (0 if name.endswith("mean") else 1)).all()) for name, value in new.items()), "no training yet"
+
+
+@pytest.mark.parametrize("batches", [[], iter([])])
+def test_statistics_survive_an_empty_loader(batches: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model(torch.randn(8, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(sk.errors.DataError):
+        recalibrate_batchnorm(model, batches)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_layers_are_fitted_in_parts_within_a_limit_of_memory() -> None:
+    torch.manual_seed(0)
+    model, batches = Net().eval(), [torch.randn(32, 3, 8, 8) for _ in range(2)]
+    graph = sk.trace_units(model, batches[0][:2])
+    mask = _half(graph)
+    whole, parts, none = (sk.compact(model, graph, mask) for _ in range(3))
+    left = reconstruct(model, whole, graph, mask, batches)
+    sizes = {"head": 8 * 5 * (5 + 4), "hidden": 8 * 64 * (64 + 5), "second": 8 * 54 * (54 + 6), "third": 8 * 54 * (54 + 4)}
+    assert reconstruct(model, parts, graph, mask, batches, memory_bytes=max(sizes.values())) == pytest.approx(left)
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(value, parts.state_dict()[name], atol=1e-5), name
+    fitted = reconstruct(model, none, graph, mask, batches, memory_bytes=sizes["second"])
+    assert fitted["hidden"] == 1.0, "its sums alone are too large"
+    assert fitted["second"] == pytest.approx(left["second"])
 
 
 def _half(graph: sk.UnitGraph) -> sk.UnitMask:

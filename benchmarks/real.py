@@ -1,0 +1,233 @@
+"""Real pretrained networks, cut to equal FLOPs by ours and by published rules: one shot, after equal training, and timed.
+
+    python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
+    python benchmarks/real.py cut smollm2 --out real               what is not in real/smollm2.jsonl yet, one shot
+    python benchmarks/real.py train efficientnet-lite0 --out real  100 steps with the dense model as teacher, after each cut
+    python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
+    python benchmarks/real.py table --out real
+
+`--arms` and `--shares` select cells. Four fifths of the calibration batches score units and refit layers, and the last
+fifth judges, as in `prune`, whose default is the candidate of least loss there. The test set is read once for each cell.
+"""
+
+import argparse
+import copy
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_arms import MASKS, Scores, fluctuation, shortgpt, torch_pruning, with_bias
+from real_nets import NETWORKS, Network, cycle
+from torch import nn
+
+import sparsekit as sk
+from sparsekit.allocation import PreferredMultiple, allocate, registry
+from sparsekit.criteria import Magnitude, Random, Taylor
+from sparsekit.criteria.base import score_units
+from sparsekit.criteria.by_name import with_data
+from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
+from sparsekit.measure.cost import measure_costs
+from sparsekit.measure.paired import measure_turns
+from sparsekit.pruning.prune import CANDIDATES
+from sparsekit.pruning.reconstruction import statistics_prior
+
+CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "products", "magnitude", "random")
+SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
+RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet-lite0": ("random", "tp l2", "tp taylor")}
+
+
+class Bench:
+    """A network with its units, costs and scores, which are kept in a file."""
+
+    def __init__(self, name: str, out: Path) -> None:
+        self.name, self.out = name, out
+        self.network: Network = NETWORKS[name]()
+        held = max(1, len(self.network.calibration) // 5)
+        self.fit, self.judge = self.network.calibration[:-held], self.network.calibration[-held:]
+        model, example, units = self.network.model, self.network.example, out / f"{name}.units.json"
+        if not units.exists():
+            units.write_text(sk.trace_units(model, example[0]).to_json())
+        self.graph = sk.UnitGraph.from_json(units.read_text())
+        self.costs = measure_costs(model, example, {}, self.graph, ("flops",), None)
+        path = out / f"{name}.scores.pt"
+        self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
+
+    def score(self) -> None:
+        """Score all units by every criterion."""
+        model = self.network.model
+        view = sk.View(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
+        for name in CRITERIA:
+            if name not in self.scores:
+                plain: Any = {"products": Taylor(form="products"), "magnitude": Magnitude(), "random": Random()}.get(name, name)
+                criterion = with_data(plain, self.fit, self.network.loss)
+                self.scores[name] = {key: each.double() for key, each in score_units(criterion, self.graph, view).items()}
+                self.save()
+                print(name, round(time.process_time()), flush=True)
+        if self.name == "smollm2" and "fluctuation" not in self.scores:
+            self.scores["fluctuation"] = fluctuation(self.network, self.graph, self.fit)
+            self.save()
+
+    def save(self) -> None:
+        torch.save(self.scores, self.out / f"{self.name}.scores.pt")
+
+    def budget(self, share: float) -> sk.Budget:
+        kept = self.network.kept_flops
+        return sk.Budget(flops=kept + share * (self.costs.dense_costs()["flops"] - kept))
+
+    def mask(self, arm: str, share: float) -> sk.UnitMask:
+        """The units that an arm keeps: `criterion/allocation`, or the name of a rival."""
+        if arm in MASKS:
+            return MASKS[arm](self.graph, self.costs, self.scores, self.budget(share))
+        if arm.startswith("tp "):
+            return torch_pruning(self.network, self.graph, share, arm[3:], self.fit)
+        criterion, allocation, *rest = arm.split("/")
+        scores = self.scores[criterion]
+        keep = {name: (1.0, 1.0) for name, group in self.graph.groups.items() if rest == ["heads"] and group.kind == "head"}
+        multiple = 1 if rest == ["any width"] else PreferredMultiple()
+        counts = allocate(
+            registry[allocation], self.graph, scores, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple
+        )
+        return sk.choose(self.graph, scores, counts)
+
+    def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
+        """The small model, and its share of the FLOPs; `how` is "as cut", "bias" or "reconstructed"."""
+        model, network = self.network.model, self.network
+        if arm == "shortgpt":
+            return shortgpt(network, share, self.fit), share
+        mask = self.mask(arm, share)
+        small = sk.compact(model, self.graph, mask)
+        if how == "bias":
+            with_bias(network, small, self.graph, mask, self.fit)
+        if how == "reconstructed":
+            reconstruct(model, small, self.graph, mask, self.fit)
+        if network.loss is not None:
+            indices = self.graph.kept_indices(mask)
+            prior = statistics_prior(model, self.fit) if how == "reconstructed" else None
+            if prior is not None:
+                prior = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
+            recalibrate_batchnorm(small, self.fit, prior=prior)
+        dense, kept = self.costs.dense_costs()["flops"], network.kept_flops
+        return small, (self.costs.costs(mask.counts())["flops"] - kept) / (dense - kept)
+
+    def measure(self, small: nn.Module) -> dict[str, Any]:
+        judge, test = self.network.judge(small, self.judge), self.network.judge(small, self.network.test)
+        return {"judge": judge["loss"], **test}
+
+
+def cells(name: str) -> list[tuple[str, float, str]]:
+    """Arm, share of the FLOPs, what is done after the cut; what decides most first."""
+    found: list[tuple[str, float, str]] = []
+    ours = [f"{first}/{second}" for first, second in CANDIDATES]
+    for share in SHARES[name]:
+        found += [(arm, share, "reconstructed") for arm in (*ours, *RIVALS[name])]
+    for share in SHARES[name]:
+        found += [(arm, share, "bias" if arm in ("wanda-sp", "flap") else "as cut") for arm in RIVALS[name]]
+        found += [("shortgpt", share, "as cut")] if name == "smollm2" else []
+    for share in SHARES[name]:
+        others = [f"{first}/{second}" for first in CRITERIA for second in ("by_cost", "by_loss", "uniform")]
+        found += [(arm, share, "reconstructed") for arm in others if arm not in ours and not arm.startswith("random")]
+        found += [(arm, share, "as cut") for arm in ours]
+        found += [(f"{arm}/any width", share, "reconstructed") for arm in ours[:2]]
+    return found
+
+
+def train(bench: Bench, small: nn.Module, steps: int = 100) -> nn.Module:
+    """Equal training for every arm: the same batches in the same order, the dense model as teacher."""
+    network = bench.network
+    rate = 3e-4 if network.loss is None else 0.004
+    optimizer = torch.optim.AdamW(small.parameters(), lr=rate) if network.loss is None else torch.optim.SGD(
+        small.parameters(), lr=rate, momentum=0.9
+    )  # fmt: skip
+    teacher = Distillation(network.model)
+    small.train()
+    for _, batch in zip(range(steps), cycle(bench.fit)):
+        if network.loss is None:
+            outputs, args, kwargs = small(**batch), (), {"input_ids": batch["input_ids"]}
+            loss = outputs.loss
+        else:
+            outputs, args, kwargs = small(batch[0]), (batch[0],), {}
+            loss = network.loss(outputs, batch[1])
+        optimizer.zero_grad()
+        teacher.combine(loss, outputs, teacher.teach(args, kwargs)).backward()
+        optimizer.step()
+    return small.eval()
+
+
+def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
+    """Time of a pass of the dense model over that of a small one, in turns, for one image and eight of 224 pixels."""
+    found = {}
+    for batch in (1, 8):
+        x = (torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0)),)
+        for runtime in ("eager", "onnx"):
+            pair = measure_turns(bench.network.model, small, x, {}, batch=batch, threads=1, runtime=runtime)
+            found[f"{runtime} {batch}: ms"], found[f"{runtime} {batch}: faster"] = pair.after_ms, pair.faster
+    return found
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]], metric: str) -> None:
+    """A row for each arm, a column for each share; the default is the candidate of least loss on the batches that judge."""
+    shares = sorted({row["share"] for row in rows if row["what"] == "cut"}, reverse=True)
+    found = {(row["arm"], row["how"], row["share"]): row for row in rows if row["what"] == "cut"}
+    best = {}
+    for share in shares:
+        tried = [(f"{a}/{b}", "reconstructed", share) for a, b in CANDIDATES if (f"{a}/{b}", "reconstructed", share) in found]
+        if tried:
+            best[share] = found[min(tried, key=lambda key: found[key]["judge"])]
+    print("| arm | " + " | ".join(f"{share:.0%}" for share in shares) + " |\n|---|" + "---|" * len(shares))
+    lines = [("**default**", best)] + [
+        (f"{arm}, {how}", {share: found[arm, how, share] for share in shares if (arm, how, share) in found})
+        for arm, how in dict.fromkeys((arm, how) for arm, how, _ in found)
+    ]
+    for name, each in lines:
+        print(f"| {name} | " + " | ".join(f"{each[share][metric]:.4g}" if share in each else "" for share in shares) + " |")
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("scores", "cut", "train", "time", "table"))
+    parser.add_argument("network", nargs="?", choices=tuple(NETWORKS))
+    parser.add_argument("--out", type=Path, default=Path("real"))
+    parser.add_argument("--arms", default=".*", help="regular expression over `arm, how`")
+    parser.add_argument("--shares", type=float, nargs="*")
+    options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
+    if options.what == "table":
+        for name in NETWORKS:
+            rows = read(options.out / f"{name}.jsonl")
+            if rows:
+                print(f"\n{name}\n")
+                table(rows, "perplexity" if "perplexity" in rows[0] else "accuracy")
+        return
+    torch.set_num_threads(1)
+    bench, path = Bench(options.network, options.out), options.out / f"{options.network}.jsonl"
+    if options.what == "scores":
+        bench.score()
+        return
+    for arm, share, how in [("dense", 1.0, "as it is"), *cells(options.network)]:
+        key = {"what": options.what, "arm": arm, "share": share, "how": how}
+        known = any(key == {name: row[name] for name in key} for row in read(path))
+        if known or (options.shares and share not in options.shares) or not re.search(options.arms, f"{arm}, {how}"):
+            continue
+        torch.manual_seed(0)
+        began = time.process_time()
+        small, flops = (bench.network.model, 1.0) if arm == "dense" else bench.cut(arm, share, how)
+        seconds = time.process_time() - began
+        if options.what == "train" and arm != "dense":
+            small = train(bench, copy.deepcopy(small))
+        found = milliseconds(bench, small) if options.what == "time" else bench.measure(small)
+        row = {**key, **found, "flops": flops, "seconds": seconds}
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

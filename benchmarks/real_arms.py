@@ -1,0 +1,165 @@
+"""The arms of `benchmarks/real.py`: published rules of pruning, each in at most 30 lines, as masks over our units or as models.
+
+What could be chosen (whether heads stay, which layers are spared) was chosen on calibration batches, or as the authors have it.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from real_nets import Network
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import Problem, global_ranking, uniform
+from sparsekit.criteria.gate_gradients import inputs_of, unit_readers
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel
+
+Scores = dict[str, Tensor]
+
+
+def layer_of(group: str) -> int:
+    """Number of the layer of a group of a Llama."""
+    return int(group.split("layers.")[1].split(".")[0])
+
+
+def counts_of(
+    graph: sk.UnitGraph, costs: CostModel, scores: Scores, budget: Budget, allocation: Any, keep: Callable[[str], bool]
+) -> dict[str, int]:
+    """Numbers of units within a budget; groups that `keep` names keep all of theirs."""
+    limits = {name: (1.0, 1.0) for name in graph.groups if keep(name)}
+    multiple = sk.allocation.PreferredMultiple()
+    return dict(sk.allocation.allocate(allocation, graph, scores, costs, budget=budget, limits=limits, multiple_of=multiple))
+
+
+def wanda_sp(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
+    """Wanda (Sun et al., ICLR 2024) summed over units: one share of the features of every layer, all heads stay."""
+    own = scores["activation"]
+    counts = counts_of(graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head")
+    return sk.choose(graph, own, counts)
+
+
+def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
+    """LLM-Pruner (Ma et al., NeurIPS 2023): Σ |w·∂L/∂w|, one share of the features; outer layers are spared."""
+    own, last = scores["products"], max(map(layer_of, graph.groups))
+    spared = {0, 1, 2, last - 1, last}
+    try:
+        counts = counts_of(
+            graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head" or layer_of(name) in spared
+        )
+    except sk.BudgetError:
+        counts = counts_of(
+            graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head" or layer_of(name) in {0, last}
+        )
+    return sk.choose(graph, own, counts)
+
+
+def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
+    """FLAP (An et al., AAAI 2024): variance of the input times the norm of the weights, standardised, one ranking."""
+    own = {name: (each - each.mean()) / each.std().clamp_min(1e-30) for name, each in scores["fluctuation"].items()}
+
+    def ranking(problem: Problem) -> Any:
+        return global_ranking(problem, scale="none")
+
+    return sk.choose(graph, own, counts_of(graph, costs, own, budget, ranking, lambda _: False))
+
+
+def random_uniform(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
+    """Random units, one share everywhere."""
+    own = scores["random"]
+    return sk.choose(graph, own, counts_of(graph, costs, own, budget, uniform, lambda _: False))
+
+
+MASKS: dict[str, Callable[..., sk.UnitMask]] = {
+    "wanda-sp": wanda_sp,
+    "llm-pruner": llm_pruner,
+    "flap": flap,
+    "random": random_uniform,
+}
+
+
+@torch.no_grad()
+def fluctuation(network: Network, graph: sk.UnitGraph, batches: Sequence[Any]) -> Scores:
+    """Of every unit the variance of what its readers read, times the squared norm of their weights: the scores of FLAP."""
+    readers = unit_readers(network.model, graph)
+    sums: dict[nn.Module, list[Tensor]] = {}
+    layers = {layer for found in readers.values() for layer, _, _ in found or ()}
+    for batch in batches:
+        with inputs_of(layers) as calls:
+            network.model(**batch)
+        for layer, inputs in calls.items():
+            x = inputs[0].flatten(0, -2)
+            parts = [x.sum(0), x.square().sum(0), torch.tensor(float(len(x)))]
+            sums[layer] = [a + b for a, b in zip(sums[layer], parts)] if layer in sums else parts
+    found = {}
+    for name, each in readers.items():
+        [(layer, piece, _)] = each or []
+        total, squares, count = sums[layer]
+        variance = squares / count - (total / count).square()
+        found[name] = (variance * layer.weight.square().sum(0)).double()[piece.index].sum(1)
+    return found
+
+
+@torch.no_grad()
+def with_bias(network: Network, small: nn.Module, graph: sk.UnitGraph, mask: sk.UnitMask, batches: Sequence[Any]) -> nn.Module:
+    """The mean of what was dropped, as a bias of the layer that read it: what Wanda-sp and FLAP have in place of a refit."""
+    indices, modules = graph.kept_indices(mask), dict(small.named_modules())
+    cut = {
+        layer: (name, indices[f"{name}.weight"][1])
+        for name, layer in network.model.named_modules()
+        if isinstance(layer, nn.Linear) and 1 in indices.get(f"{name}.weight", {})
+    }
+    means: dict[nn.Module, Tensor] = {}
+    for batch in batches:
+        with inputs_of(cut) as calls:
+            network.model(**batch)
+        for layer, inputs in calls.items():
+            means[layer] = means.get(layer, torch.zeros(())) + inputs[0].flatten(0, -2).mean(0) / len(batches)
+    for layer, (name, kept) in cut.items():
+        gone = torch.ones(layer.weight.shape[1], dtype=torch.bool).index_fill_(0, kept, False)
+        modules[name].bias = nn.Parameter(layer.weight[:, gone] @ means[layer][gone])
+    return small
+
+
+@torch.no_grad()
+def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Module:
+    """ShortGPT (Men et al., 2024): the layers go whose outputs are most like their inputs."""
+    layers = network.model.model.layers
+    likeness = torch.zeros(len(layers))
+    for batch in batches:
+        states = network.model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+        for place in range(len(layers)):
+            likeness[place] += torch.cosine_similarity(states[place], states[place + 1], dim=-1).mean()
+    kept = sorted(likeness.argsort()[: round(share * len(layers))].tolist())
+    small = copy.deepcopy(network.model)
+    small.model.layers = nn.ModuleList(small.model.layers[place] for place in kept)
+    small.config.num_hidden_layers = len(kept)
+    return small
+
+
+def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str, batches: Sequence[Any]) -> sk.UnitMask:
+    """Torch-Pruning 1.6 walks to a share of the FLOPs; the channels that it keeps, as a mask over our units."""
+    import torch_pruning as tp
+
+    small = copy.deepcopy(network.model)
+    importance = tp.importance.GroupTaylorImportance() if kind == "taylor" else tp.importance.GroupMagnitudeImportance(p=2)
+    pruner = tp.pruner.BasePruner(
+        small, network.example[0], importance, global_pruning=kind == "taylor", pruning_ratio=0.95, iterative_steps=100,
+        ignored_layers=[small._fc], round_to=8,
+    )  # fmt: skip
+    dense = tp.utils.count_ops_and_params(small, network.example[0])[0]
+    if kind == "taylor":
+        for x, y in batches:
+            network.loss(small(x), y).backward()  # type: ignore[misc]
+    while tp.utils.count_ops_and_params(small, network.example[0])[0] > share * dense:
+        pruner.step()
+    # Vectors of batch norms lose entries of their own units alone, so that they say which are left.
+    left, whole, keep = small.state_dict(), network.model.state_dict(), {}
+    for name, group in graph.groups.items():
+        piece = next(each for each in group.slices if each.name.endswith("running_mean"))
+        known = {(float(a), float(b)) for a, b in zip(left[piece.name], left[piece.name.replace("mean", "var")])}
+        mean, variance = whole[piece.name], whole[piece.name.replace("mean", "var")]
+        keep[name] = torch.tensor([(float(mean[i]), float(variance[i])) in known for i in piece.index[:, 0]])
+    return sk.UnitMask(keep)
