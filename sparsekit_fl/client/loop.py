@@ -19,7 +19,7 @@ from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.metrics import in_batches
+from sparsekit_fl.problem.metrics import in_batches, loss_weight
 from sparsekit_fl.problem.problem import Problem, arranged
 
 _EVALUATION_BATCH = 256
@@ -274,7 +274,8 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
         for batch in examples.batches(positions, bounds):
             outputs = module(*batch.inputs)
             found: dict[str, tuple[Any, Any]] = {name: metric(outputs, batch.targets) for name, metric in metrics.items()}
-            found["loss"] = (problem.loss(outputs, batch.targets) * batch.size, batch.size)
+            counted = loss_weight(problem.loss, batch.targets)
+            found["loss"] = (problem.loss(outputs, batch.targets) * counted, counted)
             for name, (score, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 # What has no weight has no value in this batch, whatever its sum is.

@@ -1,6 +1,5 @@
-"""Metrics: a sum and its weight travel together, so that averages over batches and clients cannot go wrong."""
+"""Metrics and losses: a sum and its weight travel together, so that averages over batches and clients are exact."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +10,7 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.names import lower_by_name
 
-__all__ = [
-    "IGNORED",
-    "Metric",
-    "TokenAccuracy",
-    "accuracy",
-    "cross_entropy",
-    "log_loss",
-    "lower_is_better",
-    "perplexity",
-    "whole",
-]
+__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "whole"]
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -29,7 +18,7 @@ IGNORED = -100
 Metric = Callable[[Any, Tensor], tuple[Any, Any]]
 """(outputs, targets) → (sum, weight), two numbers or scalars; the metric's value is Σ sum / Σ weight.
 
-Splits are scored in batches, so that a metric that is no mean over examples needs `whole`. Weight 0 says that it has no value.
+Splits are scored in batches, so that a metric that is not a mean over examples needs `whole`. Weight 0: it has no value.
 """
 
 
@@ -39,23 +28,6 @@ def _check(outputs: Tensor, targets: Tensor) -> None:
             f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
             " put the classes last, or write a metric of your own"
         )
-
-
-def accuracy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Right predictions, and how many were asked for.
-
-    Args:
-        outputs: Scores, float `(N, classes)` or `(N, T, classes)`; the largest wins.
-        targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
-
-    Returns:
-        `(right, counted)`, scalars; per token for sequences.
-
-    Raises:
-        DataError: the shapes do not fit.
-    """
-    _check(outputs, targets)
-    return (outputs.argmax(-1) == targets).sum(), (targets != IGNORED).sum()
 
 
 @dataclass(frozen=True)
@@ -71,12 +43,28 @@ class TokenAccuracy:
     never_right: tuple[int, ...] = ()
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`(right, counted)` as `accuracy` gives them, less the tokens that never count as right."""
+        """Count right predictions as `accuracy` does, without the tokens that never count as right."""
         _check(outputs, targets)
         right = outputs.argmax(-1) == targets
         for token in self.never_right:
             right = right & (targets != token)
-        return right.sum(), (targets != IGNORED).sum()
+        return right.sum(), _counted(targets)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of correct and of counted targets.
+
+    Args:
+        outputs: Scores, float `(N, classes)` or `(N, T, classes)`; the largest wins.
+        targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
+
+    Returns:
+        `(correct, counted)`, scalars; per token for sequences.
+
+    Raises:
+        DataError: the shapes do not fit.
+    """
+    return TokenAccuracy()(outputs, targets)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -94,20 +82,33 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
+def _counted(targets: Tensor) -> Tensor:
+    return (targets != IGNORED).sum()
+
+
+cross_entropy.weight = _counted  # type: ignore[attr-defined]
+
+
+def loss_weight(loss: Any, targets: Tensor) -> Any:
+    """Return how much the loss of a batch counts beside other batches.
+
+    Args:
+        loss: A loss with an attribute `weight`, a function of targets, says what its mean is over: `cross_entropy` counts
+            tokens, padding excluded. Any other loss is a mean over examples.
+        targets: Of the batch.
+    """
+    weight = getattr(loss, "weight", None)
+    return weight(targets) if callable(weight) else len(targets)
+
+
 def log_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats as a sum, and the number of targets that count; arguments as for `accuracy`."""
+    """Return the cross-entropy in nats as a sum, and the number of targets that count; arguments as for `accuracy`."""
     _check(outputs, targets)
-    total = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
-    return total, (targets != IGNORED).sum()
-
-
-def perplexity(mean_log_loss: float) -> float:
-    """The perplexity that belongs to a mean `log_loss`; average the loss first, perplexities do not average."""
-    return math.exp(mean_log_loss)
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum"), _counted(targets)
 
 
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
-    """Whether small values of a metric are the good ones.
+    """Return whether small values of a metric are the good ones.
 
     Args:
         name: Its name: one that ends with `loss`, `error` or `perplexity` is better when it is lower.
@@ -118,7 +119,7 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
 
 
 def whole(metric: Metric) -> Metric:
-    """Mark a metric that is called once, with a whole split: AUC or F1, say, which no mean over batches gives.
+    """Mark a metric that is called once, with a whole split: AUC or F1, for example, which are not means over batches.
 
     Args:
         metric: A function; an object says `whole = True` itself.
@@ -131,5 +132,5 @@ def whole(metric: Metric) -> Metric:
 
 
 def in_batches(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The metrics that are called batch by batch: those that are not `whole`."""
+    """Return the metrics that are called batch by batch: those that are not `whole`."""
     return {name: metric for name, metric in metrics.items() if not getattr(metric, "whole", False)}

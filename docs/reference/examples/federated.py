@@ -394,8 +394,6 @@ loss = fl.metrics.cross_entropy(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 # sparsekit_fl.metrics.log_loss
 total, of = fl.metrics.log_loss(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 
-# sparsekit_fl.metrics.perplexity
-fl.metrics.perplexity(2.3)
 
 # sparsekit_fl.policies.RoundView
 from sparsekit_fl.policies import RoundView  # a View that knows the round: what a criterion of UnitCriterion is given

@@ -7,7 +7,7 @@ __all__ = ["datasets"]
 datasets = Registry(
     "dataset",
     {
-        "digits": "sparsekit_fl.problem.datasets.digits:load",
+        "digits": "sparsekit_fl.problem.datasets.images:digits",
         "mnist": "sparsekit_fl.problem.datasets.images:mnist",
         "cifar10": "sparsekit_fl.problem.datasets.images:cifar10",
         "cifar100": "sparsekit_fl.problem.datasets.images:cifar100",

@@ -1,7 +1,7 @@
-"""Image data sets in the parquet layout of the hub.
+"""Image data sets: the digits of scikit-learn, and those in the parquet layout of the hub.
 
-Each takes the user's data directory, or None to fetch the hub's copy. Its pictures stay uint8, in one array that all clients
-share. Files that are missing or malformed are a DataError, which says how to get them.
+Each takes the user's data directory, or None to fetch the hub's copy. Images stay uint8, in one array that all clients share.
+Missing or malformed files raise a DataError that says how to get them.
 """
 
 import io
@@ -22,6 +22,23 @@ from sparsekit_fl.problem.datasets.files import cached_tensors, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
+_DIGITS_TRAIN = 1437  # the first four fifths
+
+
+def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)
+    """Load the 1,797 handwritten digits of 8×8 pixels that come with scikit-learn; the last 360 are the test set.
+
+    Args:
+        root: Not used.
+
+    Raises:
+        MissingDependencyError: scikit-learn is not installed.
+    """
+    bundle = need("sklearn.datasets", "reading the data", extra="fl").load_digits()
+    pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
+    images, labels = torch.from_numpy(pixels), torch.from_numpy(bundle.target.astype(np.int64))
+    train, test = (TensorData((images[part],), labels[part]) for part in (slice(_DIGITS_TRAIN), slice(_DIGITS_TRAIN, None)))
+    return DataSource(name="digits", kind="image", train=train, test=test, classes=10, mean=(0.3054,), std=(0.3763,))
 
 
 def _load(
@@ -36,7 +53,7 @@ def _load(
     aliases: Sequence[str] = (),
     test_names: Sequence[str] = ("test",),
 ) -> DataSource:
-    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every picture."""
+    """Read `<root>/<name>/**/*.parquet`, or the hub's copy, which is fetched once; `shape` is that of every image."""
     files = find_split_files(name, root, repo=repo, aliases=aliases, test_names=test_names)
     pools = (
         cached_tensors(f"{name}-{split}", own, partial(read_images, own, shape))
@@ -78,18 +95,18 @@ def tiny_imagenet(root: Path | str | None = None) -> DataSource:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Decode all pictures of some parquet files.
+    """Decode all images of some parquet files.
 
     Args:
         files: With a column `image` or `img` (a struct of encoded `bytes`, or the bytes themselves) and a column `label`
             or `fine_label`.
-        shape: `(C, H, W)` to come out.
+        shape: `(C, H, W)` of every image.
 
     Returns:
         `images` uint8 `(rows, C, H, W)` and `labels` int64 `(rows,)`.
 
     Raises:
-        DataError: a column is missing, a file is damaged, or a picture has another size.
+        DataError: a column is missing, a file is damaged, or an image has another size.
     """
     parquet, pillow = need("pyarrow.parquet", "reading the data", extra="fl"), need("PIL.Image", "reading the data", extra="fl")
     images, labels = [], []
@@ -128,7 +145,7 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
 
 
 def pixels_of(picture: Any, channels: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the pixels of a picture of Pillow, uint8 (channels, H, W), with 1 or 3 channels; None keeps grey pictures grey.
+    """Return the pixels of a picture of Pillow, uint8 (channels, H, W), with 1 or 3 channels; None keeps grey grey.
 
     Raises:
         ValueError: it has more than 8 bits a channel, which Pillow would clip to white.

@@ -1,7 +1,6 @@
 """The image data sets as batches of torch tensors, for commands that know nothing of clients."""
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +13,13 @@ from sparsekit_fl.problem.datasets.base import ImageTransform
 
 _VALIDATION = 0.1
 
-
 Batches = DataLoader[tuple[torch.Tensor, ...]]
 
 
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
-    """A tenth of the training examples, drawn from `seed`, is for validation; the test set is not looked at.
+    """Return training batches, in another order each time, and validation batches: normalised float images and labels.
 
-    Args:
-        name: Name of the data set.
-        data_dir: Folder that holds it; None fetches it once.
-        batch_size: Examples in a batch.
-        seed: Seed of the split and of the order of the batches.
-
-    Returns:
-        Training batches, in another order each time, and validation batches: normalised float images and labels.
+    A tenth of the training examples, drawn from `seed`, is for validation; the test set is not used.
     """
     source = datasets[name](data_dir)
     channels, height, width = source.shape
@@ -44,10 +35,6 @@ def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, s
     return batches(order[held_out:], shuffle=True), batches(order[:held_out], shuffle=False)
 
 
-_Loaders = Callable[..., tuple[Batches, Batches]]
-
-digits: _Loaders = functools.partial(_loaders, "digits")
-mnist: _Loaders = functools.partial(_loaders, "mnist")
-cifar10: _Loaders = functools.partial(_loaders, "cifar10")
-cifar100: _Loaders = functools.partial(_loaders, "cifar100")
-tiny_imagenet: _Loaders = functools.partial(_loaders, "tiny-imagenet")
+digits, mnist, cifar10, cifar100, tiny_imagenet = (
+    partial(_loaders, name) for name in ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet")
+)

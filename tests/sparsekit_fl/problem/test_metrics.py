@@ -1,8 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from sparsekit_fl.problem.metrics import IGNORED, TokenAccuracy, accuracy, cross_entropy, log_loss, perplexity
+import sparsekit_fl as fl
+from sparsekit_fl.client.loop import Examples, evaluate
+from sparsekit_fl.problem.metrics import IGNORED, TokenAccuracy, accuracy, cross_entropy, log_loss
 
 SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
 
@@ -35,6 +40,16 @@ def test_cross_entropy_takes_classes_last_for_sequences() -> None:
     assert torch.equal(cross_entropy(SCORES, torch.tensor([0, 1, 0])), F.cross_entropy(SCORES, torch.tensor([0, 1, 0])))
 
 
-def test_perplexity_of_a_uniform_guess_is_the_number_of_classes() -> None:
-    total, weight = log_loss(torch.zeros(4, 7), torch.zeros(4, dtype=torch.int64))
-    assert perplexity(float(total / weight)) == pytest.approx(7)
+def test_the_loss_of_padded_sequences_is_a_mean_over_tokens_however_they_are_batched() -> None:
+    """Rows of one token and of four, in an order that makes the batches of an evaluation uneven."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = torch.randn(600, 4, 5, generator=generator), torch.randint(5, (600, 4), generator=generator)
+    targets[:300, 1:] = IGNORED
+    problem = fl.Problem(model=nn.Identity, example_inputs=(outputs[:1],), metrics={"log_loss": log_loss})
+    scores = evaluate(nn.Identity(), problem, Examples(problem, fl.TensorData((outputs,), targets), device="cpu"))
+    (total, tokens), (loss, weight) = scores["log_loss"], scores["loss"]
+    assert tokens == weight == 300 + 4 * 300
+    assert loss == pytest.approx(total, rel=1e-6)
+    plain = replace(problem, loss=lambda outputs, targets: cross_entropy(outputs, targets))
+    by_example = evaluate(nn.Identity(), plain, Examples(plain, fl.TensorData((outputs,), targets), device="cpu"))["loss"]
+    assert by_example[1] == 600, "of any other loss it is not known what the mean is over"
