@@ -72,14 +72,14 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "jinja2": ("sparsekit_fl.results.report.*",),
     "pandas": ("sparsekit_fl.results.report.*", "sparsekit_fl.paper.*", "sparsekit_fl.results.frames"),
-    "matplotlib": ("sparsekit.bandit.study", "sparsekit_fl.results.report.*", "sparsekit_fl.results.frames"),
-    "optuna": ("sparsekit.bandit.*", "sparsekit.cli.trials"),
+    "matplotlib": ("sparsekit.cli.search", "sparsekit_fl.results.report.*", "sparsekit_fl.results.frames"),
+    "optuna": ("sparsekit.bandit.*", "sparsekit.cli.tune", "sparsekit.cli.search"),
     "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.results.state.storage", "sparsekit.bandit.study"),
+    "filelock": ("sparsekit_fl.results.state.storage", "sparsekit.cli.tune"),
     "tensorboard": ("sparsekit_fl.callbacks.trackers",),
     "mlflow": ("sparsekit_fl.callbacks.trackers",),
     "IPython": ("sparsekit_fl.callbacks.displays",),
@@ -91,7 +91,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 
 # Searches on Optuna, which nobody needs for asking and telling; they are imported by name only.
-BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.study", "sparsekit.bandit.trials")
+BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.search_space")
 
 REGISTRIES = {
     "sparsekit/criteria": (

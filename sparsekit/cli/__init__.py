@@ -13,6 +13,5 @@ from sparsekit.lazy import lazy_names
 if TYPE_CHECKING:
     from sparsekit.cli.output import command_app as command_app
     from sparsekit.cli.output import log_to as log_to
-    from sparsekit.cli.trials import run_search as run_search
 
 __all__, __getattr__ = lazy_names(__name__)

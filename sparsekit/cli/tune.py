@@ -1,174 +1,50 @@
-"""`sparsekit tune`: tune numbers in any command line, whose runs are the trials and whose output has the score."""
+"""`sparsekit tune`: search for the best values of any command line, with Optuna's study and journal."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
+import json
 import signal
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsekit.bandit.make import DEFAULT, registry
-from sparsekit.bandit.trials import Ended, Score
-from sparsekit.cli.output import command_app
-from sparsekit.errors import InvalidValueError
+from sparsekit.bandit.search_space import parse_axes
+from sparsekit.cli.commands import Commands, check_command, metric_pattern
+from sparsekit.cli.output import command_app, print_table
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
-# {{name}} is the text {name}; ${name} is the shell's own.
-_MARK = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
-# What a bandit takes as a reward.
-_LARGEST = 1e100
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_GRACE_SECONDS = 3.0
-_LOOK_SECONDS = 0.05
-_LAST_BYTES = 16 * 2**20
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
+    from sparsekit.cli.search import Search
 
-def check_command(text: str, names: Sequence[str]) -> None:
-    """Check that a command line for the shell says where its values go: `{name}`, and `{trial}` for the trial's number.
-
-    Args:
-        text: What the user wrote. All but the marks goes to the shell untouched.
-        names: Each must be in the text, and nothing else may.
-    """
-    if not text.strip():
-        raise InvalidValueError('the command is empty; write it in quotes, as in "python train.py --lr {lr}"')
-    marks = {found[2] for found in _MARK.finditer(text) if found[2]}
-    if "trial" in names:
-        raise InvalidValueError("--space cannot name trial, since {trial} is the number of the trial; take another name")
-    absent = [name for name in names if name not in marks]
-    if absent:
-        raise InvalidValueError(f"--space {absent[0]}=… is not in the command; write {{{absent[0]}}} where its value goes")
-    foreign = sorted(marks - {*names, "trial"})
-    if foreign:
-        raise InvalidValueError(
-            f"the command has {{{foreign[0]}}}, which no --space says; add --space {foreign[0]}=LOW:HIGH,"
-            f" or write {{{{{foreign[0]}}}}} for the text {{{foreign[0]}}} itself"
-        )
+_INTERRUPTED, _FAILED = 130, 2
+_MAX_ROWS = 15
 
 
-def filled(text: str, values: Mapping[str, str], *, trial: int) -> str:
-    """The command line of one trial."""
-    texts = {**values, "trial": str(trial)}
-    return _MARK.sub(lambda found: f"{{{found[1]}}}" if found[1] else texts[found[2]], text)
+@contextlib.contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Give an event that Ctrl-C and SIGTERM set, so that no entry of the journal is half written; the second one raises."""
+    stopped = threading.Event()
 
+    def stop(*_: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
 
-def metric_pattern(text: str) -> re.Pattern[str]:
-    """Read a regular expression with one group, around the score; `^` and `$` match at lines."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if main}
     try:
-        pattern = re.compile(text, re.MULTILINE)
-    except re.error as error:
-        raise InvalidValueError(f"--metric is no regular expression: {error}, got {text!r}") from error
-    if pattern.groups != 1:
-        raise InvalidValueError(
-            f"--metric must have one group, around the number, got {pattern.groups} in {text!r};"
-            r" write accuracy: ([\d.]+) for example, and (?:…) for other parentheses"
-        )
-    return pattern
-
-
-def read_metric(pattern: re.Pattern[str], *outputs: str) -> float:
-    """The number of the last match in the first of `outputs` that has one; at most 1e100 in magnitude."""
-    for output in outputs:
-        # Colours would stand between a word and its number, and a progress bar writes many lines over each other.
-        matches = pattern.findall(_COLOURS.sub("", output).replace("\r", "\n"))
-        if not matches:
-            continue
-        try:
-            number = float(matches[-1])
-        except ValueError:
-            raise InvalidValueError(f"the metric is no number: {matches[-1]!r}") from None
-        if not abs(number) <= _LARGEST:
-            raise InvalidValueError(f"the metric is {number:g}")
-        return number
-    raise InvalidValueError(f"the output has no match of the metric, {pattern.pattern!r}")
-
-
-class Commands(contextlib.AbstractContextManager["Commands"]):
-    """Runs command lines, each in a process group of its own; on leaving, what still runs is ended.
-
-    Args:
-        text: The command line, with its marks.
-        metric: Where the score stands.
-        logs: Folder for standard output and standard error, `NUMBER.out` and `NUMBER.err`.
-        timeout_seconds: After this long, a command and all that it started are ended, and it has failed; None: never.
-    """
-
-    def __init__(self, text: str, metric: re.Pattern[str], logs: Path, *, timeout_seconds: float | None = None) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        self._text, self._metric, self._logs, self._timeout = text, metric, logs, timeout_seconds
-        # Of trials: the process, and when it began.
-        self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
-
-    def __exit__(self, *_: object) -> None:
-        for number in list(self._running):
-            self.stop(number)
-
-    def _log(self, number: int, kind: str) -> Path:
-        return self._logs / f"{number:04d}.{kind}"
-
-    def start(self, number: int, values: Mapping[str, str]) -> None:
-        """Begin a trial."""
-        line = filled(self._text, values, trial=number)
-        with self._log(number, "out").open("wb") as output, self._log(number, "err").open("wb") as errors:
-            # A group of its own, so that Ctrl-C comes here alone, and the end of the trial reaches all that it started.
-            process = subprocess.Popen(
-                line, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-            )
-        self._running[number] = process, time.monotonic()
-
-    def poll(self) -> Iterator[tuple[int, Score | Ended]]:
-        """Wait a moment, and yield the trials that have ended."""
-        time.sleep(_LOOK_SECONDS)
-        for number, (process, began) in list(self._running.items()):
-            seconds, code = time.monotonic() - began, process.poll()
-            late = code is None and self._timeout is not None and seconds > self._timeout
-            if code is None and not late:
-                continue
-            self.stop(number)
-            value, reason = (None, f"ran longer than {self._timeout:g} s") if late else self._read(number, code or 0)
-            yield number, Ended(value, reason, {"command": process.args, "code": code, "seconds": round(seconds, 3)})
-
-    def _read(self, number: int, code: int) -> tuple[float | None, str]:
-        """The metric of a command that has ended, or why it has none."""
-        errors = tail(self._log(number, "err"))
-        if code:
-            last = ([text.strip() for text in errors.splitlines() if text.strip()] or [""])[-1]
-            ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return None, f"{ended}: {last[:200]}".removesuffix(": ")
-        try:
-            return read_metric(self._metric, tail(self._log(number, "out")), errors), ""
-        except InvalidValueError as error:
-            return None, str(error)
-
-    def stop(self, number: int) -> None:
-        """End a trial, with all that it started: ask the group to end, and kill what does not."""
-        process, _ = self._running.pop(number)
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-        # Also after the shell has ended: what it started may still run.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def tail(path: Path) -> str:
-    """The last 16 MiB of a text file, whatever its bytes."""
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _LAST_BYTES))
-        return file.read().decode(errors="replace")
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _tune(
@@ -178,40 +54,36 @@ def _tune(
     ],
     space: Annotated[
         list[str],
-        typer.Option(help="NAME=LOW:HIGH (behind it :log, :int or both) or NAME=A,B,C. Once per name."),
+        typer.Option(help="NAME=LOW:HIGH, optionally followed by :log, :int or both; or NAME=A,B,C. Once per name."),
     ],
     metric: Annotated[
         str,
         typer.Option(help="Regular expression with one group around the number; the last match in the output counts."),
     ],
-    maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether more is better.")] = True,
+    maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether larger is better.")] = True,
     trials: Annotated[int, typer.Option(min=1, help="Number of trials, those of earlier calls included.")] = 30,
     sampler: Annotated[
         str,
         typer.Option(
-            help=f"What chooses values: a bandit ({', '.join(registry)}, or package.module:object), tpe, random or grid."
+            help=f"Chooses the values: a bandit ({', '.join(registry)}, or package.module:object), tpe, random or grid."
         ),
     ] = DEFAULT,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampler.")] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same command line gives the same metric, so run none twice.")
+        bool, typer.Option("--deterministic", help="The command is deterministic: never repeat a trial with the same values.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Trials at a time.")] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the trials, their output and a picture.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print trials to stderr as they end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
     """Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.
 
-    A trial has failed when its exit code is not 0, its output has no metric, or it takes too long. It is noted, with the
-    reason, counts as the worst metric so far, and the search goes on. With --out DIR the trials are in Optuna's storage, and
-    the same command line goes on after any interruption.
+    A trial fails if its exit code is not 0, its output has no metric, or it takes too long. It is recorded with the reason,
+    counts as the worst metric so far, and the search continues. With --out DIR, the trials are kept in a journal of Optuna,
+    and the same command line resumes the search after any interruption.
     """
-    from sparsekit.bandit.study import Study
-    from sparsekit.bandit.trials import parse_axes
-    from sparsekit.cli.trials import run_search
-
     if timeout is not None and not timeout > 0:
         raise InvalidValueError(f"--timeout must be a number of seconds above 0, got {timeout}")
     axes = parse_axes(space)
@@ -219,18 +91,92 @@ def _tune(
     pattern = metric_pattern(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": maximize, "sampler": sampler, "seed": seed,
                 "deterministic": deterministic}  # fmt: skip
+    try:
+        from sparsekit.cli.search import opened
+    except ImportError as error:
+        raise MissingDependencyError(f"tuning needs optuna; {install_hint('optuna')}") from error
+
     with (
-        tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder,
-        Study(
-            "tune", axes, settings, maximize=maximize, sampler=sampler, seed=seed, trials=trials, jobs=jobs,
-            deterministic=deterministic, out=out,
-        ) as study,
-        Commands(command, pattern, Path(folder) / "logs", timeout_seconds=timeout) as commands,
-    ):  # fmt: skip
-        run_search(
-            study, commands, trials, metric="metric", out=out, quiet=quiet, as_json=as_json,
-            how=lambda _, trial: filled(command, study.texts(trial), trial=trial.number),
-        )  # fmt: skip
+        opened(command, axes, settings, trials=trials, jobs=jobs, out=out) as search,
+        tempfile.TemporaryDirectory() if out is None else contextlib.nullcontext(out) as folder,
+        Commands(pattern, Path(folder) / "logs", timeout_seconds=timeout) as commands,
+        _signals() as stopped,
+    ):
+        silent = quiet or as_json
+        if search.ended and not silent:
+            typer.echo(f"resuming after {len(search.ended)} trials", err=True)
+        for trial in search.run(commands, stopped):
+            if not silent:
+                typer.echo(_line(search, trial), err=True)
+        best = search.best()
+        if stopped.is_set():
+            so_far = "" if best is None else f"; best so far {best.value:g} with {_values(search.texts(best.params))}"
+            resume = "nothing was kept, since --out was not given" if out is None else "the same command line resumes"
+            typer.echo(f"stopped after {len(search.ended)} of {trials} trials{so_far}\n{resume}", err=True)
+            raise typer.Exit(_INTERRUPTED)
+        _finish(search, best, out, as_json=as_json)
+
+
+def _finish(search: Search, best: FrozenTrial | None, out: Path | None, *, as_json: bool) -> None:
+    """Print the outcome, and write `trials.json` and `trials.png`."""
+    report = search.report() | {"out": None if out is None else str(out)}
+    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    if out is not None:
+        (out / "trials.json").write_text(text + "\n", encoding="utf-8")
+        if best is not None:
+            try:
+                search.save_plot(out / "trials.png")
+            except MissingDependencyError as error:
+                typer.echo(f"warning: no picture: {error}", err=True)
+    if as_json:
+        typer.echo(text)
+    else:
+        _print(report, list(search.axes))
+    if best is None:
+        number, last = len(report["trials"]), next(row["error"] for row in reversed(report["trials"]) if "error" in row)
+        failed = "the only trial has failed" if number == 1 else f"all {number} trials have failed; the last"
+        typer.echo(f"error: {failed}: {last}{'' if out is None else f'; see {out}'}", err=True)
+        raise typer.Exit(_FAILED)
+    recommended = search.recommended()
+    lines = [f"best: {search.line(best.number, best.params)}"]
+    if recommended is not None and recommended.number != best.number:
+        lines.insert(0, "The recommended trial has the best mean there and nearby; the best one may have been lucky.")
+        lines.append(f"recommended: {search.line(recommended.number, recommended.params)}")
+    if out is not None:
+        lines.append(f"Every trial is in {out}")
+    if not as_json:
+        typer.echo("\n".join(lines))
+
+
+def _values(texts: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in texts.items())
+
+
+def _line(search: Search, trial: FrozenTrial) -> str:
+    best = search.best()
+    new = "  best" if best is not None and best.number == trial.number else ""
+    outcome = f"failed ({search.error(trial)})" if trial.value is None else f"{trial.value:g}{new}"
+    return f"trial {trial.number}: {_values(search.texts(trial.params))} → {outcome}"
+
+
+def _print(report: Mapping[str, Any], names: list[str]) -> None:
+    rows = report["trials"]
+    failed = f", {report['failed']} failed" if report["failed"] else ""
+    better = "larger" if report["maximize"] else "smaller"
+    typer.echo(f"{len(rows)} trials{failed}; {report['sampler']}, {better} is better")
+    chosen = {kind: report[kind]["trial"] for kind in ("recommended", "best") if report[kind]}
+    notes = {number: kind for kind, number in chosen.items()}  # the best one is called best alone
+    rows = sorted(rows, key=lambda row: (row["score"] is None, (row["score"] or 0.0) * (-1 if report["maximize"] else 1)))
+    shown = [
+        (
+            str(row["trial"]),
+            "" if row["score"] is None else f"{row['score']:.6g}",
+            *(value if isinstance(value, str) else f"{value:.6g}" for value in row["values"].values()),
+            "failed" if row["score"] is None else notes.get(row["trial"], ""),
+        )
+        for row in rows[:_MAX_ROWS]
+    ]
+    print_table(("trial", "metric", *names, ""), shown)
 
 
 tune = command_app(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekit.bandit.trials import Ended
-from sparsekit.cli.tune import Commands, check_command, filled, metric_pattern, read_metric, tail
+from sparsekit.cli.commands import Commands, check_command, filled, metric_pattern, read_metric
 from sparsekit.errors import InvalidValueError
 
 
@@ -16,7 +15,7 @@ def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
     for text, names, message in (
         ("", ["x"], "is empty"),
         ("run", ["x"], r"--space x=… is not in the command; write \{x\}"),
-        ("run {x} {y}", ["x"], r"has \{y\}, which no --space says; add --space y=LOW:HIGH, or write \{\{y\}\}"),
+        ("run {x} {y}", ["x"], r"has \{y\}, but no --space defines it; add --space y=LOW:HIGH, or write \{\{y\}\}"),
         ("run {{x}}", ["x"], r"write \{x\}"),
         ("run {trial}", ["trial"], "the number of the trial"),
     ):
@@ -46,11 +45,11 @@ def test_the_last_match_counts_and_standard_error_where_standard_output_has_none
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "no match"),
+        ("nothing", "does not match"),
         ("acc nan", "the metric is nan"),
         ("acc -inf", "is -inf"),
         ("acc 1e200", "is 1e\\+200"),
-        ("acc 1,5", "no number: '1,5'"),
+        ("acc 1,5", "captured .1,5., which is not a number"),
     ],
 )
 def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -> None:
@@ -58,13 +57,13 @@ def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -
         read(r"acc (\S+)", text)
 
 
-def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
-    with Commands(line, metric_pattern(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
-        commands.start(3, {})
+def run(line: str, folder: Path, *, timeout: float | None = None) -> tuple[float | None, str]:
+    with Commands(metric_pattern(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
+        commands.start(3, line)
         while True:
-            for number, ended in commands.poll():
-                assert (number, isinstance(ended, Ended)) == (3, True)
-                return ended  # type: ignore[return-value]
+            for number, score, reason in commands.poll():
+                assert number == 3
+                return score, reason
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,13 @@ def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
         ("echo no room >&2; exit 7", "exit code 7: no room"),
         ("exit 1", "exit code 1"),
         ("kill -9 $$", "signal 9"),
-        ("cat", "the output has no match"),  # which also shows that it reads nothing from the terminal
+        ("cat", "the output does not match"),  # which also shows that it reads nothing from the terminal
     ],
 )
 def test_what_went_wrong_is_the_reason(line: str, reason: str, tmp_path: Path) -> None:
-    ended = run(line, tmp_path)
-    assert ended.value is None
-    assert ended.reason.startswith(reason)
+    score, found = run(line, tmp_path)
+    assert score is None
+    assert found.startswith(reason)
 
 
 def alive(pid: int) -> bool:
@@ -95,12 +94,13 @@ def alive(pid: int) -> bool:
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
-    monkeypatch.setattr("sparsekit.cli.tune._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("sparsekit.cli.commands._GRACE_SECONDS", 0.2)
     deaf = "" if listens else "trap '' TERM; "
-    ended = run(f"{deaf}sleep 30 & echo $!; wait; sleep 30", tmp_path, timeout=1.5)
-    assert (ended.value, ended.reason, ended.facts["code"]) == (None, "ran longer than 1.5 s", None)
-    assert 1.5 <= ended.facts["seconds"] < 20
-    child, deadline = int(tail(tmp_path / "0003.out")), time.monotonic() + 20
+    began = time.monotonic()
+    found = run(f"{deaf}sleep 30 & echo $!; wait; sleep 30", tmp_path, timeout=1.5)
+    assert found == (None, "ran longer than 1.5 s")
+    assert 1.5 <= time.monotonic() - began < 20
+    child, deadline = int((tmp_path / "0003.out").read_text()), time.monotonic() + 20
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(child)

@@ -1,4 +1,4 @@
-"""`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and going on."""
+"""`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and resuming."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def finished(folder: Path) -> int:
 def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute([*BASIC, "--trials", "4"]) == 0
     captured = capsys.readouterr()
-    assert "4 trials; p-ucbv, more is better" in captured.out
+    assert "4 trials; p-ucbv, larger is better" in captured.out
     assert "best: awk -v x=0." in captured.out
     lines = captured.err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["trial 0", "trial 1", "trial 2", "trial 3"]
@@ -52,7 +52,7 @@ def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, ca
 def test_without_optuna_the_error_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("sparsekit.bandit.study", "sparsekit.bandit.optuna"):
+    for name in ("sparsekit.cli.search", "sparsekit.bandit.optuna"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert execute([*BASIC, "--trials", "1"]) == 2
@@ -74,7 +74,7 @@ def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
     assert "picture" not in captured.out
 
 
-def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_search_that_is_ended_or_killed_says_how_to_resume_and_loses_nothing(tmp_path: Path) -> None:
     assert execute([*BASIC, "--trials", "8", "--out", str(tmp_path / "whole"), "-q"]) == 0
     folder = tmp_path / "killed"
     begin = [*SLOW, "--trials", "8", "--out", str(folder)]
@@ -84,7 +84,7 @@ def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tm
         if number != signal.SIGKILL:
             assert code == 130, err
             assert "of 8 trials; best so far" in err
-            assert "the same command line goes on" in err
+            assert "the same command line resumes" in err
             assert "Traceback" not in err
     assert execute([*begin, "-q"]) == 0
     assert values(folder) == values(tmp_path / "whole")

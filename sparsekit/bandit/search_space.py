@@ -1,12 +1,11 @@
-"""What a search runs: --space read as distributions, and Workers, whose scores and ends are told as Score and Ended."""
+"""Search spaces written as text, `lr=1e-4:1e-1:log`, read into Optuna's distributions; and their values written as text."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from sparsekit.bandit.base import Interval
 from sparsekit.errors import InvalidValueError
@@ -14,62 +13,20 @@ from sparsekit.errors import InvalidValueError
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-
-@dataclass(frozen=True)
-class Score:
-    """The score of a trial under way.
-
-    Args:
-        step: When; counted by the trial.
-        value: The score.
-    """
-
-    step: int
-    value: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a trial ended.
-
-    Args:
-        value: Its score; None where it has failed.
-        reason: Why it has failed.
-        facts: What else is noted of it, as JSON values by name.
-    """
-
-    value: float | None
-    reason: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Workers(Protocol):
-    """Runs trials, several at a time."""
-
-    def start(self, number: int, values: Mapping[str, str]) -> None:
-        """Begin a trial, by its number and the texts of its values."""
-
-    def poll(self) -> Iterable[tuple[int, Score | Ended]]:
-        """Wait a moment, and return what came of trials, by their numbers."""
-
-    def stop(self, number: int) -> None:
-        """End a trial that is not worth going on with."""
-
-
 Axis: TypeAlias = "CategoricalDistribution | FloatDistribution | IntDistribution"
 
 _FORM = (
-    "NAME=LOW:HIGH, with :log or :int or both behind it, or NAME=A,B,C, as in lr=1e-4:1e-1:log, workers=1:64:log:int"
+    "NAME=LOW:HIGH, optionally followed by :log, :int or both, or NAME=A,B,C, as in lr=1e-4:1e-1:log, workers=1:64:log:int"
     " or batch_size=10,20,50"
 )
 _SIGNIFICANT = 6
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, Axis]:
-    """Name → distribution, one per `--space`.
+    """Read one text per axis, and return name → distribution.
 
     Raises:
-        InvalidValueError: none, one of them is not of the form, its bounds make no range, or two have one name.
+        InvalidValueError: there is no text, a text does not have the form, its bounds are not a range, or a name occurs twice.
     """
     axes: dict[str, Axis] = {}
     for text in texts:
@@ -92,7 +49,7 @@ def _parse(text: str, name: str, rest: str) -> Axis:
     try:
         low, high = float(first), float(second)
     except ValueError:
-        # Objects of one's own have a colon too: package.module:Class.
+        # A choice may contain a colon, as package.module:Class does.
         choices = tuple(part.strip() for part in rest.split(",") if part.strip())
         if len(choices) < 2 or len(set(choices)) < len(choices):
             raise InvalidValueError(f"--space must be {_FORM}, with at least two different values, got {text!r}") from None
@@ -111,14 +68,8 @@ def _parse(text: str, name: str, rest: str) -> Axis:
     return IntDistribution(int(low), int(high), log=log) if "int" in words else FloatDistribution(low, high, log=log)
 
 
-def ends(axis: Axis) -> tuple[str, ...]:
-    """Texts to try before the first trial: both ends of a range, or every choice."""
-    choices = getattr(axis, "choices", ())
-    return tuple(text_of(axis, value) for value in choices or (axis.low, axis.high))  # type: ignore[union-attr]
-
-
 def rounded(axis: Axis, value: float | str) -> float | str:
-    """A number with as many digits as tell a millionth of its range apart (of a log scale, of the value), within the range."""
+    """Round a number to about a millionth of its range (on a log scale, of its value), within the range."""
     if not isinstance(value, float):
         return value
     low, high = float(axis.low), float(axis.high)  # type: ignore[union-attr]
@@ -128,5 +79,5 @@ def rounded(axis: Axis, value: float | str) -> float | str:
 
 
 def text_of(axis: Axis, value: float | str) -> str:
-    """A value as a user would write it; a number is rounded, and nothing in it means anything to a shell."""
+    """Write a value as a user would; numbers are rounded, and contain nothing that a shell interprets."""
     return str(rounded(axis, value)).removesuffix(".0") if isinstance(value, float) else str(value)

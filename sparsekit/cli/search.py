@@ -1,0 +1,230 @@
+"""Search: the trials of `sparsekit tune` in a study of Optuna, and what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from filelock import FileLock, Timeout
+from optuna.distributions import CategoricalDistribution
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from sparsekit.bandit.make import registry
+from sparsekit.bandit.optuna import BanditSampler
+from sparsekit.bandit.search_space import Axis, rounded, text_of
+from sparsekit.cli.commands import Commands, filled
+from sparsekit.errors import InvalidValueError, MissingDependencyError, UnknownNameError, install_hint, nearest
+
+_JOURNAL = "study.journal"
+
+
+class Search:
+    """A study of Optuna, the marks of the command and the sampler that fills them.
+
+    What is proposed follows from the seed and the scores alone: a search that was stopped in any way resumes with the trials
+    that it would have run. With several jobs, the order in which they end counts too.
+
+    Args:
+        command: The command line, with its marks.
+        axes: Name → what is varied.
+        settings: Everything that must be equal to resume, as JSON values; "sampler", "seed", "maximize" and "deterministic".
+        trials: Number of trials, those of earlier calls included.
+        jobs: Trials at a time.
+    """
+
+    study: optuna.Study
+
+    def __init__(self, command: str, axes: Mapping[str, Axis], settings: Mapping[str, Any], *, trials: int, jobs: int) -> None:
+        self.command, self.axes, self.settings = command, dict(axes), settings
+        self.trials, self.jobs, self.horizon = trials, jobs, trials
+        self.maximize: bool = settings["maximize"]
+
+    def open(self, storage: JournalStorage | None) -> None:
+        """Create the study in a storage, or resume it.
+
+        Raises:
+            InvalidValueError: the storage holds a search with other settings.
+        """
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        direction: Literal["maximize", "minimize"] = "maximize" if self.maximize else "minimize"
+        self.study = optuna.create_study(study_name="tune", storage=storage, direction=direction, load_if_exists=True)
+        kept = self.study.user_attrs.get("settings")
+        if kept is None:
+            self.study.set_user_attr("trials", self.trials)
+            self.study.set_user_attr("settings", dict(self.settings))
+        else:
+            other = [key for key in self.settings if kept.get(key) != self.settings[key]]
+            if other:
+                differing = "; ".join(f"{key} {self.settings[key]!r} (there {kept.get(key)!r})" for key in other)
+                raise InvalidValueError(
+                    f"the folder holds another search: {differing}; repeat its options, or choose another --out"
+                )
+            self.horizon = int(self.study.user_attrs["trials"])
+        # One sampler for the whole search: a bandit replays all earlier trials when it is made.
+        self.study.sampler = self.sampler(0)
+        if self.settings["sampler"] == "grid":
+            for values in product(*(axis.choices for axis in self.axes.values())):  # type: ignore[union-attr]
+                self.study.enqueue_trial(dict(zip(self.axes, values, strict=True)), skip_if_exists=True)
+
+    def sampler(self, started: int) -> BaseSampler:
+        """Make the sampler; `started` is the number of trials so far.
+
+        Raises:
+            InvalidValueError: a grid over a range.
+            UnknownNameError: there is no sampler of this name.
+        """
+        name, seed, known = self.settings["sampler"], self.settings["seed"], ("tpe", "random", "grid")
+        if name == "tpe":
+            # With the first seed again, a resumed search would propose its first values again.
+            return TPESampler(seed=seed + started, constant_liar=self.jobs > 1)
+        if name in known:
+            for axis, kind in self.axes.items():
+                if name == "grid" and not isinstance(kind, CategoricalDistribution):
+                    raise InvalidValueError(f"--sampler grid needs values, as in {axis}=A,B,C, and {axis} has a range")
+            return RandomSampler(seed=seed + started)
+        if name in registry or ":" in name:
+            return BanditSampler(name, seed=seed, failed="worst", space=self.axes, horizon=self.horizon,
+                                 deterministic=self.settings["deterministic"])  # fmt: skip
+        raise UnknownNameError(f"unknown sampler {name!r}; {nearest(name, [*known, *registry])}, or package.module:object")
+
+    def run(self, commands: Commands, stopped: threading.Event) -> Iterator[FrozenTrial]:
+        """Run trials until enough have ended, or a grid is exhausted; yield each that has ended.
+
+        A trial that ran when its process died is run first, with the same values.
+        """
+        bandit = self.settings["sampler"] not in ("tpe", "random", "grid")
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        interrupted = [(trial.number, trial.params) for trial in running if set(trial.params) == set(self.axes)]
+        while not stopped.is_set():
+            while len(commands.running) < self.jobs and len(self.ended) + len(commands.running) < self.trials:
+                if interrupted:
+                    number, params = interrupted.pop(0)
+                elif self.settings["sampler"] == "grid" and not self.study.get_trials(False, (TrialState.WAITING,)):
+                    break
+                else:
+                    if not bandit:
+                        self.study.sampler = self.sampler(len(self.study.get_trials(deepcopy=False)))
+                    trial = self.study.ask(dict(self.axes))
+                    number, params = trial.number, trial.params
+                commands.start(number, self.line(number, params))
+            if not commands.running:
+                return
+            for number, score, reason in commands.poll():
+                if reason:
+                    self.study.set_user_attr(f"error of trial {number}", reason)
+                self.study.tell(number, score, state=TrialState.FAIL if score is None else None)
+                yield self.study.trials[number]
+
+    def line(self, number: int, params: Mapping[str, Any]) -> str:
+        """Return the command line of a trial."""
+        return filled(self.command, self.texts(params), trial=number)
+
+    def texts(self, params: Mapping[str, Any]) -> dict[str, str]:
+        """Return name → value as text."""
+        return {name: text_of(axis, params[name]) for name, axis in self.axes.items()}
+
+    def error(self, trial: FrozenTrial) -> str:
+        """Return why a trial has failed; empty if it has not."""
+        return str(self.study.user_attrs.get(f"error of trial {trial.number}", ""))
+
+    @property
+    def ended(self) -> list[FrozenTrial]:
+        """The trials that have ended, in the order of their numbers."""
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state.is_finished() and set(trial.params) == set(self.axes)]
+
+    def best(self) -> FrozenTrial | None:
+        """The first trial with the best score; None if no trial has a score."""
+        scored = [trial for trial in self.ended if trial.value is not None and math.isfinite(trial.value)]
+        return max(scored, key=lambda trial: (trial.value or 0.0) * (1 if self.maximize else -1), default=None)
+
+    def recommended(self) -> FrozenTrial | None:
+        """The trial that the bandit would bet on, since a mean counts for more than one lucky score; else the best."""
+        found = getattr(self.study.sampler, "recommended", lambda _: None)(self.study)
+        lucky = self.settings["deterministic"] or found is None or found.value is None
+        return self.best() if lucky else found
+
+    def report(self) -> dict[str, Any]:
+        """Return settings, trials, the best and the recommended one with the mean of equal values, as JSON values."""
+        best, recommended = (None if trial is None else self._with_mean(trial) for trial in (self.best(), self.recommended()))
+        rows = [self._row(trial) for trial in self.ended]
+        failed = sum(row["score"] is None for row in rows)
+        return {**self.settings, "failed": failed, "best": best, "recommended": recommended, "trials": rows}
+
+    def _row(self, trial: FrozenTrial) -> dict[str, Any]:
+        values = {name: rounded(axis, trial.params[name]) for name, axis in self.axes.items()}
+        seconds = None if trial.duration is None else round(trial.duration.total_seconds(), 3)
+        error = {"error": self.error(trial)} if trial.value is None else {}
+        state = {"trial": trial.number, "state": trial.state.name.lower(), "score": trial.value, "values": values}
+        return {**state, "command": self.line(trial.number, trial.params), "seconds": seconds, **error}
+
+    def _with_mean(self, trial: FrozenTrial) -> dict[str, Any]:
+        same = [t.value for t in self.ended if t.value is not None and self.texts(t.params) == self.texts(trial.params)]
+        return {**self._row(trial), "mean": sum(same) / len(same), "runs": len(same)}
+
+    def save_plot(self, path: Path) -> None:
+        """Draw the score of every trial along each axis."""
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise MissingDependencyError(f"a picture needs matplotlib; {install_hint('report')}") from error
+        import warnings
+
+        from optuna.visualization.matplotlib import plot_slice
+
+        with warnings.catch_warnings():
+            # plot_slice is experimental, and equal values have no span.
+            warnings.simplefilter("ignore")
+            plot_slice(self.study)
+        plt.gcf().savefig(path, dpi=144, bbox_inches="tight")
+        plt.close(plt.gcf())
+
+
+@contextlib.contextmanager
+def opened(
+    command: str, axes: Mapping[str, Axis], settings: Mapping[str, Any], *, trials: int, jobs: int, out: Path | None
+) -> Iterator[Search]:
+    """Open a search whose journal is in a folder; None keeps nothing. The arguments are those of `Search`.
+
+    Raises:
+        InvalidValueError: the folder holds another search, another process uses it, or a grid is over a range.
+        UnknownNameError: there is no sampler of this name.
+    """
+    search = Search(command, axes, settings, trials=trials, jobs=jobs)
+    search.sampler(0)  # a wrong sampler is refused before anything is written
+    with _journal(out) as storage:
+        search.open(storage)
+        yield search
+
+
+@contextlib.contextmanager
+def _journal(out: Path | None) -> Iterator[JournalStorage | None]:
+    """Open the storage of a study in a folder, which no other process may use meanwhile; None keeps nothing."""
+    if out is None:
+        yield None
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    # The system releases this lock when the process dies; Optuna's own lock would stay.
+    lock: Any = FileLock(out / ".lock", timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise InvalidValueError(f"another process is tuning in {out}; wait for it, or choose another --out") from error
+    try:
+        path = out / _JOURNAL
+        if path.exists() and not (written := path.read_bytes()).endswith(b"\n"):
+            # The process died while it wrote this line, or the disk was full: without it, the work is done again.
+            with path.open("r+b") as file:
+                file.truncate(written.rfind(b"\n") + 1)
+        yield JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    finally:
+        lock.release()
