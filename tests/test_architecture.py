@@ -79,7 +79,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.results.state.storage", "sparsekit.cli.tune"),
+    "filelock": ("sparsekit_fl.results.state.storage", "sparsekit.cli.search"),
     "tensorboard": ("sparsekit_fl.callbacks.trackers",),
     "mlflow": ("sparsekit_fl.callbacks.trackers",),
     "IPython": ("sparsekit_fl.callbacks.displays",),
