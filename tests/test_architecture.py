@@ -105,7 +105,7 @@ REGISTRIES = {
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"base", "field", "logged", "make", "optuna",
-         "study", "tree", "trials"},
+         "tree", "search_space"},
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
