@@ -67,13 +67,18 @@ class Distillation:
             teacher: What `teach` returned, of the same shape.
 
         Raises:
-            InvalidValueError: the shapes differ.
+            InvalidValueError: the shapes differ, or logits have one axis only.
         """
         own = self.outputs(student)
         if own.shape != teacher.shape:
             raise InvalidValueError(
                 f"the student's outputs have shape {tuple(own.shape)}, the teacher's {tuple(teacher.shape)};"
                 " both must be the same kind of model"
+            )
+        if own.dim() < 2 and self.kind == "logits":
+            raise InvalidValueError(
+                f"distillation of logits needs an axis of classes, the outputs have shape {tuple(own.shape)};"
+                ' pass kind="values" for regression'
             )
         if self.kind == "values":
             return (1 - self.share) * loss + self.share * F.mse_loss(own, teacher)

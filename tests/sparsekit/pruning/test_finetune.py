@@ -143,6 +143,13 @@ def test_classes_of_images_and_volumes_are_on_the_axis_of_channels() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_outputs_of_one_axis_are_distilled_as_values_alone() -> None:
+    own, other = torch.zeros(4), torch.ones(4)
+    assert Distillation(nn.Identity(), share=1.0, kind="values").combine(torch.tensor(0.0), own, other) == 1.0
+    with pytest.raises(InvalidValueError, match='pass kind="values"'):
+        Distillation(nn.Identity()).combine(torch.tensor(0.0), own, other)
+
+
 def test_a_pruned_model_is_trained_on_with_mappings() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
