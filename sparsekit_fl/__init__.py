@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.engines.embedded import Embedded as Embedded
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.method import Method as Method
-    from sparsekit_fl.options.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
+    from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions
     from sparsekit_fl.problem.partition.base import Partition as Partition

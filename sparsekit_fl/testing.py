@@ -19,12 +19,12 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.client.packing import Mask
+from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.personal import LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.problem.clients import Capability, Client, ClientData

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.report.comparison import Comparison, comparisons_of
 from sparsekit_fl.results.report.trials import Trial

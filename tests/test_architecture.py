@@ -51,7 +51,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("policies",),
         ("client", "fingerprint"),
         ("problem",),
-        ("options",),
+        ("config",),
+        ("options", "optimizers", "devices"),
         ("errors", "processes", "streams"),
     ),
 }

@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside a run. `loggers` finds those that `--log` names.
+"""Callbacks: what happens beside a run. `loggers` finds those that `--callback` names.
 
 Names are imported when first used, since each display and logger needs packages of its own.
 """

@@ -11,7 +11,7 @@ from torch import nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
-from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.scores import RoundRecord, RoundScores
 

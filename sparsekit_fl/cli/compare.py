@@ -18,8 +18,8 @@ from rich.markup import escape
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
-from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, takes_options
-from sparsekit_fl.options.checked import parse_value
+from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
+from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.report.trials import Trial
@@ -198,7 +198,7 @@ def _where(out: Path | None, *, drawn: bool) -> str:
 
 compare = command_app(
     # Finished and half-finished runs are found by themselves.
-    takes_options(_compare, without=("resume", "init", "central_test"), hidden=("deterministic",)),
+    with_run_options(_compare, without=("resume", "init", "central_test"), hidden=("deterministic",)),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",

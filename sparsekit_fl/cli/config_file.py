@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.checked import parse_value
+from sparsekit_fl.options import parse_value
 from sparsekit_fl.results.read import flat
 
 MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
+
+PARTITION = "partition."
+"""Begins the path of an option of the partition."""
 
 Known = Mapping[str, tuple[str, Any]]
 """Path → name and annotation of the options of a run; the name of an option with a flag stands for its path."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
-from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.options.devices import devices
+from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.devices import devices
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
@@ -86,8 +86,8 @@ class Experiment:
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
-        # Checked before the data are read, which may take long.
-        check_training(_config(options, preset, options.clients or preset.clients).training)
+        # Checked before the data are read, which may take long; only the data tell the number of clients.
+        check_training(_config(options, preset, sys.maxsize).training)
         if options.init is not None and not options.init.exists():
             raise InvalidValueError(f"init {options.init} does not exist; pass a file of weights, or the folder of a run")
         task = build_task(
@@ -129,7 +129,8 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
     config = preset.config(given, clients)
     if config.cohort > clients:
-        raise InvalidValueError(f"--cohort is {config.cohort}, but there are {clients} clients; lower it")
+        there = "is 1 client" if clients == 1 else f"are {clients} clients"
+        raise InvalidValueError(f"--cohort is {config.cohort}, but there {there}; lower it, or raise --clients")
     return config
 
 

@@ -1,11 +1,7 @@
-"""RunOptions: the options that every command shares which runs a method, and how they become a command line.
-
-The preset of the data set decides an option that is not given, and its number stands there alone.
-"""
+"""RunOptions: the options of every command that runs a method, and their flags."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING
@@ -18,10 +14,9 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import MOMENTARY, Known, by_path, read_file
-from sparsekit_fl.options.checked import Choice, Count, parse_value, read_settings
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.given import HOW, WHAT, Given, Option, options, plain_type
+from sparsekit_fl.cli.config_file import MOMENTARY, PARTITION, Known, by_path, read_file
+from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.options import Count, Option, PartialOptions, options_of, plain_type, read_settings
 
 if TYPE_CHECKING:
     import click
@@ -31,15 +26,25 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 
-FRONT = (
-    "config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort", "partition", "heterogeneity", "set",
-    "local_epochs", "batch_size", "lr", "optimizer",
-    "seed", "eval_every", "device", "deterministic", "engine", "workers",
-    "out", "resume", "log", "accept_code", "quiet", "json",
-)  # fmt: skip
-"""The options that have a flag; all others are given by --set and in files."""
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "What is run": (
+        "config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort", "partition", "heterogeneity", "set",
+    ),
+    "How clients train": ("local_epochs", "batch_size", "lr", "optimizer"),
+    "How it is run": (
+        "seed", "eval_every", "device", "deterministic", "engine", "workers", "out", "resume", "callback", "accept_code",
+        "quiet", "json",
+    ),
+}  # fmt: skip
+"""Panel of the help text → the options that have a flag; all others are given by --set and in files."""
 
-_OF_PARTITION = "partition."
+FROM_PRESET = (
+    "dataset", "model", "rounds", "clients", "cohort", "partition", "heterogeneity", "capability", "local_epochs", "batch_size",
+    "lr", "momentum", "weight_decay", "clip",
+)  # fmt: skip
+"""The options whose default is that of the preset."""
+
+_FRONT = tuple(name for names in FLAGS.values() for name in names)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 """The flag of a command that runs no method."""
@@ -47,203 +52,158 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and n
 Level = Literal["low", "median", "high", "own"]
 
 
-class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
-    """What the user gave, of the options of a run and of these."""
+class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("training", "capability_levels")):
+    """What the user gave, of the options of a run and of these.
 
-    preset: Annotated[
-        str | None, Option("Experiment of the paper, listed below.", WHAT, unset="that of the data set, or digits")
-    ] = None
-    dataset: Annotated[str | None, Option("A data set by name, or package.module:factory.", WHAT, preset=True)] = None
-    model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT, preset=True)] = None
-    data_dir: Annotated[Path | None, Option("Folder that holds DATASET/; without it the data are fetched once.", WHAT)] = None
-    clients: Annotated[Count | None, Option("Number of clients.", WHAT, preset=True)] = None
-    partition: Annotated[
-        str | None,
-        Option(
-            "How examples are split over clients: pathological, dirichlet, natural, or package.module:function; its options by"
-            " --set partition.NAME=VALUE.",
-            WHAT,
-            preset=True,
-        ),
-    ] = None
-    lack_classes: Annotated[
-        int | None, Option("For the pathological partition: number of classes that each client lacks.", "The partition")
-    ] = None
-    heterogeneity: Annotated[
-        Level | None,
-        Option(
-            "Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high); own: keep those of the"
-            " clients.",
-            WHAT,
-            preset=True,
-        ),
-    ] = None
-    set: Annotated[
-        tuple[str, ...] | None,
-        Option(
-            "PATH=VALUE of any option of the run, of its partition or of its method, as in training.momentum=0.5,"
-            " partition.alpha=0.3, local.proximal=0.1; once per option. `sparsekit list options` and `sparsekit describe"
-            " METHOD` show them.",
-            WHAT,
-        ),
-    ] = None
-    config: Annotated[
-        Path | None,
-        Option("TOML file of options, such as the run.toml that --out writes; options on the command line override it.", WHAT),
-    ] = None
-    init: Annotated[
-        Path | None,
-        Option(
-            "Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier run.",
-            WHAT,
-            unset="random weights",
-        ),
-    ] = None
-    engine: Annotated[str | None, Option("What runs clients: embedded, cohort or flower.", HOW, unset="embedded")] = None
-    supernodes: Annotated[
-        int | None,
-        Option("Number of virtual nodes in Flower's simulation.", HOW, unset="one per client, at most 100"),
-    ] = None
-    ray_address: Annotated[str | None, Option("HOST:PORT of a running Ray cluster, for --engine flower.", HOW)] = None
-    workers: Annotated[
-        Count | None,
-        Option(
-            "Number of processes that train; results do not depend on it.",
-            HOW,
-            unset=f"the number of cores, at most {MOST_WORKERS}",
-        ),
-    ] = None
-    central_test: Annotated[
-        bool | None,
-        Option("Score the global model on all test examples together too; the curve is in central.json of --out.", HOW),
-    ] = None
-    out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
-    resume: Annotated[
-        bool,
-        Option("Continue the run in --out with its options, to the same bits; with more --rounds also a finished one.", HOW),
-    ] = False
-    log: Annotated[
-        tuple[str, ...] | None,
-        Option(
-            "Log to tensorboard or mlflow, keep the best model (best), stop when it gets no better (early-stopping), or"
-            " package.module:Class; once per callback.",
-            HOW,
-        ),
-    ] = None
-    accept_code: Annotated[bool, Option("Accept runs of another version of this package.", HOW)] = False
-    quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
-    json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
+    Args:
+        preset: Experiment of the paper, listed below. Default: that of the data set, or digits.
+        dataset: A data set by name, or package.module:factory.
+        model: A model by name, or package.module:factory.
+        data_dir: Folder that contains DATASET/. Default: download the data once.
+        clients: Number of clients.
+        partition: How examples are split over clients: pathological, dirichlet, natural, or package.module:function. Its own
+            options are --set partition.NAME=VALUE.
+        lack_classes: Number of classes that each client lacks, for the pathological partition.
+        heterogeneity: Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep those of
+            the clients (own).
+        set: PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5,
+            partition.alpha=0.3 or mu=0.1. Repeat it for several. `sparsekit list options` and `sparsekit describe METHOD` list
+            them.
+        config: TOML file of options, such as the run.toml that --out writes. Options on the command line override it.
+        init: Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier run. Default:
+            random weights.
+        engine: Execution engine: embedded or flower. Default: embedded.
+        supernodes: Number of virtual nodes in Flower's simulation. Default: one per client, at most 100.
+        ray_address: HOST:PORT of a running Ray cluster, for --engine flower.
+        workers: Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8.
+        central_test: Also score the global model on all test examples together. The curve is in central.json of --out.
+        out: Folder for the result, the rounds, the checkpoint and the models.
+        resume: Continue the run in --out with its options, to the same bits. With more --rounds, extend a finished run.
+        callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
+            several.
+        accept_code: Accept runs of another version of this package.
+        quiet: Show no progress on stderr.
+        json: Print the result as JSON on stdout and nothing else.
+    """
+
+    preset: str | None = None
+    dataset: str | None = None
+    model: str | None = None
+    data_dir: Path | None = None
+    clients: Count | None = None
+    partition: str | None = None
+    lack_classes: int | None = None
+    heterogeneity: Level | None = None
+    set: tuple[str, ...] | None = None
+    config: Path | None = None
+    init: Path | None = None
+    engine: str | None = None
+    supernodes: int | None = None
+    ray_address: str | None = None
+    workers: Count | None = None
+    central_test: bool | None = None
+    out: Path | None = None
+    resume: bool = False
+    callback: tuple[str, ...] | None = None
+    accept_code: bool = False
+    quiet: bool = False
+    json: bool = False
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         if self.resume and self.out is None:
-            raise InvalidValueError("--resume needs --out DIR, the folder of the run to go on with")
+            raise InvalidValueError("--resume needs --out DIR, the folder of the run to continue")
         if self.data_dir is not None and not self.data_dir.is_dir():
-            raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that holds DATASET/")
+            raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that contains DATASET/")
 
     def settings(self) -> dict[str, str]:
-        """Path → value, of the options of the method."""
-        return {path: value for path, value in read_settings(self.set or ()).items() if not path.startswith(_OF_PARTITION)}
+        """Return path → text, of the options of the method."""
+        return {path: text for path, text in read_settings(self.set or ()).items() if not path.startswith(PARTITION)}
 
-    def partition_options(self) -> dict[str, Any]:
-        """Name → value, of the options of the partition: literals of Python, true and false as such, the rest as text."""
-        texts = read_settings(self.set or ())
-        return {
-            path.removeprefix(_OF_PARTITION): _literal(text, path)
-            for path, text in texts.items()
-            if path.startswith(_OF_PARTITION)
-        }
+    def partition_options(self) -> dict[str, str]:
+        """Return name → text, of the options of the partition."""
+        given = read_settings(self.set or ()).items()
+        return {path.removeprefix(PARTITION): text for path, text in given if path.startswith(PARTITION)}
 
-    def with_paths(self, texts: Mapping[str, str]) -> RunOptions:
-        """A copy with other options of the run, of the partition and of the method.
-
-        Args:
-            texts: Path → value, as for --set.
+    def callbacks(self) -> list[Callback]:
+        """Return the callbacks that were named, made.
 
         Raises:
-            InvalidValueError: a value that is not allowed.
-        """
-        values, rest = by_path(texts, known_options())
-        return RunOptions(**{**self.given, **values, **_as_set(read_settings(self.set or ()) | rest)})
-
-    def loggers(self) -> list[Callback]:
-        """Return the loggers that were named, made.
-
-        Raises:
-            UnknownNameError: no such logger.
+            UnknownNameError: no such callback.
             MissingDependencyError: its package is not installed.
-            InvalidValueError: it makes no Callback.
+            InvalidValueError: it does not make a Callback.
         """
         from sparsekit_fl.callbacks import loggers
         from sparsekit_fl.callbacks.base import Callback
 
         made = []
-        for name in self.log or ():
+        for name in self.callback or ():
             one = loggers.find(name)()
             if not isinstance(one, Callback):
-                raise InvalidValueError(f"--log {name} must make a Callback, got {type(one).__name__}")
+                raise InvalidValueError(f"--callback {name} must make a Callback, got {type(one).__name__}")
             if name == "tensorboard" and self.out is None:
-                raise InvalidValueError("--log tensorboard needs --out DIR, where its files go")
+                raise InvalidValueError("--callback tensorboard needs --out DIR, the folder for its files")
             made.append(one)
         return made
 
     @classmethod
     def _called(cls, name: str) -> str:
-        return "--" + (options(cls)[name][1].flag or name.replace("_", "-")) if name in FRONT else path_of(name)
+        return flag_of(name) if name in _FRONT else path_of(name)
 
 
-def _as_set(texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The option `set` of path → value, where there are any."""
-    return {"set": tuple(f"{path}={text}" for path, text in texts.items())} if texts else {}
-
-
-def _literal(text: str, path: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return parse_value(None, text, name=path)
+def flag_of(name: str) -> str:
+    """Return the flag of an option, such as --epochs for `local_epochs`."""
+    return "--" + ("epochs" if name == "local_epochs" else name.replace("_", "-"))
 
 
 def path_of(name: str) -> str:
-    """The path by which --set reaches an option: `training.momentum` for momentum."""
-    home = "training." if name in options(TrainingConfig) else _OF_PARTITION if name == "lack_classes" else ""
+    """Return the path by which --set reaches an option: `training.momentum` for momentum."""
+    home = "training." if name in options_of(TrainingConfig) else PARTITION if name == "lack_classes" else ""
     return home + name
 
 
 @cache
 def known_options() -> Known:
-    """Path → name and annotation of the options of a run; the name of a flag stands for its path."""
+    """Return path → name and annotation of the options of a run; the name of a flag also stands for its path."""
     known: dict[str, tuple[str, Any]] = {}
-    for name, choice in RunOptions.table.items():
+    for name, option in RunOptions.table.items():
         if name == "accept_code" or name not in (*MOMENTARY, "set"):
-            known |= dict.fromkeys((path_of(name), *([name] if name in FRONT else [])), (name, choice.hint))
+            known |= dict.fromkeys((path_of(name), *([name] if name in _FRONT else [])), (name, option.hint))
     return known
 
 
-def takes_options(
+def default_of(option: Option) -> str:
+    """Return the default of an option, in words; empty if its meaning or the preset says it."""
+    said = "Default:" in option.about or option.name in FROM_PRESET
+    if said or option.default is MISSING or option.default is None or option.default is False or option.default == "":
+        return ""
+    return str(option.default)
+
+
+def with_run_options(
     command: Callable[..., None], *, without: tuple[str, ...] = (), hidden: tuple[str, ...] = ()
 ) -> Callable[..., None]:
-    """Give a command a flag for each of `FRONT`, in place of its keyword-only parameter `options`, which gets a RunOptions.
+    """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
 
     Args:
         command: The command.
         without: Options that it does not take.
-        hidden: Options of `FRONT` that it takes by --set and from a file alone.
+        hidden: Options of `FLAGS` that it takes by --set and from a file alone.
 
     Returns:
         What Typer reads as a command with all the options.
     """
-    offered = options(RunOptions)
     own = inspect.signature(command, eval_str=True).parameters
     known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
     def spread(**typed: Any) -> None:
         rest = {name: typed.pop(name) for name in own if name in typed}
-        options = _filled(typed, rest, known, command.__name__.strip("_"))
+        options = _merge_options(typed, rest, known, command.__name__.strip("_"))
         command(**rest, options=options)
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
-    parameters += [_parameter(name, *offered[name]) for name in FRONT if name not in (*without, *hidden, *own)]
+    for panel, names in FLAGS.items():
+        parameters += [_parameter(name, panel) for name in names if name not in (*without, *hidden, *own)]
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread.__doc__ = command.__doc__
@@ -251,11 +211,11 @@ def takes_options(
     return spread
 
 
-def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command: str) -> RunOptions:
-    """Return all options that were given: those that were typed, and under them those of the file.
+def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command: str) -> RunOptions:
+    """Return all options that were given: those of the flags and --set, over those of the file.
 
     Args:
-        typed: Option → value of the flags; None, or False of a flag that only a command line has, where it was not typed.
+        typed: Option → value of the flags; None, or False of a flag that only a command line has, if it was not typed.
         own: The command's own parameters, which get the methods that the file names.
         known: Path → name and annotation of the options of a run.
         command: Name of the command.
@@ -270,9 +230,12 @@ def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command
     }
     by_set, rest = by_path(read_settings(given.pop("set", ())), known)
     for name in given.keys() & by_set.keys():
-        raise InvalidValueError(f"{RunOptions._called(name)} and --set both say {name}; leave one of them out")
+        raise InvalidValueError(f"{flag_of(name)} and --set both give {name}; leave one of them out")
     given |= by_set
-    path: Path | None = given.get("config") or _file_of(given)
+    path: Path | None = given.get("config")
+    if path is None and given.get("resume") and given.get("out") is not None:
+        path = Path(given["out"]) / "run.toml"  # the options that the run wrote into its folder
+        path = path if path.exists() else None
     if path is not None:
         methods, filed, more = read_file(path, known)
         given, rest = filed | given, more | rest
@@ -282,36 +245,26 @@ def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command
             own["method"] = own["method"] or next(iter(methods), None)
         elif methods not in ([], [command]):
             raise InvalidValueError(f"{path} is for method {methods[0]!r}; use `sparsekit run` or `compare` for it")
-    return RunOptions(**given, **_as_set(rest))
+    return RunOptions(**given, **({"set": tuple(f"{name}={text}" for name, text in rest.items())} if rest else {}))
 
 
-def _file_of(given: Mapping[str, Any]) -> Path | None:
-    """Return the options that a run wrote into the folder with which it is resumed; None where there are none."""
-    if not given.get("resume") or given.get("out") is None:
-        return None
-    file = Path(given["out"]) / "run.toml"
-    return file if file.exists() else None
-
-
-def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
-    """What Typer reads as an option; ranges are checked by RunOptions, whose messages say what to do."""
-    kind: Any = plain_type(choice.hint)
+def _parameter(name: str, panel: str) -> inspect.Parameter:
+    """Return what Typer reads as an option; RunOptions checks its range."""
+    option = RunOptions.table[name]
+    kind: Any = plain_type(option.hint)
     kind = list[str] if get_origin(kind) is tuple else kind
-    flag = RunOptions._called(name)
-    default = getattr(RunOptions, name)
+    flag, default = flag_of(name), getattr(RunOptions, name)
     # A flag that a file may set can be taken back.
-    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and default is not False else flag]
-    short = [option.short] if option.short else []
-    nothing = option.preset or choice.default in (None, MISSING) or choice.default is False
-    unset = option.unset or ("" if nothing else str(choice.default))
-    about = f"{option.help} Default: {unset}." if unset else option.help
-    asked = typer.Option(*flags, *short, help=about, rich_help_panel=option.panel)
+    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and default is not False else flag, *(["-q"] if name == "quiet" else [])]
+    unset = default_of(option)
+    about = f"{option.about} Default: {unset}." if unset else option.about
+    asked = typer.Option(*flags, help=about, rich_help_panel=panel)
     annotation: Any = Annotated[kind if default is False else kind | None, asked]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 class PathsCommand(TyperCommand):
-    """A command that says of an option without a flag by which path it is given."""
+    """A command that says, of an option without a flag, by which path it is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         import click

@@ -13,7 +13,7 @@ from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, takes_options
+from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.records import RunResult
@@ -36,7 +36,7 @@ def _run(method_name: str, options: RunOptions) -> None:
             f"capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
             " leave the option out"
         )
-    loggers = options.loggers()
+    callbacks = options.callbacks()
     experiment = Experiment.of(options)
 
     class Written(Callback):
@@ -50,7 +50,7 @@ def _run(method_name: str, options: RunOptions) -> None:
     central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
-            result = experiment.run(method, options, [progress, Written(), *loggers, *central], resume=options.resume)
+            result = experiment.run(method, options, [progress, Written(), *callbacks, *central], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -123,7 +123,7 @@ def _method(
 
 
 fedlps = command_app(
-    takes_options(_fedlps),
+    with_run_options(_fedlps),
     examples=(
         "sparsekit fedlps",
         "sparsekit fedlps --model vgg11 --rounds 5",
@@ -135,7 +135,7 @@ fedlps = command_app(
 )
 
 run = command_app(
-    takes_options(_method),
+    with_run_options(_method),
     examples=(
         "sparsekit run fedavg",
         "sparsekit run local --preset mnist --data-dir data --out runs/local",
@@ -143,7 +143,7 @@ run = command_app(
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
         "sparsekit run --resume --out runs/local --rounds 200",
-        "sparsekit run fedavg --set eval_global_every=5 --log tensorboard --log mlflow --out runs/logged",
+        "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback mlflow --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
     cls=DefaultsCommand,

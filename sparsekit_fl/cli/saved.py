@@ -25,7 +25,7 @@ Out = Annotated[Path, typer.Argument(help="The --out folder of a finished run.")
 ClientId = Annotated[
     int | None, typer.Option("--client", help="Id of the client whose model is taken. Default: the global model.")
 ]
-Best = Annotated[bool, typer.Option("--best", help="Take the model of the best round, which a run with --log best keeps.")]
+Best = Annotated[bool, typer.Option("--best", help="Take the model of the best round, which a run with --callback best keeps.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="package.module:factory of the dense model. Default: what the run wrote down.")
 ]

@@ -145,7 +145,7 @@ def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
 
     try:
         options = task.options.replaced(out=task.folder)
-        callbacks = [Begun(), *options.loggers(), Events(send)]
+        callbacks = [Begun(), *options.callbacks(), Events(send)]
         resume = task.folder is not None and holds_run(task.folder)
         result = _experiment(task.options).run(make_method(task.method), options, callbacks, resume=resume)
         if task.folder is not None:

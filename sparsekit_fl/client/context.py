@@ -18,7 +18,7 @@ from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 

@@ -17,7 +17,7 @@ from sparsekit.errors import DataError
 from sparsekit.graph import is_finite
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.options.config import Amp
+from sparsekit_fl.config import Amp
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
 from sparsekit_fl.problem.problem import Problem, arranged

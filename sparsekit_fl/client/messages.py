@@ -27,7 +27,7 @@ from sparsekit_fl.client.packing import (
     unpack_mask,
 )
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.options.checked import Checked, NonNegativeCount, Ratio
+from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
 from sparsekit_fl.problem.clients import Capability
 
 Scores = Mapping[str, tuple[float, float]]

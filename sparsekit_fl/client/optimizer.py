@@ -13,8 +13,8 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.foreach import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.graph import is_finite
-from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.options.training import factor, optimizer_class
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.optimizers import factor, optimizer_class
 
 Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 """Changes the gradients of a step: leaf → gradient, of the leaves that have one."""

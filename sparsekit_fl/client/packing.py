@@ -33,7 +33,7 @@ from sparsekit.graph import (
     plain_bytes,
     scatter_,
 )
-from sparsekit_fl.options.config import Upload
+from sparsekit_fl.config import Upload
 
 Mask = UnitMask | WeightMask
 """What is kept, by unit or by entry."""

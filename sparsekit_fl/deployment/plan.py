@@ -5,14 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Count, NonNegative, parse_value
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.given import Given, Option
+from sparsekit_fl.options import Count, NonNegative, PartialOptions, parse_value
 from sparsekit_fl.paper.build import Task, build_task, have_capabilities
 from sparsekit_fl.paper.presets import Preset, preset_for
 from sparsekit_fl.problem.clients import Client
@@ -20,46 +19,45 @@ from sparsekit_fl.problem.clients import Client
 _MANY = 10**6
 
 
-class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capability")):
+class Plan(
+    PartialOptions,
+    offers=(TrainingConfig, RunConfig),
+    without=("training", "capability_levels", "device", "capability"),
+):
     """The options of a deployed run: those of `RunConfig` and `TrainingConfig`, and these.
 
     In Flower's run configuration, which has no none, empty text stands for what was not given.
+
+    Args:
+        method: A method by name, or `package.module:function`.
+        preset: Experiment that decides model, training and, on a node, how examples are split. Empty: digits.
+        dataset: A data set by name, or `package.module:factory`, as for `sparsekit run --dataset`. The factory is called on
+            each node with `ids`, its clients, and `root`, its `data-dir`; on the server with no ids.
+        data_dir: Folder of the data sets on the server, if the preset needs them to know the shape of the model.
+        out: Folder on the server for result, records and checkpoint.
+        resume: Continue the run in `out`.
+        nodes: Number of SuperNodes to wait for.
+        wait_seconds: How long to wait for them.
+        timeout_seconds: Give up replies that take longer; zero waits.
+        memory: "nodes": each keeps the memories of its clients in its `state-dir`. "server": they travel.
+        allowed: TOML file on the server with a line for each SuperNode, such as `client-0 = "0-3"`: the name under which its
+            key was registered, and the clients that it may have. Without it, nodes are believed.
 
     Raises:
         InvalidValueError: a value that is not allowed.
     """
 
-    method: Annotated[str, Option("A method by name, or `package.module:function`.")] = "fedlps"
-    preset: Annotated[
-        str, Option("Of the experiment; it decides model, training and, on a node, how examples are split. Empty: digits.")
-    ] = ""
-    dataset: Annotated[
-        str,
-        Option(
-            "A data set by name, or `package.module:factory`, as for `sparsekit run --dataset`. The factory is called on each"
-            " node with `ids`, its clients, and `root`, its `data-dir`; on the server with no ids."
-        ),
-    ] = ""
-    data_dir: Annotated[
-        str, Option("Folder of the data sets on the server, where the preset needs them to know the model's shape.")
-    ] = ""
-    out: Annotated[str, Option("Folder on the server for result, records and checkpoint.")] = ""
-    resume: Annotated[bool, Option("Continue the run in `out`.")] = False
-    nodes: Annotated[Count, Option("Number of SuperNodes to wait for.")] = 2
-    wait_seconds: Annotated[NonNegative, Option("How long to wait for them.")] = 300.0
-    timeout_seconds: Annotated[NonNegative, Option("Replies that take longer are given up; zero waits.")] = 0.0
-    memory: Annotated[
-        Literal["nodes", "server"],
-        Option('"nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.'),
-    ] = "nodes"
-
-    allowed: Annotated[
-        str,
-        Option(
-            'TOML file on the server with a line for each SuperNode, such as `client-0 = "0-3"`: the name under which its key'
-            " was registered, and the clients that it may have. Without it nodes are believed."
-        ),
-    ] = ""
+    method: str = "fedlps"
+    preset: str = ""
+    dataset: str = ""
+    data_dir: str = ""
+    out: str = ""
+    resume: bool = False
+    nodes: Count = 2
+    wait_seconds: NonNegative = 300.0
+    timeout_seconds: NonNegative = 0.0
+    memory: Literal["nodes", "server"] = "nodes"
+    allowed: str = ""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -73,7 +71,7 @@ class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capabi
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> Plan:
         """The plan of Flower's run configuration, whose keys have hyphens; raises UnknownNameError and InvalidValueError."""
-        known = {name.replace("_", "-"): choice for name, choice in Plan.table.items()}
+        known = {name.replace("_", "-"): option for name, option in Plan.table.items()}
         given = {}
         for key, value in run_config.items():
             if key not in known:

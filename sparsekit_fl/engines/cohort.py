@@ -18,15 +18,15 @@ from sparsekit.graph import UnitMask
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.loop import Batch, Batches, TrainingLog
 from sparsekit_fl.client.messages import Assignment
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.devices import exact_arithmetic
 from sparsekit_fl.engines.base import Loop, Reply
 from sparsekit_fl.engines.embedded import LocalPool
 from sparsekit_fl.engines.executor import ClientExecutor, OpenRound
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.fedprox import ProximalSgd
-from sparsekit_fl.options.checked import Checked, Count
-from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.options.devices import exact_arithmetic
+from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.submodel import SubmodelSgd, scaled_outputs
 from sparsekit_fl.problem.clients import Client

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Assignment, Update, encode_assignment
+from sparsekit_fl.devices import device_of, exact_arithmetic
 from sparsekit_fl.engines.base import Loop, Reply, Scored, Unscored, in_order
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.engines.tasks import Answer, Task, TaskPool, answer
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.options.checked import Checked, Count
-from sparsekit_fl.options.devices import device_of, exact_arithmetic
+from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult

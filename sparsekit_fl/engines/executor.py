@@ -19,10 +19,10 @@ from sparsekit_fl.client.context import ClientContext, Memory, RngsByKind
 from sparsekit_fl.client.costs import client_seconds
 from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
+from sparsekit_fl.devices import device_of, use_exact_arithmetic
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.devices import device_of, use_exact_arithmetic
 from sparsekit_fl.policies.context import Roster
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel

@@ -19,11 +19,11 @@ from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit_fl.client.optimizer import check_training
+from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.devices import devices
 from sparsekit_fl.methods.adapter import policies_of
 from sparsekit_fl.methods.base import Method as OneClass
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.state.models import read_initial

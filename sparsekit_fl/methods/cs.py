@@ -19,7 +19,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, Positive, Ratio
+from sparsekit_fl.options import Hint, Positive, Ratio
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, MaskPolicy, Mean, ServerContext, Sgd, SharePolicy
 from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, Weighting, mean
 from sparsekit_fl.policies.mask import largest_weights, prunable_weights

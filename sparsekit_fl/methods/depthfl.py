@@ -26,7 +26,7 @@ from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import Adjust, make_step
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
+from sparsekit_fl.options import Hint, NonNegative, Ratio
 from sparsekit_fl.policies import ByCapability, ClientContext, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
 from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, Weighting, mean
 from sparsekit_fl.policies.exits import WithExits, build_with_exits

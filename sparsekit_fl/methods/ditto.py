@@ -13,7 +13,7 @@ from typing import Annotated
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, NonNegative
+from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.policies import LocalPolicy, LocalResult, Mask, PersonalModel, PersonalPolicy, load_leaves, pull_towards, sgd
 
 

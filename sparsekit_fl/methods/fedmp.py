@@ -18,7 +18,7 @@ from sparsekit.bandit import EUCB, Interval, Pull
 from sparsekit.criteria import Magnitude
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
+from sparsekit_fl.options import Fraction, Hint, Positive, Ratio
 from sparsekit_fl.policies import Mean, RatioPolicy, RecalibratedBatchNorm, ServerContext, ServerCriterion
 
 

@@ -17,7 +17,7 @@ from sparsekit.criteria import Ordered, View
 from sparsekit.graph import Layer, StateDict, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Count, Ratio
+from sparsekit_fl.options import Count, Ratio
 from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, Mask, MaskPolicy, Mean, PrivateHead, ServerContext
 from sparsekit_fl.policies.mask import largest_weights, require_units
 from sparsekit_fl.problem.problem import Problem

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, NonNegative, Share
+from sparsekit_fl.options import Hint, NonNegative, Share
 from sparsekit_fl.policies import ClientContext, LocalResult, Mask, Sgd
 
 

@@ -14,7 +14,7 @@ from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Fraction, Hint
+from sparsekit_fl.options import Fraction, Hint
 from sparsekit_fl.policies import ClientContext, Leaves, LocalPolicy, LocalResult, Mask, PrivateHead, load_leaves, sgd
 from sparsekit_fl.problem.problem import Problem
 

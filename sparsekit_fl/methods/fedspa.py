@@ -21,7 +21,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, Share
+from sparsekit_fl.options import Hint, Share
 from sparsekit_fl.policies import ClientContext, Constant, LocalResult, Mean, RememberedMask, ServerContext, Sgd, UnderOwnMask
 from sparsekit_fl.policies.mask import keep_largest_entries, layer_densities, prunable_weights, random_weights
 from sparsekit_fl.problem.problem import Problem

@@ -20,7 +20,7 @@ from sparsekit.allocation import choose, ratio_counts
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Hint, NonNegative
+from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.policies import Adjust, ClientContext, Leaves, LocalResult, Mask, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem

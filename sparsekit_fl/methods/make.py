@@ -8,7 +8,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import KINDS, Method
 from sparsekit_fl.methods.settings import with_arguments, with_settings
-from sparsekit_fl.options.checked import read_settings
+from sparsekit_fl.options import read_settings
 from sparsekit_fl.policies.ratio import BanditRatio
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.policies import AggregatePolicy, Dense, Full, LocalPolicy, MaskPolicy, Mean, RatioPolicy, Sgd
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.personal import GlobalModel, PersonalPolicy

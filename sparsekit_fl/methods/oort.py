@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
+from sparsekit_fl.options import Count, NonNegative, Positive, Share
 from sparsekit_fl.policies import ClientContext, LocalResult, Mask, SamplingPolicy, Sgd
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Loss

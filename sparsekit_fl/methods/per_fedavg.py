@@ -20,9 +20,9 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.loop import Batch, Batches
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import SgdStep, make_step
+from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
-from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.policies import Leaves, LocalPolicy, LocalResult, Mask, Mean, PersonalModel, PersonalPolicy, load_leaves
 
 Variant = Literal["first-order", "hessian-free"]

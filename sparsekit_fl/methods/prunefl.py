@@ -32,7 +32,7 @@ from sparsekit_fl.client.messages import Assignment, Update, WorkCost, require_m
 from sparsekit_fl.client.packing import Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.options import Checked, Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.policies import (
     Adjust,
     Leaves,

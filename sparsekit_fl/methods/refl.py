@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
+from sparsekit_fl.options import Checked, Hint, NonNegativeCount, Ratio, Share
 from sparsekit_fl.policies import SamplingPolicy, ServerContext, Update
 from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Mean, Over, Rule, Weighting, mean
 

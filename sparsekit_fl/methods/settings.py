@@ -18,7 +18,7 @@ from sparsekit.criteria import registry as criteria
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl import policies
 from sparsekit_fl.methods.method import KINDS, Method
-from sparsekit_fl.options.checked import Choice, annotation_of, described, parse_value
+from sparsekit_fl.options import Option, annotation_of, described, parse_value
 from sparsekit_fl.policies.context import Policy
 
 
@@ -179,7 +179,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, str):
         value = parse_value(hint, value, name=path)
     if hint is not None and not _names_criterion(hint):
-        Choice(path, hint, MISSING).check(value)
+        Option(path, hint, MISSING).check(value)
     return value
 
 

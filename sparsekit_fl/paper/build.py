@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
+from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
@@ -79,7 +80,7 @@ def build_task(
         clients: Number of clients in place of the preset's; shards shrink, with a warning, where the data have too few.
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
             the form of `Partition`.
-        options: Keywords for the partition, over those of the preset.
+        options: Keywords for the partition, over those of the preset; text is read by the annotation.
         lack_classes: Number of classes that each client lacks, for the pathological partition; see
             `partition.pathological.lacking`.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
@@ -91,8 +92,8 @@ def build_task(
 
     Raises:
         DataError: data missing, too few, or not fit for the model.
-        InvalidValueError: an option out of range or unknown to the partition, or a client of `ids` that does not exist.
-        UnknownNameError: no data set, model or partition of that name.
+        InvalidValueError: an option out of range, or a client of `ids` that does not exist.
+        UnknownNameError: no data set, model or partition of that name, or no such option of the partition.
     """
     found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed, ids)
     problem, data = (None, found) if isinstance(found, DataSource) else found
@@ -116,6 +117,7 @@ def build_task(
     if problem is None:
         problem, source = _problem_for(source, name)
     kind, deal, keywords = _partition(preset, source, clients, partition, options or {}, lack_classes)
+    parsed = {option: keywords[option] for option in options or {}}
     count = preset.clients if clients is None else clients
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
     if ":" in kind and (len(splits) != count or not all(isinstance(one, ClientData) for one in splits)):
@@ -125,7 +127,7 @@ def build_task(
     roster = [Client(id=id, data=split) for id, split in enumerate(splits)]
     # The level decides all that the preset says of shards, so what it overrides is not reported.
     kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
-    described |= {"clients": count, "partition": kind, "partition_options": {**kept, **(options or {})}}
+    described |= {"clients": count, "partition": kind, "partition_options": {**kept, **parsed}}
     return Task(problem, _only(roster, ids), described, source.test)
 
 
@@ -207,7 +209,9 @@ def _partition(
     keywords: dict[str, Any] = dict(preset.options) if name == preset.partition else {}
     if name == "pathological" and (clients not in (None, preset.clients) or name != preset.partition):
         keywords["when_short"] = "shrink"
-    keywords.update(options)
+    deal = partitions.find(name)
+    own = ("clients", "rng")  # given by the caller
+    keywords.update(read_keywords(deal, options, name=f"partition {name!r}", prefix="partition.", without=own))
     if lack_classes is not None:
         if name != "pathological":
             raise InvalidValueError(
@@ -218,9 +222,4 @@ def _partition(
                 f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
             )
         keywords.update(lacking(lack_classes, source.classes, keywords))
-    deal = partitions.find(name)
-    known = set(inspect.signature(deal).parameters) - {"source", "clients", "rng"}
-    for option in keywords:
-        if option not in known:
-            raise InvalidValueError(f"partition {name!r} has no option {option!r}; {nearest(option, known)}")
     return name, deal, keywords

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from sparsekit.errors import UnknownNameError, nearest
-from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.problem.datasets import datasets
 
 DEFAULT = "digits"

@@ -14,8 +14,8 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory, PolicyContext, PolicyKind
 from sparsekit_fl.client.messages import Assignment, Update, require_metrics
-from sparsekit_fl.options.checked import Checked
-from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams

@@ -15,8 +15,8 @@ from sparsekit.training import GradientImportance, ImportanceRegularizer, Learna
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.optimizer import Adjust
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.options.checked import Hint, NonNegative, Positive
-from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.options import Hint, NonNegative, Positive
 from sparsekit_fl.policies.local import (
     Leaves,
     LocalPolicy,

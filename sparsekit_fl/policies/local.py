@@ -20,8 +20,8 @@ from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.optimizer import Adjust, SgdStep, TorchStep, make_step
 from sparsekit_fl.client.packing import Mask, mask_state
-from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.problem.problem import Loss, Problem
 

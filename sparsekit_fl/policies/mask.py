@@ -23,7 +23,7 @@ from sparsekit_fl.client.context import ClientContext, Split
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.options.checked import Fraction, Hint, Share
+from sparsekit_fl.options import Fraction, Hint, Share
 from sparsekit_fl.policies.context import Policy, ServerContext, require_accuracy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem

@@ -18,7 +18,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph
 from sparsekit_fl.client.context import ClientContext, Memory
 from sparsekit_fl.client.messages import Update
-from sparsekit_fl.options.checked import Fraction, Hint, Ratio
+from sparsekit_fl.options import Fraction, Hint, Ratio
 from sparsekit_fl.policies.context import Policy, ServerContext, require_accuracy
 from sparsekit_fl.problem.problem import Problem
 

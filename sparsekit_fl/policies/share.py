@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, along, head_entries
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.options.checked import Count, Hint, Positive
+from sparsekit_fl.options import Count, Hint, Positive
 from sparsekit_fl.policies.context import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem

@@ -21,7 +21,7 @@ from sparsekit.graph import StateDict, UnitMask
 from sparsekit.layers import is_convolution
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask
-from sparsekit_fl.options.checked import Positive
+from sparsekit_fl.options import Positive
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy

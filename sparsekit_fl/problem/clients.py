@@ -10,8 +10,8 @@ from pydantic import Field
 from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Positive
-from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.config import HETEROGENEITY
+from sparsekit_fl.options import Checked, Hint, NonNegativeCount, Positive
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
 
 CAPABILITY_LEVELS = HETEROGENEITY["high"]

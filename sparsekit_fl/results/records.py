@@ -19,8 +19,8 @@ import sparsekit
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.options.devices import devices
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.devices import devices
 from sparsekit_fl.results.frames import clients_frame, plot_rounds, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result

@@ -62,7 +62,7 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
     if which == "best":
         best = model_path(out, "best")
         if not best.exists():
-            raise DataError(f"{out} holds no best model; run with callbacks=[BestCheckpoint()] (--log best), or take 'global'")
+            raise DataError(f"{out} holds no best model; run with --callback best, or take 'global'")
         return best
     if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
         raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")

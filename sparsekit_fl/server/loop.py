@@ -16,6 +16,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, digest
 from sparsekit_fl.callbacks.base import Callback, Callbacks, RunView
 from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines.base import ClientPool, Engine, Unscored
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
@@ -24,7 +25,6 @@ from sparsekit_fl.fingerprint import fingerprint_of
 from sparsekit_fl.methods.adapter import policies_of
 from sparsekit_fl.methods.base import Method as OneClass
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit

@@ -12,9 +12,9 @@ from sparsekit_fl.client.context import Memory, RngsByKind
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
+from sparsekit_fl.config import Upload
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.context import Roster, ServerContext
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.streams import Streams

@@ -20,6 +20,7 @@ from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.telemetry import EventType
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.devices import devices
 from sparsekit_fl.engines.base import Loop
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
@@ -27,8 +28,7 @@ from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.options.checked import Checked, Count, Positive
-from sparsekit_fl.options.devices import devices
+from sparsekit_fl.options import Checked, Count, Positive
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult

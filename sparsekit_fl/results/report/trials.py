@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError
-from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.results.read import flat, read_result
 
 TRIAL_FILE = "trial.json"

@@ -12,7 +12,7 @@ from sparsekit_fl.callbacks.base import RunView
 from sparsekit_fl.callbacks.displays import LiveProgress
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.results.report.trials import Trial
 from sparsekit_fl.results.scores import RoundRecord, RoundScores
 

@@ -5,8 +5,8 @@ import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.optimizer import SgdStep, TorchStep, check_training, make_step
-from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.options.training import factor, optimizer_names
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.optimizers import factor, optimizer_names
 
 TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 

@@ -19,7 +19,7 @@ from sparsekit_fl.methods import method as module
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.settings import arguments_of, settings_of
-from sparsekit_fl.options.checked import choices, described
+from sparsekit_fl.options import described, options_of
 
 
 class Plain(policies.LocalPolicy):
@@ -96,7 +96,10 @@ def test_what_every_option_allows_is_what_is_written_down() -> None:
 def allowed() -> dict[str, dict[str, str]]:
     """Run, training or method → option → what it allows, in the words of its refusal."""
     kinds = (fl.RunConfig, fl.TrainingConfig)
-    runs = {kind.__name__: {one.name: described(one.hint) for one in choices(kind)} for kind in kinds}
+    runs = {
+        kind.__name__: {name: described(one.hint) for name, one in options_of(kind).items() if name != "training"}
+        for kind in kinds
+    }
     methods = {name: [*settings_of(make_method(name)), *arguments_of(registry[name])] for name in sorted(registry)}
     return {**runs, **{name: {one.path: one.allowed for one in found} for name, found in methods.items()}}
 

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pytest
 from pydantic import Field
 
-from sparsekit.errors import InvalidValueError
-from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, Positive, Ratio, Share, parse_value
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.options import (
+    Checked,
+    Count,
+    Fraction,
+    Hint,
+    NonNegative,
+    Positive,
+    Ratio,
+    Share,
+    options_of,
+    parse_value,
+    read_keywords,
+)
 
 if TYPE_CHECKING:
     from nowhere import Unknown
@@ -87,3 +99,37 @@ def test_a_replaced_value_is_checked_and_a_subclass_checks_what_it_inherits_and_
         Ordered(high=2)
     with pytest.raises(InvalidValueError, match="low must be at most high"):
         Ordered(low=0.8, high=0.2)
+
+
+def split(*, clients: int, share: Fraction = 0.5, distinct: bool = True) -> None:
+    """Split nothing.
+
+    Args:
+        clients: How many.
+        share: Share of each,
+            in words.
+        distinct: Whether they differ.
+    """
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"share": "abc"}, "split.share must be in (0, 1), got 'abc'"),
+        ({"share": "2"}, "split.share must be in (0, 1), got 2.0"),
+        ({"distinct": "maybe"}, "split.distinct must be true or false, got 'maybe'"),
+        ({"distinct": 1}, "split.distinct must be true or false, got 1"),
+        ({"shares": 1}, "split has no option 'shares'; did you mean 'share'?"),
+        ({"clients": 3}, "split has no option 'clients'"),
+    ],
+)
+def test_keywords_of_a_function_are_read_by_its_annotations(given: dict[str, object], message: str) -> None:
+    with pytest.raises((InvalidValueError, UnknownNameError)) as caught:
+        read_keywords(split, given, name="split", prefix="split.", without=("clients",))
+    assert str(caught.value).startswith(message)
+
+
+def test_text_becomes_what_the_annotation_says() -> None:
+    read = read_keywords(split, {"share": "0.25", "distinct": "no"}, name="split")
+    assert read == {"share": 0.25, "distinct": False}
+    assert options_of(split)["share"].about == "Share of each, in words."

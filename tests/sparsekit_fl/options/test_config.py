@@ -1,15 +1,15 @@
 """Options: validated, the same after a trip through plain values, and offered by the command line and by Flower."""
 
+import inspect
 import json
 
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.config import _REQUIRES, HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.options.checked import choices
-from sparsekit_fl.options.config import _BELONGS, HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.options.given import Option, options
+from sparsekit_fl.options import options_of
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
 
@@ -54,9 +54,9 @@ def test_values_that_are_not_allowed_are_refused(given, message):
 GIVEN = {"lr_step": 3, "lr_gamma": 0.5, "lr_end": 0.2}
 
 
-@pytest.mark.parametrize("name", _BELONGS)
+@pytest.mark.parametrize("name", _REQUIRES)
 def test_an_option_without_the_feature_that_it_belongs_to_is_refused(name):
-    feature, values = _BELONGS[name]
+    feature, values = _REQUIRES[name]
     off = getattr(RunConfig(rounds=1), feature)
     with pytest.raises(InvalidValueError, match=f"^{name} belongs to {feature}.*, got {off!r}; leave it out"):
         RunConfig(rounds=1, **{name: GIVEN[name]})
@@ -65,13 +65,17 @@ def test_an_option_without_the_feature_that_it_belongs_to_is_refused(name):
         assert getattr(config, name) == GIVEN[name]
 
 
-def test_the_command_line_takes_every_option_that_has_a_panel() -> None:
-    assert set(options(RunConfig, TrainingConfig)) < set(options(RunOptions))
+SHARED = {*options_of(RunConfig), *options_of(TrainingConfig)} - {"training", "capability_levels"}
+"""The options that commands and Flower's run configuration take by name."""
+
+
+def test_the_command_line_takes_every_option_by_name() -> None:
+    assert set(RunOptions.table) > SHARED
 
 
 def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what_is_not_given() -> None:
     written = Plan().to_run_config()
-    offered = {name.replace("_", "-") for name in options(RunConfig, TrainingConfig)} - {"device", "capability"}
+    offered = {name.replace("_", "-") for name in SHARED} - {"device", "capability"}
     assert offered <= set(written)
     assert all(isinstance(value, bool | int | float | str) for value in written.values())
     assert Plan.of(written) == Plan()
@@ -82,7 +86,13 @@ def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what
     assert given.given_of(TrainingConfig) == {"lr": 0, "clip": None}
 
 
-def test_every_option_of_a_run_says_what_it_is() -> None:
-    for kind in (RunConfig, TrainingConfig):
-        told = {choice.name for choice in choices(kind) if (option := choice.note(Option)) and option.help}
-        assert told == set(kind.__dataclass_fields__) - {"training"}
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, RunOptions, Plan])
+def test_every_option_of_a_run_says_what_it_is(kind: type) -> None:
+    assert [name for name, option in options_of(kind).items() if not option.about] == []
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig])
+def test_help_names_every_field_within_100_columns(kind: type) -> None:
+    text = inspect.getdoc(kind) or ""
+    assert all(f"    {name}: " in text for name in options_of(kind))
+    assert max(len(line) for line in text.splitlines()) <= 96, "help() adds four columns"

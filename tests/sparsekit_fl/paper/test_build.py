@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.paper.build import build_task
 from sparsekit_fl.paper.presets import PRESETS, preset_for
 
@@ -52,7 +52,7 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
     assert [len(client.data.train) for client in clients] == [7] * 6
     assert [c.data.train.index.tolist() for c in clients] == [c.data.train.index.tolist() for c in again]
     assert len(fl.build_problem(preset_for(), partition=f"{name}:by_turns")[1][0].data.train) == 20
-    with pytest.raises(InvalidValueError, match="no option 'mots'; did you mean 'most'"):
+    with pytest.raises(UnknownNameError, match="no option 'mots'; did you mean 'most'"):
         fl.build_problem(preset_for(), partition=f"{name}:by_turns", options={"mots": 7})
     with pytest.raises(InvalidValueError, match=r"must return a list of 6 ClientData, one for each client, got \[\]"):
         fl.build_problem(preset_for(), partition=f"{name}:nothing", clients=6)

@@ -1,0 +1,224 @@
+"""RunConfig and TrainingConfig: every option of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.optimizers import Schedule, factor, optimizer_defaults
+from sparsekit_fl.options import Checked, Count, Hint, NonNegative, NonNegativeCount, Positive, Share, options_of
+
+HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
+    "low": (1.0, 1 / 2),
+    "median": (1.0, 1 / 2, 1 / 4),
+    "high": (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16),
+}
+"""Levels of system heterogeneity, from which capabilities of clients are drawn uniformly.
+
+Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
+"""
+
+Upload = Literal["float32", "bfloat16"]
+"""Data type in which changes are sent to the server."""
+
+Amp = Literal["off", "bfloat16", "float16"]
+"""Data type in which forward passes are computed."""
+
+_SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
+
+_REQUIRES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "lr_step": ("lr_schedule", ("step",)),
+    "lr_gamma": ("lr_schedule", ("step",)),
+    "lr_end": ("lr_schedule", ("linear", "cosine")),
+}
+"""Option → the option without which it has no effect, and the values of that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Checked):
+    """Set how each client trains.
+
+    Example:
+        fl.TrainingConfig(local_epochs=1, lr=0.05, momentum=0.9)
+
+    Args:
+        local_epochs: Passes over a client's training data per round (E in the papers).
+        batch_size: Examples per step (B in the papers).
+        lr: Learning rate of the first round. Default: 0.1 for SGD, that of torch for another
+            optimizer.
+        momentum: Momentum of SGD and RMSprop.
+        weight_decay: Weight decay. Default: 0 for SGD, that of torch for another optimizer.
+        clip: Scale gradients down to this norm in every step. Default: no clipping.
+        optimizer: Optimizer of each client: sgd, adam, adamw, any other of torch.optim, or
+            package.module:Class. Its state is dropped after each round.
+        optimizer_args: Further arguments of the optimizer, such as "betas=(0.9, 0.99), eps=1e-6".
+        amp: Mixed precision of forward passes: bfloat16, float16 (scales the loss), or off.
+            Weights stay float32.
+        local_schedule: Learning rate schedule over the steps of one round: constant, linear,
+            cosine or step.
+        local_warmup: Steps at the start of each round in which the learning rate grows linearly.
+
+    Raises:
+        InvalidValueError: a value that is not allowed.
+        UnknownNameError: torch has no such optimizer. It is looked up if a default depends on it.
+    """
+
+    local_epochs: Count = 5
+    batch_size: Count = 20
+    # A number once made, as is the weight decay.
+    lr: NonNegative = None  # type: ignore[assignment]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: NonNegative = None  # type: ignore[assignment]
+    clip: Positive | None = None
+    optimizer: str = "sgd"
+    optimizer_args: str = ""
+    amp: Amp = "off"
+    local_schedule: Schedule = "constant"
+    local_warmup: NonNegativeCount = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        absent = [name for name in _SGD if getattr(self, name) is None]
+        if absent:
+            own = {} if self.optimizer == "sgd" else optimizer_defaults(self.optimizer)
+            for name in absent:
+                object.__setattr__(self, name, own.get(name, _SGD[name]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is θ ← θ − lr · gradient and nothing else."""
+        changed = (self.momentum, self.weight_decay, self.clip, self.optimizer_args, self.local_warmup)
+        off = self.optimizer == "sgd" and self.amp != "float16" and self.local_schedule == "constant"
+        return off and not any(changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Checked):
+    """Set everything that decides a run, besides its method, problem and clients.
+
+    Example:
+        config = fl.RunConfig(rounds=100, cohort=10, training=fl.TrainingConfig(lr=0.05))
+        result = fl.run(fl.methods.fedlps(), problem, clients, config)
+
+    Args:
+        rounds: Number of server rounds (R in the papers).
+        cohort: Clients per round (C in the papers), at most the number of clients.
+        training: How each client trains.
+        seed: Seed of all random numbers. Equal seeds give equal results on every engine.
+        eval_every: Score personal models every N rounds, and after the last. Default: ten times
+            in a run, and at least every 10 rounds.
+        eval_global_every: Score the global model every N rounds, and after the last. Default:
+            after the last round only.
+        eval_clients: Score this many clients before the last round, drawn again each time.
+            Default: all. The last round always scores all.
+        device: Device on which clients train: cpu, cuda, cuda:0 or mps. Separate several by
+            commas; workers share them.
+        deterministic: On a GPU, use slower operators that repeat exactly, and no TF32.
+        capability: Draw the capability of each client once (fixed), or in every round (dynamic).
+        capability_levels: Levels from which `Capability.ratio` is drawn uniformly. None keeps
+            each client's own capability.
+        lr_decay: Factor on the learning rate after each round.
+        lr_schedule: Learning rate schedule over the rounds: constant, linear, cosine or step.
+        lr_warmup: Rounds at the start in which the learning rate grows linearly.
+        lr_step: Rounds between two steps of the step schedule. Default: a third of all rounds.
+        lr_gamma: Factor of each step of the step schedule.
+        lr_end: Last learning rate of the linear and cosine schedules, as a share of the first.
+        min_replies: Valid updates that a round needs. With fewer, the run repeats the round
+            twice, then stops. Default: half of the cohort, rounded up.
+        upload: Send changes to the server as float32 (unchanged) or rounded to bfloat16 (half the
+            bytes).
+
+    Raises:
+        InvalidValueError: a value, or a combination of values, that is not allowed.
+    """
+
+    rounds: Count
+    cohort: Count = 10
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    seed: NonNegativeCount = 0
+    eval_every: Count | None = None
+    eval_global_every: Count | None = None
+    eval_clients: Count | None = None
+    device: str = "cpu"
+    deterministic: bool = False
+    capability: Literal["fixed", "dynamic"] = "fixed"
+    capability_levels: Annotated[
+        Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] | None,
+        Hint("None keeps each client's own capability"),
+    ] = None
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    lr_schedule: Schedule = "constant"
+    lr_warmup: NonNegativeCount = 0
+    lr_step: Count | None = None
+    lr_gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    lr_end: Share = 0.0
+    min_replies: Count | None = None
+    upload: Upload = "float32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.capability_levels, list):
+            object.__setattr__(self, "capability_levels", tuple(self.capability_levels))
+        super().__post_init__()
+        if self.eval_every is None:
+            object.__setattr__(self, "eval_every", max(1, min(10, self.rounds // 10)))
+        if not isinstance(self.training, TrainingConfig):
+            raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
+        if self.min_replies is not None and self.min_replies > self.cohort:
+            raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
+        for name, (feature, values) in _REQUIRES.items():
+            found = getattr(self, feature)
+            # A saved run has every option, so its default passes.
+            if found not in values and not options_of(RunConfig)[name].is_default(getattr(self, name)):
+                allowed = " or ".join(map(repr, values))
+                raise InvalidValueError(f"{name} belongs to {feature} {allowed}, got {found!r}; leave it out")
+
+    def round_factor(self, round: int) -> float:
+        """Return the factor on the learning rate in a round, counted from 1: `lr_decay` times the schedule."""
+        course = factor(
+            self.lr_schedule,
+            round - 1,
+            self.rounds,
+            warmup=self.lr_warmup,
+            every=self.lr_step,
+            gamma=self.lr_gamma,
+            end=self.lr_end,
+        )
+        return self.lr_decay ** (round - 1) * course
+
+    def needed_replies(self, cohort: int) -> int:
+        """Return the number of valid updates that a round of `cohort` clients needs to count."""
+        return -(-cohort // 2) if self.min_replies is None else min(self.min_replies, cohort)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; `from_dict` is the inverse."""
+        raw = dataclasses.asdict(self)
+        if self.capability_levels is not None:
+            raw["capability_levels"] = list(self.capability_levels)
+        return raw
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> RunConfig:
+        """Read plain values.
+
+        Raises:
+            UnknownNameError: a key that is not an option; names the nearest.
+            InvalidValueError: a value that is not allowed.
+        """
+        values = _known(RunConfig, raw, "the run")
+        if isinstance(values.get("training"), Mapping):
+            values["training"] = TrainingConfig(**_known(TrainingConfig, values["training"], "training"))
+        if "rounds" not in values:
+            raise InvalidValueError("the run lacks 'rounds', the number of server rounds")
+        return RunConfig(**values)
+
+
+def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for key in raw:
+        if key not in options_of(kind):
+            raise UnknownNameError(f"unknown option {key!r} of {where}; {nearest(key, options_of(kind))}")
+    return dict(raw)
