@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +212,64 @@ class TestNewMethod(MethodContract):
     @pytest.fixture
     def make(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         return _load("new_method", monkeypatch).fedhalf
+
+
+@pytest.mark.slow
+def test_robust_mean(printed: Callable[..., str]) -> None:
+    out = printed("robust_mean")
+    scores = {name: float(share) for name, share in re.findall(r"^([a-z ]+?) +accuracy ([\d.]+)%", out, re.M)}
+    assert "mean          accuracy stopped" in out or scores["mean"] < min(scores["median"], scores["trimmed mean"])
+    assert min(scores["median"], scores["trimmed mean"]) > 50
+
+
+@pytest.mark.slow
+def test_fedopt(printed: Callable[..., str]) -> None:
+    out = printed("fedopt")
+    scores = {name: float(share) for name, share in re.findall(r"^(\w+) +global accuracy ([\d.]+)%", out, re.M)}
+    assert set(scores) == {"fedavg", "fedadam", "fedyogi"}
+    assert min(scores.values()) > 30
+
+
+@pytest.mark.slow
+def test_private_fedavg(printed: Callable[..., str]) -> None:
+    pytest.importorskip("opacus", reason="opacus is not installed; pip install opacus")
+    (accuracy, little), (_, much) = re.findall(r"global accuracy ([\d.]+)%, epsilon ([\d.]+)", printed("private_fedavg"))
+    assert float(accuracy) > 20
+    assert float(little) > float(much) > 0
+
+
+def _update(**delta: list[float]) -> Any:
+    return SimpleNamespace(delta={name: torch.tensor(values) for name, values in delta.items()}, examples=1, mask=None)
+
+
+def test_robust_rules_and_server_optimizers_on_three_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(state={"w": torch.zeros(2)}, memory={}, parameters=frozenset({"w"}), graph=None)
+    updates = [_update(w=[1.0, 0.0]), _update(w=[2.0, 5.0]), _update(w=[90.0, -90.0]), _update(w=[3.0, 1.0])]
+    robust = _load("robust_mean", monkeypatch).RobustMean
+    assert robust().aggregate(server, updates)["w"].tolist() == [2.5, 0.5]
+    assert robust(rule="trimmed", trim=0.25).aggregate(server, updates)["w"].tolist() == [2.5, 0.5]
+    assert robust(rule="trimmed", trim=0.0).aggregate(server, updates)["w"].tolist() == [24.0, -21.0]
+    fedopt = _load("fedopt", monkeypatch)
+    one = [_update(w=[1.0, 0.0])]
+    moved = fedopt.FedAdam(lr=1.0, beta1=0.0, beta2=0.0, tau=1.0).aggregate(server, one)["w"]
+    assert moved.tolist() == [0.5, 0.0]  # x + Δ / (√Δ² + 1)
+    server.memory.clear()
+    moved = fedopt.FedYogi(lr=1.0, beta1=0.0, beta2=0.0, tau=0.5).aggregate(server, one)["w"]
+    # v = τ² − Δ² sign(τ² − Δ²) = 0.25 + 1
+    assert moved.tolist() == pytest.approx([1 / (1.25**0.5 + 0.5), 0.0])
+
+
+def test_a_private_change_is_clipped_and_its_noise_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = _load("private_fedavg", monkeypatch).PrivateFedAvg(clip=1.0, noise=1e-9)
+
+    def server(**memory: str) -> Any:
+        return SimpleNamespace(state={"w": torch.zeros(2), "n": torch.tensor(3)}, memory=memory, round=1, cohort_size=2)
+
+    updates = [_update(w=[30.0, 40.0], n=[1.0]), _update(w=[0.3, 0.4], n=[1.0])]
+    state = method.aggregate(server(), updates)
+    assert state["w"].tolist() == pytest.approx([0.45, 0.6], abs=1e-6)  # (0.6 + 0.3) / 2, (0.8 + 0.4) / 2
+    assert int(state["n"]) == 3
+    noisy = _load("private_fedavg", monkeypatch).PrivateFedAvg()
+    first, second = (noisy.aggregate(server(), updates)["w"] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(*(noisy.aggregate(server(seed="07"), updates)["w"] for _ in range(2)))
