@@ -4,7 +4,7 @@
 
 takes under half an hour on two cores; what `--out` holds is not made again. Runs take one seed where the page has three or
 five, so a number may lie within two deviations of the page's. What takes hours (all methods, CIFAR-10) is counted from the
-results in `examples/paper`, whose commands stand there. The exit code is 1 where a number differs.
+tables in `results`, whose commands are in its README. The exit code is 1 where a number differs.
 """
 
 import argparse
@@ -22,8 +22,10 @@ from typing import Any, TypeAlias
 
 from common import read
 
+from sparsekit_fl.results.stored import read_table
+
 ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "examples" / "paper"
+STORED = ROOT / "results"
 WORDS = {"four": 4.0, "all": 100.0}
 
 
@@ -88,9 +90,9 @@ def zoo(out: Path) -> Numbers:
     return {"zoo": (len(rows), theirs["ok"], theirs["silent"], ours["ok"])}
 
 
-def results(folder: Path, name: str = "*") -> Iterator[dict[str, Any]]:
-    """The results of a folder of runs, stored lean or whole."""
-    for path in sorted(folder.rglob(f"{name}.json")):
+def results(folder: Path) -> Iterator[dict[str, Any]]:
+    """The results of a folder of runs."""
+    for path in sorted(folder.rglob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(result, dict) and "final" in result:
             yield result
@@ -107,7 +109,7 @@ def mnist(out: Path, data: Path) -> Numbers:
         "--jobs", "2", "--workers", "1", "--out", out / "mnist")  # fmt: skip
     made = {result["method"]: result for result in results(out / "mnist")}
     stored: dict[str, list[dict[str, Any]]] = {}
-    for result in results(STORED / "compare-mnist"):
+    for result in read_table(STORED / "mnist.csv").values():
         stored.setdefault(result["method"], []).append(result)
     least = mean(map(accuracy, stored["fedlps"])) + 0.35
     better = {name: runs for name, runs in stored.items() if mean(map(accuracy, runs)) > least}
@@ -123,8 +125,9 @@ def mnist(out: Path, data: Path) -> Numbers:
 def cifar(_: Path) -> Numbers:
     """The means of the stored runs."""
     names = ("fedlps-own-100", "fedlps-own-30", "fedlps-30")
-    folder = STORED / "results"
-    return {"cifar": tuple(mean(map(accuracy, results(folder, f"cifar10-{name}-rounds-seed*"))) for name in names)}
+    runs = read_table(STORED / "long-runs.csv")
+    wanted = ([run for key, run in runs.items() if key.startswith(f"cifar10-{name}-rounds-seed")] for name in names)
+    return {"cifar": tuple(mean(map(accuracy, found)) for found in wanted)}
 
 
 def choice(out: Path) -> Numbers:

@@ -14,6 +14,7 @@ from typing import Any
 from sparsekit.errors import DataError
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.results.read import flat, read_result
+from sparsekit_fl.results.stored import read_table
 
 TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""
@@ -83,7 +84,8 @@ def collect(*folders: Path | str) -> list[Trial]:
     A run that is there twice counts once.
 
     Args:
-        folders: Folders of runs, of comparisons, or of copies of `result.json` under names of their own.
+        folders: Folders of runs, of comparisons, or of copies of `result.json` under names of their own; or CSV files of
+            `write_table`.
 
     Raises:
         DataError: no such folder, a file that should be a result and is none, nothing at all, or different results of one
@@ -109,6 +111,9 @@ def _digest(result: Mapping[str, Any]) -> str:
 
 
 def _found(root: Path) -> Iterator[tuple[Path, Trial]]:
+    if root.suffix == ".csv":
+        yield from ((root, Trial.of(result)) for result in read_table(root).values())
+        return
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
     own = ("result.json", TRIAL_FILE)

@@ -84,8 +84,8 @@ def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capa
 
 
 def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:
-    folder = Path(__file__).parents[3] / "examples/paper"
-    (comparison,) = read_comparisons(folder / "compare-mnist")
+    folder = Path(__file__).parents[3] / "results"
+    (comparison,) = read_comparisons(folder / "mnist.csv")
     rows = published_beside(comparison)
     assert rows["method"].nunique() == 26, "every row of both tables was run"
     assert not (rows["reason"] == UNEXPLAINED).any()
@@ -93,4 +93,4 @@ def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that
     assert "not measured" in reasons["fedmp", "accuracy_percent"]
     assert "not measured" not in reasons["fedavg", "accuracy_percent"]
     assert "two, and both are counted" in reasons["per-fedavg", "flops_e12"]
-    assert [published_beside(one) for one in read_comparisons(folder / "compare-cifar10")] == [None], "10 rounds of 100"
+    assert [published_beside(one) for one in read_comparisons(folder / "cifar10-10-rounds.csv")] == [None], "10 rounds of 100"

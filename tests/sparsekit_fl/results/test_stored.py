@@ -1,0 +1,42 @@
+"""Results as one table: what is read back makes the same comparison."""
+
+from pathlib import Path
+
+import pytest
+from saved_results import compared, result
+
+from sparsekit.errors import DataError
+from sparsekit_fl.paper.report import read_comparisons
+from sparsekit_fl.results.stored import read_table, write_table
+
+
+def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> None:
+    made = [
+        result("fedavg", 0, accuracies={50: 0.5, 100: 0.75}),
+        result("fedavg", 1, accuracies={50: 0.25, 100: 0.875}, note="17, or a remark"),
+        result("fedlps", 0, accuracies={100: 0.625}, heterogeneity="low"),
+    ]
+    for number, one in enumerate(made):
+        one["config"]["experiment"]["model"] = "17" if number == 1 else "cnn"
+    path = tmp_path / "table.csv"
+    write_table([(f"{one['method']}-{one['seed']}", one) for one in made], path)
+    found = read_table(path)
+    assert list(found) == ["fedavg-0", "fedavg-1", "fedlps-0"]
+    assert [one["config"]["experiment"]["model"] for one in found.values()] == ["cnn", "17", "cnn"], "a text stays a text"
+    for one in made:
+        one["config"]["experiment"]["model"] = "cnn"
+    write_table([(f"{one['method']}-{one['seed']}", one) for one in made], path)
+    (ours,) = read_comparisons(path)
+    theirs = compared(*made)
+    assert (ours.title, ours.levels, ours.columns) == (theirs.title, theirs.levels, theirs.columns)
+    assert {row.label: row.text for row in ours.rows} == {row.label: row.text for row in theirs.rows}
+    assert [len(run["rounds"]) for run in read_table(path).values()] == [
+        sum(bool(record["evaluation"]) for record in one["rounds"]) for one in made
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "run,method\nx,y\n"])
+def test_what_is_not_a_table_of_results_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(DataError, match=r"table\.csv is not a table of results"):
+        read_comparisons(tmp_path / "table.csv")
