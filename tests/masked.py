@@ -159,17 +159,21 @@ _PLACED = tuple(f"sparsekit.rule.memory.{name}" for name in ("way", "weights", "
 """Sums that lie in narrow places in the one, and in dense ones in the other."""
 
 
+def _itself(model: Any) -> Any:
+    return model
+
+
 class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(learnable, "Execution", MaskedExecution):
+        with mock.patch.multiple(learnable, NarrowModel=MaskedModel, UnitVectors=_itself, WidePasses=_itself):
             super().__init__(*args, **kwargs)
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
-        self.execution.before_step()
+        self.narrow_model.before_step()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.execution.after_step()
+        self.narrow_model.after_step()
         super().after_step(optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -177,8 +181,8 @@ class _MaskedMask(LearnableMask):
         return {name: value for name, value in state.items() if name != "sparsekit.magnitudes"}
 
 
-class MaskedExecution:
-    """Run the dense module with gated entries. It saves no time; it is the reference for compact execution."""
+class MaskedModel:
+    """Runs the dense module with gated entries, in place of the narrow model, its vectors and its wide passes."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph, rules: object = None) -> None:
         self.graph = graph
@@ -187,7 +191,6 @@ class MaskedExecution:
         self._dense = DenseModel(self.module, graph, self.mask)
         self._saved: dict[str, Tensor] = {}
         self.version = 0
-        self.narrow_model = self.fused = self
 
     def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, bool of its dropped entries) for those of `names` that units touch, under the mask or another."""
@@ -197,12 +200,21 @@ class MaskedExecution:
             if name in kept:
                 yield name, ~kept[name].to(device)
 
-    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
-        gates = straight_through_gates(self.graph, self.mask, scores, explore)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run_gated(torch.zeros(self.graph.units), args, kwargs)
+
+    def run_gated(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(straight_through_gates(self.graph, self.mask, scores, 0.0), args, kwargs)
+
+    def _run(self, gates: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
         return self._call(gated, args, kwargs, self.mask)
 
-    def explore(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
+    def call(
+        self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], gates: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, list[Probe]]:
+        if gates is not None:
+            return self._run(gates, args, kwargs), []
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         gates = {name: self.mask[name].float() for name in self.graph.groups}
         gated = self.graph.gate(parameters, gates)

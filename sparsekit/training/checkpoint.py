@@ -7,61 +7,59 @@ from torch import Tensor
 
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.host import Rule
-from sparsekit.training.optimizer_hooks import restored
+from sparsekit.training.rule import Rule
 
 _OWN = "sparsekit."
 _RULE = f"{_OWN}rule."
 
 
-def saved_entries(host: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
+def saved_entries(masked: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
     """The dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
-    execution = host.execution
-    entries: dict[str, Tensor] = dict(execution.narrow_model.dense_state())
-    entries.update({f"{_OWN}importance.{name}": scores for name, scores in host.importance().items()})
-    entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in execution.mask.items()})
-    entries[f"{_OWN}magnitudes"] = execution.fused.unchanging_sums()
-    entries[f"{_OWN}ratio"] = torch.tensor(host.ratio, dtype=torch.float64)
+    entries: dict[str, Tensor] = dict(masked.narrow_model.dense_state())
+    entries.update({f"{_OWN}importance.{name}": scores for name, scores in masked.importance().items()})
+    entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in masked.narrow_model.mask.items()})
+    entries[f"{_OWN}magnitudes"] = masked.vectors.unchanging_sums()
+    entries[f"{_OWN}ratio"] = torch.tensor(masked.ratio, dtype=torch.float64)
     entries.update({f"{_RULE}{name}": value for name, value in rule.state().items()})
     return {prefix + name: value for name, value in entries.items()}
 
 
-def load_entries(host: Any, rule: Rule, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
+def load_entries(masked: Any, rule: Rule, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
     """Take what `saved_entries` made out of `state`, and leave there what torch expects of the narrow module.
 
     Dense entries that the state lacks keep their present values, and their keys go to `missing`. All keys begin with `prefix`.
     """
     own = prefix + _OWN
-    execution = host.execution
     dense = {}
-    for name in host.graph.shapes:
+    for name in masked.graph.shapes:
         if prefix + name in state:
             dense[name] = state.pop(prefix + name)
         else:
             missing.append(prefix + name)
-    present = execution.narrow_model.dense_state()
-    scores, entries = host.importance(), dict(execution.mask)
-    for name in host.graph.groups:
+    present = masked.narrow_model.dense_state()
+    scores, entries = masked.importance(), dict(masked.narrow_model.mask)
+    for name in masked.graph.groups:
         scores[name] = state.pop(f"{own}importance.{name}", scores[name])
         entries[name] = state.pop(f"{own}mask.{name}", entries[name]).cpu()
-    ratio = check_ratio(float(state.pop(f"{own}ratio", host.ratio)))
+    ratio = check_ratio(float(state.pop(f"{own}ratio", masked.ratio)))
     remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
     remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
     # State that was just loaded comes from the same checkpoint and belongs to its units already.
-    following = [optimizer for optimizer in host.optimizers if optimizer not in restored]
+    following = [optimizer for optimizer in masked.optimizers if optimizer not in masked.optimizers.just_loaded]
     mask = UnitMask(entries)
-    execution.narrow_model.set_mask(mask, following)
-    execution.load({**present, **dense}, mask)
+    masked.narrow_model.set_mask(mask, following)
+    masked.narrow_model.load({**present, **dense}, mask)
+    masked.vectors.reload()
     sums = state.pop(f"{own}magnitudes", None)
     if sums is not None:
-        execution.fused.restore_sums(sums)
-    host.load_importance(scores)
-    if host.budget is None:
-        host.ratio = ratio
+        masked.vectors.restore_sums(sums)
+    masked.load_importance(scores)
+    if masked.budget is None:
+        masked.ratio = ratio
     else:
-        host.set_widths(execution.mask.counts())
-    rule.load(host, remembered)
+        masked.widths.set(masked.narrow_model.mask.counts())
+    rule.load(masked, remembered)
     # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
-    state[prefix + "scores"] = host.scores
-    for name, tensor in host.model.state_dict(keep_vars=True).items():
+    state[prefix + "scores"] = masked.scores
+    for name, tensor in masked.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor

@@ -18,9 +18,11 @@ from sparsekit.criteria.base import View, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
-from sparsekit.training.host import Host, Learning, Rule, check_explore, split_units
-from sparsekit.training.optimizer_hooks import holds
+from sparsekit.training.optimizers import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training.rule import Learning, MaskedModule, Rule, check_explore
+from sparsekit.training.unit_vectors import split_units
+from sparsekit.training.widening import straight_through_gates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +68,17 @@ class GradientImportance(Learning):
         if self.lr is not None and not 0.0 <= self.lr < math.inf:
             raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
-    def rule(self, host: Host) -> FollowScores:
-        return FollowScores(self, host)
+    def rule(self, masked: MaskedModule) -> FollowScores:
+        return FollowScores(self, masked)
 
 
 class FollowScores(Rule):
     """Let the mask follow the scores of its criterion: after every step if it learns, else when asked."""
 
-    def __init__(self, settings: GradientImportance, host: Host) -> None:
+    def __init__(self, settings: GradientImportance, masked: MaskedModule) -> None:
         self.settings = settings
-        self._learns = is_learned(host.criterion)
-        host.scores.requires_grad_(self._learns)
+        self._learns = is_learned(masked.criterion)
+        masked.scores.requires_grad_(self._learns)
         self.passes = 0
         self._explored = 0.0
         self._density = 1.0
@@ -89,9 +91,9 @@ class FollowScores(Rule):
         self._gates_of = -1
         """The version of the narrow model for which it was computed."""
         self._age = 0
-        sizes = [group.size for group in host.graph.groups.values()]
+        sizes = [group.size for group in masked.graph.groups.values()]
         self._sizes = sizes
-        self._pull = 2.0 * settings.regularizer.weights(sizes, host.scores)
+        self._pull = 2.0 * settings.regularizer.weights(sizes, masked.scores)
 
     @property
     def settled(self) -> bool:
@@ -101,17 +103,21 @@ class FollowScores(Rule):
     def explored(self) -> float:
         return self._explored / max(1, self.passes)
 
-    def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        explore = self._exploration(host)
-        by_autograd = self._learns and (self.settings.lr is None or explore or host.joined)
-        scores = host.scores if by_autograd else host.scores.detach()
-        return host.execution.call(scores, args, kwargs, explore=explore)
+    def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        explore = self._exploration(masked)
+        by_autograd = self._learns and (self.settings.lr is None or explore or masked.distributed)
+        if not (by_autograd and torch.is_grad_enabled() and masked.scores.requires_grad):
+            return masked.narrow_model.run(args, kwargs)
+        if explore:
+            gates = straight_through_gates(masked.graph, masked.narrow_model.mask, masked.scores, explore)
+            return masked.wide_passes.call(tuple(masked.graph.groups), args, kwargs, gates)[0]
+        return masked.vectors.run_gated(masked.scores, args, kwargs)
 
-    def _exploration(self, host: Host) -> float:
+    def _exploration(self, masked: MaskedModule) -> float:
         """Return n on every n-th training pass while a learned criterion drops units, else 0."""
         explore = self.settings.explore
         learned = self._learns and self._density < 1.0 and explore > 0.0
-        if not (learned and host.training and torch.is_grad_enabled()):
+        if not (learned and masked.training and torch.is_grad_enabled()):
             return 0.0
         self.passes += 1
         # Work grows about as the entries do; dense work that costs `explore` of the narrow work done between.
@@ -121,108 +127,110 @@ class FollowScores(Rule):
         self._explored += 1.0 / self._density - 1.0
         return float(every)
 
-    def sync(self, host: Host) -> None:
+    def sync(self, masked: MaskedModule) -> None:
         """Follow where the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
         self._learned = False
-        told = self._stepped or (host.target, *identity(host.scores)) != self._seen
-        if not told or host.optimizers.hold:  # in the middle of a step
+        told = self._stepped or (masked.widths.target, *identity(masked.scores)) != self._seen
+        if not told or masked.optimizers.frozen:  # in the middle of a step
             return
-        ratio_stands = self._seen is not None and self._seen[0] == host.target
+        ratio_stands = self._seen is not None and self._seen[0] == masked.widths.target
         if ratio_stands and not self._learns:
-            self._mark_seen(host)
+            self._mark_seen(masked)
         else:
-            self._follow(host, unless_it_stands=ratio_stands)
+            self._follow(masked, unless_it_stands=ratio_stands)
 
-    def _mark_seen(self, host: Host) -> None:
-        self._seen = (host.target, *identity(host.scores))
+    def _mark_seen(self, masked: MaskedModule) -> None:
+        self._seen = (masked.widths.target, *identity(masked.scores))
         self._stepped = False
 
-    def resample(self, host: Host) -> None:
-        self._follow(host, unless_it_stands=False)
+    def resample(self, masked: MaskedModule) -> None:
+        self._follow(masked, unless_it_stands=False)
 
-    def _follow(self, host: Host, *, unless_it_stands: bool) -> None:
+    def _follow(self, masked: MaskedModule, *, unless_it_stands: bool) -> None:
         """Change the mask to the scores of the criterion, asked once; without sorting if it stands, as in most steps."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            execution, source = host.execution, f"{type(host.criterion).__name__} scores"
+            source = f"{type(masked.criterion).__name__} scores"
             scores: Mapping[str, Tensor] | None = None
-            fused = host.scores.detach()
-            if not isinstance(host.criterion, Learned):
-                generator = host.generator
+            fused = masked.scores.detach()
+            if not isinstance(masked.criterion, Learned):
+                generator = masked.generator
                 if generator is None and not self._learns:
                     generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
-                weights = execution.narrow_model.dense_state()
-                model = None if self._learns else execution.narrow_model.dense_model()
-                view = View(importance=split_units(host.graph, fused), weights=weights, generator=generator, model=model)
-                scores = host.criterion.scores(host.graph, view)
-                check_scores(host.graph, scores, source)
-                fused = torch.cat([scores[name] for name in host.graph.groups])
-            if not (unless_it_stands and execution.fused.mask_unchanged(fused)):
-                scores = split_units(host.graph, fused) if scores is None else scores
-                mask = choose(host.graph, scores, host.counts(), source=source)
-                if mask != execution.mask:
-                    host.change(mask)
-                self._density = mask.density(host.graph)
-            self._mark_seen(host)
+                weights = masked.narrow_model.dense_state()
+                model = None if self._learns else masked.narrow_model.dense_model()
+                view = View(importance=split_units(masked.graph, fused), weights=weights, generator=generator, model=model)
+                scores = masked.criterion.scores(masked.graph, view)
+                check_scores(masked.graph, scores, source)
+                fused = torch.cat([scores[name] for name in masked.graph.groups])
+            if not (unless_it_stands and masked.vectors.mask_unchanged(fused)):
+                scores = split_units(masked.graph, fused) if scores is None else scores
+                mask = choose(masked.graph, scores, masked.widths.counts(), source=source)
+                if mask != masked.narrow_model.mask:
+                    masked.change_mask(mask)
+                self._density = mask.density(masked.graph)
+            self._mark_seen(masked)
 
-    def _targets(self, host: Host) -> Tensor:
-        return self.settings.regularizer.targets(host.execution.fused.magnitudes(), self._sizes).to(host.scores.dtype)
+    def _targets(self, masked: MaskedModule) -> Tensor:
+        return self.settings.regularizer.targets(masked.vectors.magnitudes(), self._sizes).to(masked.scores.dtype)
 
-    def _recent(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _recent(
+        self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the targets and the gates' gradient, computed again when due; the latter also after a change of the mask."""
-        fused, due = host.execution.fused, self._age % self.settings.refresh_every == 0
+        fused, due = masked.vectors, self._age % self.settings.refresh_every == 0
         self._age += 1
         if self._target is None or due:
-            self._target = self._targets(host)
-        version = host.execution.narrow_model.version
+            self._target = self._targets(masked)
+        version = masked.narrow_model.version
         if self._gates is None or due or self._gates_of != version:
             gates, self._gates_of = fused.gate_gradient(gradients), version
             self._gates = (gates if scale is None else gates / scale).to(self._target)
         return self._target, self._gates
 
-    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
         if lr is None or self._learned or not self._learns:
             return
         self._learned = self._stepped = True
         with torch.no_grad():
-            fused = host.execution.fused
-            scores = host.scores.detach()
-            target, gates = self._recent(host, gradients, scale)
+            fused = masked.vectors
+            scores = masked.scores.detach()
+            target, gates = self._recent(masked, gradients, scale)
             gradient = (scores - target).mul_(self._pull).add_(gates)
-            if host.scores.grad is not None:  # of a pass of the dense model
-                seen = host.scores.grad if scale is None else host.scores.grad / scale
+            if masked.scores.grad is not None:  # of a pass of the dense model
+                seen = masked.scores.grad if scale is None else masked.scores.grad / scale
                 gradient.add_(seen.masked_fill(fused.kept, 0.0))
-                host.scores.grad = None
+                masked.scores.grad = None
             scores.sub_(gradient, alpha=lr)
 
-    def penalty(self, host: Host) -> Tensor:
+    def penalty(self, masked: MaskedModule) -> Tensor:
         if self.settings.lr is not None or not self._learns:
-            return super().penalty(host)
-        self.sync(host)
+            return super().penalty(masked)
+        self.sync(masked)
         with torch.no_grad():
-            targets = self._targets(host)
-        return (0.5 * self._pull * (host.scores - targets).square()).sum()
+            targets = self._targets(masked)
+        return (0.5 * self._pull * (masked.scores - targets).square()).sum()
 
-    def after_step(self, host: Host, optimizer: Optimizer) -> None:
+    def after_step(self, masked: MaskedModule, optimizer: Optimizer) -> None:
         # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
-        self._stepped = self._stepped or holds(optimizer, host.scores)
+        self._stepped = self._stepped or holds(optimizer, masked.scores)
 
     def state(self) -> dict[str, Tensor]:
         read = {"target": self._target, "gates": self._gates}
         kept = {name: tensor.clone() for name, tensor in read.items() if tensor is not None}
         return {"passes": torch.tensor(self.passes), "age": torch.tensor(self._age), **kept}
 
-    def load(self, host: Host, state: dict[str, Tensor]) -> None:
+    def load(self, masked: MaskedModule, state: dict[str, Tensor]) -> None:
         self.passes = int(state.get("passes", self.passes))
         self._age = int(state.get("age", 0))
         self._target, self._gates = (
-            None if name not in state else state[name].to(host.scores, copy=True) for name in ("target", "gates")
+            None if name not in state else state[name].to(masked.scores, copy=True) for name in ("target", "gates")
         )
-        self._gates_of = host.execution.narrow_model.version
-        self._density = host.execution.mask.density(host.graph)
-        self._mark_seen(host)
+        self._gates_of = masked.narrow_model.version
+        self._density = masked.narrow_model.mask.density(masked.graph)
+        self._mark_seen(masked)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         moved = function(self._pull)

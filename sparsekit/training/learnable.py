@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import eager, is_exporting, outside_compiler
+from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import measure_costs
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
+from sparsekit.training.arguments import costs_of, learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.execution import Execution
-from sparsekit.training.gradient_importance import GradientImportance
-from sparsekit.training.host import Host, Learning, Rule, split_units
-from sparsekit.training.loss_importance import LossImportance
-from sparsekit.training.optimizer_hooks import watch
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training.narrow_model import NarrowModel, Rules
+from sparsekit.training.optimizers import OptimizerSet, param_groups, watch
+from sparsekit.training.rule import Learning, MaskedModule, Rule
+from sparsekit.training.unit_vectors import UnitVectors, split_units
+from sparsekit.training.widening import WidePasses
+from sparsekit.training.widths import Widths
 from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers
 
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(Host):
+class LearnableMask(MaskedModule):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
@@ -64,6 +68,7 @@ class LearnableMask(Host):
         example_inputs: What `model` is called with once to find its units: a tuple of positional inputs, or a mapping
             of keyword inputs. A list of these is several calls, so that every branch is seen. Not needed with `graph`.
         graph: The units, if they were traced before.
+        rules: Rules for layers of your own, as in `trace_units`.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
         criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
             is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
@@ -101,6 +106,7 @@ class LearnableMask(Host):
         example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | list[Any] | None = None,
         *,
         graph: UnitGraph | None = None,
+        rules: Rules | None = None,
         norm: Literal["fixed", "kept"] = "fixed",
         criterion: Criterion | None = None,
         ratio: float = 1.0,
@@ -113,30 +119,30 @@ class LearnableMask(Host):
     ) -> None:
         check_model(model)
         check_ratio(ratio)
-        if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
-            raise InvalidValueError(
-                f"criterion must be an object with a method `scores`, such as criterion=Magnitude(), got {criterion!r}"
-            )
         learning = learning_of(learning, criterion, explore, steps)
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = trace_units(model, norm=norm, example_inputs=ModelInputs.several(example_inputs))
+            graph = trace_units(model, norm=norm, rules=rules, example_inputs=ModelInputs.several(example_inputs))
         graph.check_state(model.state_dict(), what="the model")
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
-        budget, costs = None if budget is None else Budget.of(budget), None
-        if example_inputs is not None:
-            call = ModelInputs.several(example_inputs)[0]
-            with eager():  # counting is no reason to compile
-                costs = measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics)
-        elif budget is not None:
-            raise InvalidValueError(
-                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
-            )
-        super().__init__(Execution(model, graph), ratio, budget, costs, criterion, generator)
+        limit = None if budget is None else Budget.of(budget)
+        costs = costs_of(model, example_inputs, graph, limit, rules)
+        super().__init__()
+        self.graph = graph
+        self.criterion: Criterion = Learned() if criterion is None else criterion
+        self.generator = generator
         self.learning = learning
-        self.scores = nn.Parameter(self._targets(self.execution.fused.magnitudes()) if graph.groups else torch.zeros(0))
+        self.widths = Widths(graph, ratio, limit, costs)
+        self.optimizers = OptimizerSet()
+        self.distributed = False
+        self.narrow_model = NarrowModel(model, graph, rules=rules)
+        self.wide_passes = WidePasses(self.narrow_model)
+        self.model = self.narrow_model.module
+        self.mask_changed = False
+        """Whether the mask has changed since an optimizer may have been loaded."""
+        self.scores = nn.Parameter(learning.targets(graph, self.vectors.magnitudes()) if graph.groups else torch.zeros(0))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
@@ -146,20 +152,41 @@ class LearnableMask(Host):
             scores = score_units(first, graph, View(weights=model.state_dict(), generator=generator, model=model))
             with torch.no_grad():
                 self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
-        if budget is not None:
+        if limit is not None:
             scale: Scale = "none" if first is not None and is_comparable(first) else "relative"
-            self.set_widths(self.within_budget(self.scores.detach(), {}, scale))
+            self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
         self._rule.resample(self)
-        self._moved = False
+        self.mask_changed = False
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
 
-    def _targets(self, magnitudes: Tensor) -> Tensor:
-        """What importance starts at."""
-        regularizer: ImportanceRegularizer = getattr(self.learning, "regularizer", ImportanceRegularizer())
-        return regularizer.targets(magnitudes, [group.size for group in self.graph.groups.values()])
+    @cached_property
+    def vectors(self) -> UnitVectors:
+        # Made when first asked for, as a graph without groups has none.
+        with torch.inference_mode(False):  # its tables outlive the call that asks
+            return UnitVectors(self.narrow_model)
+
+    @property
+    def ratio(self) -> float:
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+
+        Assign to change it; the next call changes the mask.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
+        """
+        return self.widths.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self.widths.ratio = ratio
+
+    @property
+    def budget(self) -> Budget | None:
+        """What the sparse model may cost; None if the ratio says what is kept."""
+        return self.widths.budget
 
     @property
     def settled(self) -> bool:
@@ -178,8 +205,8 @@ class LearnableMask(Host):
 
     def extra_repr(self) -> str:
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
-        limit = f"ratio={self._ratio:g}" if self.budget is None else f"budget={self.budget}"
-        kept = f"{sum(self.execution.mask.counts().values())} of {self.graph.units} units kept"
+        limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
+        kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
         state = "settled" if self.settled else "still learning"
         return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
 
@@ -249,25 +276,27 @@ class LearnableMask(Host):
             self.learning = learning
         if ratio is not None:
             self.ratio = ratio
-        self._moved = False
+        self.mask_changed = False
         for optimizer in self.optimizers:
             for leaf in self.leaves():
                 optimizer.state.get(leaf, {}).clear()
         if mask is not None:
             self._rule = Rule()
-            self.execution.narrow_model.load(state, mask)
+            self.narrow_model.load(state, mask)
             return
         self.graph.check_state(state)
-        magnitudes = self.execution.fused.magnitudes_of(state)
+        magnitudes = self.vectors.magnitudes_of(state)
         if importance is None:
-            importance = self._targets(magnitudes)
+            importance = self.learning.targets(self.graph, magnitudes)
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         with torch.no_grad():
             self.scores.copy_(importance)
         self.scores.grad = None
-        first = choose(self.graph, split_units(self.graph, self.scores.detach()), self.counts(), source="importance")
-        self.execution.load(state, first, magnitudes=magnitudes)
+        counts = self.widths.counts()
+        first = choose(self.graph, split_units(self.graph, self.scores.detach()), counts, source="importance")
+        self.narrow_model.load(state, first)
+        self.vectors.reload(magnitudes)
         self._rule = self.learning.rule(self)
         if is_learned(self.criterion):
             self._rule.load(self, {})
@@ -296,7 +325,7 @@ class LearnableMask(Host):
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
         self.sync()
-        return self.execution.mask
+        return self.narrow_model.mask
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
@@ -327,20 +356,91 @@ class LearnableMask(Host):
     def compact(self) -> nn.Module:
         """The sparse model as a plain, smaller module with the same outputs; a copy."""
         self.sync()
-        return self.execution.compact()
+        return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
-        return self.execution.narrow_model.dense_state()
+        return self.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
         self.sync()
-        return self.execution.narrow_model.narrow_state()
+        return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """The narrow weights under the model's own keys, a shared one once."""
-        return self.execution.narrow_model.named_parameters()
+        return self.narrow_model.named_parameters()
+
+    def weights(self) -> list[nn.Parameter]:
+        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
+        return list(self.model.parameters())
+
+    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimiser that keep importance out of weight decay.
+
+        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
+        the gradients of importance.
+
+        ```python
+        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
+        optimizer.step()
+        ```
+
+        Args:
+            importance_lr: Learning rate of the importance; None takes the optimiser's own.
+            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
+
+        Returns:
+            Two groups: the weights, then the importance.
+
+        Raises:
+            InvalidValueError: a number below 0, infinite or NaN.
+        """
+        return param_groups(self.weights(), self.scores, importance_lr, weight_decay)
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters whose optimisers follow the mask, and the importance."""
+        return [*self.weights(), self.scores]
+
+    def track(self, optimizer: HasState) -> None:
+        """Let the state of `optimizer` follow the mask from now on.
+
+        A torch optimiser is met at its first step and needs no such call, unless it has state before that, as one that was
+        loaded or copied: then call this before the mask or the ratio changes. Any other object may keep tensors that follow the
+        units: `state[leaf][name]`, each of the leaf's shape.
+
+        When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimisers that are
+        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), begin anew with every
+        weight matrix whose units change. `LBFGS` is refused when the mask changes.
+
+        Args:
+            optimizer: Steps some of `parameters()`, or has state for them; held weakly.
+
+        Raises:
+            InvalidValueError: `optimizer` steps none of them.
+        """
+        self.optimizers.add(optimizer, self)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the mask as it is within a block, in which an optimiser steps in two parts.
+
+        ```python
+        with masked.held():
+            sam.first_step()
+            F.cross_entropy(masked(x), y).backward()
+            sam.second_step()
+        ```
+        """
+        return self.optimizers.freeze()
+
+    def change_mask(self, mask: UnitMask) -> None:
+        self.optimizers.check_change()
+        self.mask_changed = True
+        self.vectors.set_mask(mask, list(self.optimizers))
+        self.optimizers.just_loaded.clear()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
@@ -375,48 +475,16 @@ class LearnableMask(Host):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         self._rule.apply(fn)
-        self.execution.apply_to_tensors(fn)
+        self.narrow_model.apply_to_tensors(fn)
+        vars(self).pop("vectors", None)  # made again where the model is now, of weights that may have been rounded
+        self.wide_passes.clear()  # they may hold buffers that are not in the state
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._moved = False
+        self.mask_changed = False
         watch(self)
         guard_wrappers(LearnableMask)
-
-
-def learning_of(
-    learning: Learning | None,
-    criterion: object,
-    explore: float | None,
-    steps: int | None,
-) -> Learning:
-    """Return the settings of learning: those given, or the default ones for the other arguments.
-
-    Raises:
-        InvalidValueError: arguments that exclude each other, or settings that are none.
-    """
-    if learning is not None:
-        also = [name for name, value in (("explore", explore), ("steps", steps)) if value is not None]
-        if also:
-            raise InvalidValueError(
-                f"learning= was given together with {', '.join(also)}, which it has itself; pass them to"
-                f" {type(learning).__name__}(…)"
-            )
-        if not isinstance(learning, Learning):
-            raise InvalidValueError(f"learning must be LossImportance(…) or GradientImportance(…), got {learning!r}")
-        if criterion is not None and isinstance(learning, LossImportance):
-            raise InvalidValueError(
-                "criterion= says what a unit is worth, and LossImportance learns it; leave one of them out, or pass"
-                " start=criterion to choose the first mask by it"
-            )
-        return learning
-    explore = 0.1 if explore is None else explore
-    if criterion is None:
-        return LossImportance(explore=explore, steps=steps)
-    if steps is not None:
-        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= or steps=")
-    return GradientImportance(explore=explore)
 
 
 def _load(
@@ -425,4 +493,4 @@ def _load(
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)
     load_entries(module, module._rule, state, prefix, missing if strict else [])
-    module._moved = False
+    module.mask_changed = False

@@ -20,7 +20,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.evidence import Evidence
-from sparsekit.training.host import Host, Learning, Rule, check_explore, refilled
+from sparsekit.training.rule import Learning, MaskedModule, Rule, check_explore, resized_mask
 from sparsekit.training.widening import Probe, read, widened
 
 _EVERY = 4
@@ -72,21 +72,21 @@ class LossImportance(Learning):
         if not 0.0 <= self.errors < math.inf:
             raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1 is usual")
 
-    def rule(self, host: Host) -> Swapping:
-        return Swapping(self, host)
+    def rule(self, masked: MaskedModule) -> Swapping:
+        return Swapping(self, masked)
 
 
 class Swapping(Rule):
     """Let the mask follow what samples say of its units."""
 
-    def __init__(self, settings: LossImportance, host: Host) -> None:
+    def __init__(self, settings: LossImportance, masked: MaskedModule) -> None:
         self.settings = settings
-        self.evidence = Evidence(host.graph, host.scores.detach(), settings.share, settings.errors)
-        host.scores.requires_grad_(False)  # importance is measured, not stepped
+        self.evidence = Evidence(masked.graph, masked.scores.detach(), settings.share, settings.errors)
+        masked.scores.requires_grad_(False)  # importance is measured, not stepped
         self.clock = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
         self.seen: dict[str, float] = {}
         """Group → exploring steps of this round."""
-        self._bundles = {name: names for names in host.graph.tied_sets for name in names}
+        self._bundles = {name: names for names in masked.graph.tied_sets for name in names}
         self._target: object = None
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
@@ -111,26 +111,26 @@ class Swapping(Rule):
 
     # Steps.
 
-    def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        learning = host.training and torch.is_grad_enabled()
+    def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        learning = masked.training and torch.is_grad_enabled()
         if learning and not self._begun:
-            self._plan(host)
+            self._plan(masked)
         self._passes += learning
         if self._passes == _SILENT:
             warnings.warn("no optimiser has stepped this mask; call masked.learn() after backward()", stacklevel=5)
         if not learning or self._group is None:
-            return host.execution.call(host.scores.detach(), args, kwargs, explore=0.0)
-        result, probes = host.execution.explore(self._bundles[self._group], args, kwargs)
+            return masked.narrow_model.run(args, kwargs)
+        result, probes = masked.wide_passes.call(self._bundles[self._group], args, kwargs)
         self._probes.append(probes)
         return result
 
-    def _plan(self, host: Host) -> None:
+    def _plan(self, masked: MaskedModule) -> None:
         """Decide what the passes of a step are for: all of them see the same units."""
         self._begun = True
         if self.settled:
             return
-        if self._costs_of is not host.execution.mask:
-            self._costs, self._costs_of = self._count_costs(host), host.execution.mask
+        if self._costs_of is not masked.narrow_model.mask:
+            self._costs, self._costs_of = self._count_costs(masked), masked.narrow_model.mask
         if self._costs:
             group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
             pace = self.clock["step"] + 1.0
@@ -140,41 +140,41 @@ class Swapping(Rule):
                 self._group = group
             self._sampling = self._group is not None or self.clock["step"] % _EVERY == 0
 
-    def _count_costs(self, host: Host) -> dict[str, float]:
+    def _count_costs(self, masked: MaskedModule) -> dict[str, float]:
         """First of the groups of equal counts with dropped units → extra work of a pass with them, in narrow passes."""
-        mask, groups = host.execution.mask, host.graph.groups
-        own = host.pass_flops(mask)
+        mask, groups = masked.narrow_model.mask, masked.graph.groups
+        own = masked.widths.pass_flops(mask)
         return {
-            names[0]: host.pass_flops(widened(mask, names)) / own - 1.0
+            names[0]: masked.widths.pass_flops(widened(mask, names)) / own - 1.0
             for names in dict.fromkeys(self._bundles.values())
             if not all(bool(mask[name].all()) for name in names)
             and any(piece.gated for name in names for piece in groups[name].slices)
         }
 
-    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         if not self._begun:
             return
         if self._sampling:
             with torch.no_grad():
-                self._sample(host, gradients, scale)
+                self._sample(masked, gradients, scale)
         if self._group is not None:  # paid for, whether or not it told anything
             self.clock["spent"] += self._costs[self._group]
             self.seen[self._group] = self.seen.get(self._group, 0.0) + 1.0
             self.clock["due"] = float(self._least_seen() >= self.settings.samples)
-            host.execution.release()
+            masked.wide_passes.release()
         self.clock["step"] += 1.0
         self._begin_step()
 
     def _least_seen(self) -> float:
         return min(self.seen.get(name, 0.0) for name in self._costs)
 
-    def _sample(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
-        trained = [leaf.requires_grad for leaf in host.model.parameters()]
+    def _sample(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        trained = [leaf.requires_grad for leaf in masked.model.parameters()]
         if trained != self._trained:  # some were frozen or set free
             if self._trained is not None:
                 self.evidence.forget_way()
             self._trained = trained
-        leaves = [leaf for leaf in host.model.parameters() if leaf.requires_grad]
+        leaves = [leaf for leaf in masked.model.parameters() if leaf.requires_grad]
         given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
         found: dict[Tensor, Tensor] = {
             leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
@@ -183,35 +183,39 @@ class Swapping(Rule):
         flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(1)
         least, most = flat.aminmax()  # one pass; nan if there is one
         if math.isfinite(float(most - least)) and bool((least != 0) | (most != 0)):
-            fused = host.execution.fused
+            fused = masked.vectors
             self.evidence.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
-            self.evidence.add_dropped(read(self._probes, found, joined=host.joined), host.execution.mask)
+            self.evidence.add_dropped(read(self._probes, found, distributed=masked.distributed), masked.narrow_model.mask)
             weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
             self.evidence.add_way(weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples)
 
     # Changes.
 
-    def sync(self, host: Host) -> None:
-        if (self.clock["due"] or host.target != self._target) and not host.optimizers.hold:  # not in the middle of a step
-            self.resample(host)
+    def sync(self, masked: MaskedModule) -> None:
+        due = self.clock["due"] or masked.widths.target != self._target
+        if due and not masked.optimizers.frozen:  # not in the middle of a step
+            self.resample(masked)
 
-    def resample(self, host: Host) -> None:
+    def resample(self, masked: MaskedModule) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            if host.target != self._target:
-                first, self._target = self._target is None, host.target
-                self._change(host, refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts()))
+            if masked.widths.target != self._target:
+                first, self._target = self._target is None, masked.widths.target
+                self._change(masked, self._resized(masked, masked.narrow_model.mask))
                 if first:
-                    self._weigh_exploration(host)
+                    self._weigh_exploration(masked)
             elif self.clock["due"]:
-                self._swap(host)
+                self._swap(masked)
             else:  # asked for: keep the units of the largest importance
-                none = UnitMask({name: torch.zeros_like(keep) for name, keep in host.execution.mask.items()})
-                self._change(host, refilled(host.graph, none, host.scores.detach(), host.counts()))
+                none = UnitMask({name: torch.zeros_like(keep) for name, keep in masked.narrow_model.mask.items()})
+                self._change(masked, self._resized(masked, none))
 
-    def _weigh_exploration(self, host: Host) -> None:
+    def _resized(self, masked: MaskedModule, mask: UnitMask) -> UnitMask:
+        return resized_mask(masked.graph, mask, masked.scores.detach(), masked.widths.counts())
+
+    def _weigh_exploration(self, masked: MaskedModule) -> None:
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
-        work = _ROUNDS * settings.samples * sum(self._count_costs(host).values())
+        work = _ROUNDS * settings.samples * sum(self._count_costs(masked).values())
         if settings.steps and settings.explore * settings.steps < work and not self.settled:
             self.clock["off"] = 1.0
             warnings.warn(
@@ -222,40 +226,40 @@ class Swapping(Rule):
                 stacklevel=4,
             )
 
-    def _swap(self, host: Host) -> None:
+    def _swap(self, masked: MaskedModule) -> None:
         """End a round."""
-        before = host.execution.mask
+        before = masked.narrow_model.mask
         mask, worth = self.evidence.end_round(before)
-        host.scores.copy_(torch.where(worth.isfinite(), worth, host.scores))
+        masked.scores.copy_(torch.where(worth.isfinite(), worth, masked.scores))
         self.seen, self.clock["due"] = {}, 0.0
         self.clock["swapped"] += float(sum((mask[name] & ~before[name]).sum() for name in mask))
-        self._change(host, mask, afresh=True)
-        if host.budget is not None:
-            self._move_widths(host)
+        self._change(masked, mask, afresh=True)
+        if masked.budget is not None:
+            self._move_widths(masked)
 
-    def _move_widths(self, host: Host) -> None:
+    def _move_widths(self, masked: MaskedModule) -> None:
         """Move widths between groups towards those at which all of them lose least for what the budget allows.
 
         By less from round to round: a width changes what all units beside it are worth, and would swing.
         """
-        limits, counts = {}, host.execution.mask.counts()
+        limits, counts = {}, masked.narrow_model.mask.counts()
         self.clock["rounds"] = self.clock.get("rounds", 0.0) + 1.0
-        for name, group in host.graph.groups.items():
+        for name, group in masked.graph.groups.items():
             most = int(self.settings.share * counts[name] / self.clock["rounds"])
             limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
-        host.set_widths(host.within_budget(host.scores.detach().clamp_min(0.0), limits))
-        self._target = host.target
-        mask = refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts())
-        self._change(host, mask, afresh=True)
+        masked.widths.set(masked.widths.within_budget(masked.scores.detach().clamp_min(0.0), limits))
+        self._target = masked.widths.target
+        mask = resized_mask(masked.graph, masked.narrow_model.mask, masked.scores.detach(), masked.widths.counts())
+        self._change(masked, mask, afresh=True)
 
-    def _change(self, host: Host, mask: UnitMask, *, afresh: bool = False) -> None:
+    def _change(self, masked: MaskedModule, mask: UnitMask, *, afresh: bool = False) -> None:
         """Change the mask; units that enter have the weights that they had, or with `afresh` nothing reads them yet."""
-        before = host.execution.mask
+        before = masked.narrow_model.mask
         if mask != before:
-            host.change(mask)
+            masked.change_mask(mask)
             if afresh:
                 entering = {name: (mask[name] & ~before[name]).nonzero().reshape(-1) for name in mask}
-                host.execution.narrow_model.silence(entering)
+                masked.narrow_model.silence(entering)
             self.seen, self.clock["due"] = {}, 0.0
             self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
 
@@ -268,14 +272,14 @@ class Swapping(Rule):
             state |= {f"{kind}.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return state
 
-    def load(self, host: Host, state: dict[str, Tensor]) -> None:
-        self._target = host.target
+    def load(self, masked: MaskedModule, state: dict[str, Tensor]) -> None:
+        self._target = masked.widths.target
         self._begin_step()
         if "clock.step" in state:  # of this rule, not of another one
             parts: dict[str, dict[str, Any]] = {"clock": {}, "seen": {}, "numbers": {}, "memory": {}}
             for key, value in state.items():
                 kind, _, name = key.partition(".")
-                parts[kind][name] = value.to(host.scores.device, copy=True) if kind == "memory" else float(value)
+                parts[kind][name] = value.to(masked.scores.device, copy=True) if kind == "memory" else float(value)
             self.clock, self.seen = parts["clock"], parts["seen"]
             self.evidence.clock, self.evidence.memory = parts["numbers"], parts["memory"]
 

@@ -7,6 +7,7 @@ unit do not change; optimizer state of an entering unit starts fresh.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, find_rule, resize
+from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format, named_entries, reshape_leaf, set_sizes
 from sparsekit.surgery.safe_convolution import guard_convolutions
@@ -133,6 +135,10 @@ class NarrowModel:
         """(key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
         for entry in self._entries:
             yield entry.key, entry.names, entry.tensor if entry.parameter is None else entry.parameter
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the narrow module."""
+        return self.module(*args, **kwargs)
 
     def positions(self, key: str) -> Mapping[int, Tensor]:
         """Axis → int64 (narrow size,): the dense positions of a narrow entry, ascending, along the axes that units touch."""
@@ -259,7 +265,7 @@ class NarrowModel:
         small = copy_with(self.module, {})
         for parameter in small.parameters():
             parameter.grad = None
-        return small
+        return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
     def silence(self, units: Mapping[str, Tensor]) -> None:
         """Set the weights that read some kept units to zero, so that these change no outputs yet.

@@ -5,11 +5,15 @@ all units have length J, in the order of the graph's groups.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from sparsekit.criteria.weights import own_slices, unit_magnitudes
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
@@ -17,6 +21,12 @@ from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import unit_tables
+
+
+def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
+    """Views of a vector over all units, float (J,), by group: group name → (units,)."""
+    parts = flat.split([group.size for group in graph.groups.values()])
+    return dict(zip(graph.groups, parts, strict=True))
 
 
 class Reader:
@@ -69,6 +79,25 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
     weight = reader.leaf.detach()
     gradient = reader.leaf.grad if gradients is None else gradients.get(reader.leaf)
     return wide(weight).new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
+
+
+class _GateGradient(torch.autograd.Function):
+    """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, scores: Tensor, readers: list[Reader], units: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(leaf)
+        ctx.readers, ctx.units, ctx.total = readers, units, scores.numel()
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (leaf,) = ctx.saved_tensors
+        flat = wide(leaf).new_zeros(ctx.total + 1)
+        for reader, units in zip(ctx.readers, ctx.units, strict=True):
+            flat.index_add_(0, units, reader.products(leaf, gradient))
+        return gradient, flat[:-1], None, None
 
 
 class UnitVectors:
@@ -170,6 +199,12 @@ class UnitVectors:
                 found[3].append(units)
             self._gated = list(by_leaf.values())
         return self._gated
+
+    def run_gated(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the narrow model; scores, float (J,), get the gradient of each kept unit's gate."""
+        apply: Any = _GateGradient.apply
+        gated = {name: apply(leaf, scores, readers, units) for name, leaf, readers, units in self.gated_leaves()}
+        return functional_call(self.narrow_model.module, gated, args, kwargs)
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).

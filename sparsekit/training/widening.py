@@ -232,11 +232,50 @@ class Widening:
         return result, probes
 
 
-def read(passes: Sequence[Sequence[Probe]], gradients: Mapping[Tensor, Tensor], *, joined: bool) -> dict[str, Reading]:
+class WidePasses:
+    """Passes of the narrow model that see dropped units too, each on a model of its widths that is made when first needed."""
+
+    def __init__(self, narrow_model: NarrowModel) -> None:
+        self._narrow_model = narrow_model
+        self._models: dict[tuple[str, ...], tuple[tuple[int, ...], DenseModel]] = {}
+        self._widenings: dict[tuple[str, ...], Widening] = {}
+        self._version = -1
+
+    def call(
+        self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], gates: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, list[Probe]]:
+        """Run the sparse model with the dropped units of `groups` behind gates, of 0 where no `gates` are given.
+
+        Returns:
+            The outputs, the same as without them; and without `gates` the entries that read units of the groups.
+        """
+        narrow, groups = self._narrow_model, tuple(groups)
+        if self._version != narrow.version:
+            self._widenings, self._version = {}, narrow.version
+        if groups not in self._widenings:
+            self._widenings[groups] = Widening(narrow, groups)
+        widening = self._widenings[groups]
+        sizes = tuple(widening.mask.counts().values())
+        if groups not in self._models or self._models[groups][0] != sizes:
+            model = DenseModel(narrow.module, narrow.graph, widening.mask, narrow.sizes, narrow.rules)
+            self._models[groups] = sizes, model
+        return widening.call(self._models[groups][1], args, kwargs, gates)
+
+    def release(self) -> None:
+        """Let go of what the last passes ran on, after their step."""
+        for _, model in self._models.values():
+            model.release()
+
+    def clear(self) -> None:
+        """Let go of all models."""
+        self._models, self._version = {}, -1
+
+
+def read(passes: Sequence[Sequence[Probe]], gradients: Mapping[Tensor, Tensor], *, distributed: bool) -> dict[str, Reading]:
     """Return the gradients of the entries that the exploring passes of one step probed: key → reading.
 
     The readings are scaled as `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks, without the
-    scale of a GradScaler. `joined`: other ranks train the same mask.
+    scale of a GradScaler. `distributed`: other ranks train the same mask.
 
     If the step before was skipped, as a GradScaler does after an overflow, its passes are among `passes` and its gradients are
     not in `gradients`. So only the latest passes count: as many as together point where the gradients do, best.
@@ -252,7 +291,7 @@ def read(passes: Sequence[Sequence[Probe]], gradients: Mapping[Tensor, Tensor], 
                 sums[probe.key] = sums[probe.key] + gradient if probe.key in sums else gradient
                 probe_of.setdefault(probe.key, probe)
         found = dict(sorted(sums.items()))
-        if joined and torch.distributed.is_initialized():
+        if distributed and torch.distributed.is_initialized():
             found = {key: gradient.clone() for key, gradient in found.items()}
             for gradient in found.values():
                 torch.distributed.all_reduce(gradient)

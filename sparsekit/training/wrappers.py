@@ -108,7 +108,7 @@ def _meet(kind: type[nn.Module], wrapper: nn.Module, _name: str, module: nn.Modu
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
-    masked.joined = True
+    masked.distributed = True
     before = [weight.shape for weight in masked.weights()]
 
     def check(*_: Any) -> None:

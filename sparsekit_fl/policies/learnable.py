@@ -37,7 +37,7 @@ class PullToReceived:
     def __init__(
         self, masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
     ) -> None:
-        self._narrow, self._leaves, self._received = masked.execution.narrow_model, leaves, received
+        self._narrow, self._leaves, self._received = masked.narrow_model, leaves, received
         self._strength, self._training = strength, training
         self._gather()
 

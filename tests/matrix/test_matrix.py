@@ -14,7 +14,7 @@ from matrix.cells import CHANGES, COMPILERS, OPTIMIZERS, PRECISIONS, Cell, all_c
 from matrix.run import TOLERANCE, distance
 
 from sparsekit.errors import SparsekitError
-from sparsekit.training.optimizer_hooks import OptimizerSet
+from sparsekit.training.optimizers import OptimizerSet
 
 ROOT = Path(__file__).parents[2]
 FEW = pairwise(all_cells())

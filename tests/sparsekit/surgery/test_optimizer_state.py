@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from laws import random_mask
-from masked import MaskedExecution
+from masked import MaskedModel
 from optimizers import Lookahead
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,9 +60,8 @@ def test_tied_recurrent_and_grouped_layers_follow_too(architecture: str) -> None
 def check(name: str, architecture: str) -> None:
     model, args, graph = problem(architecture)
     model.eval()
-    reference = MaskedExecution(model, graph)
+    reference = MaskedModel(model, graph)
     dense = OPTIMIZERS[name](reference.module.parameters())
-    scores = torch.zeros(graph.units, dtype=torch.float64)
     masks = [random_mask(graph, ratio, seed) for seed, ratio in enumerate((0.6, 0.4, 0.9, 0.6))]
     small = sk.compact(model, graph, masks[0])
     optimizer = OPTIMIZERS[name](small.parameters())
@@ -75,7 +74,7 @@ def check(name: str, architecture: str) -> None:
             small = other
         for _ in range(3):
             reference.set_mask(mask, [dense])
-            loss_of(reference.call(scores, args, {}, explore=0.0)).backward()
+            loss_of(reference.run(args, {})).backward()
             reference.before_step()
             dense.step()
             reference.after_step()

@@ -60,7 +60,7 @@ def test_importance_stays_float32_when_the_mask_moves_to_a_shorter_dtype(move) -
     weights = masked.dense_state()
     expected = torch.cat([unit_magnitudes(group, weights) for group in masked.graph.groups.values()])
     assert expected.dtype == torch.float32
-    torch.testing.assert_close(masked.execution.fused.magnitudes(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(masked.vectors.magnitudes(), expected, rtol=1e-6, atol=1e-6)
     assert masked.double().scores.dtype == torch.float64
     assert masked.half().scores.dtype == torch.float32
 

@@ -116,5 +116,5 @@ def test_any_criterion_may_choose_what_stays_anew_at_every_ratio(name: str) -> N
             whole = convolutions()[0]
             whole.load_state_dict(masked.dense_state())
             view = View(weights=masked.dense_state(), model=whole.train())
-            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, view), masked.counts())
+            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, view), masked.widths.counts())
         train_step(masked, optimizer, x, y)

@@ -105,7 +105,7 @@ def test_an_optimizer_that_was_loaded_and_not_told_of_says_so_when_the_mask_has_
     twin.load_state_dict(masked.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     twin.ratio = 0.25
-    with pytest.raises(InvalidValueError, match=r"call masked\.track\(optimizer\) when its state is loaded"):
+    with pytest.raises(InvalidValueError, match=r"call masked\.track\(optimizer\) after optimizer\.load_state_dict"):
         train_step(twin, other, x, y)
 
 

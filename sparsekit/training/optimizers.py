@@ -1,0 +1,243 @@
+"""The optimizers that step the leaves of a learnable mask: each is found at its first step, and followed by hooks on it.
+
+The one hook for all optimizers of the process looks for those that hold leaves of a mask, and does nothing else. What happens
+to an optimizer before its first step (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
+`masked.track(optimizer)`.
+
+A mask does not change while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from the weights
+before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two parts,
+`masked.held()` freezes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.surgery.optimizer_state import HasState, refuse_history
+from sparsekit.training.wrappers import warn_of_eval_mode
+
+
+class OptimizerSet:
+    """Weak references to optimizers, in the order in which they were added. A copy of a mask starts with none."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # ordered, where a WeakSet is not
+        self.just_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those whose state was loaded and that have neither stepped nor followed a change of the mask since."""
+        self._freezes = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether one of them is in the middle of a step, in which the mask must not change."""
+        return self._freezes > 0
+
+    @contextmanager
+    def freeze(self) -> Iterator[None]:
+        """Freeze the mask within the block."""
+        self._freezes += 1
+        try:
+            yield
+        finally:
+            self._freezes -= 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._known))
+
+    def __contains__(self, optimizer: object) -> bool:
+        return optimizer in self._known
+
+    def __reduce__(self) -> tuple[type[OptimizerSet], tuple[()]]:
+        return OptimizerSet, ()
+
+    def add(self, optimizer: HasState, masked: Any) -> None:
+        """Follow `optimizer` with hooks on it; it leaves the set when it is deleted.
+
+        Raises:
+            InvalidValueError: it steps no parameter of `masked`.
+        """
+        if hasattr(optimizer, "param_groups") and not any(holds(optimizer, leaf) for leaf in masked.leaves()):
+            raise InvalidValueError(
+                f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
+            )
+        if optimizer in self:
+            return
+        self._known[optimizer] = None
+        if isinstance(optimizer, Optimizer):
+            if optimizer.state:  # counts as just loaded
+                self.just_loaded.add(optimizer)
+            reference = weakref.ref(masked)
+            optimizer.register_step_pre_hook(functools.partial(_before_step, reference))
+            optimizer.register_step_post_hook(functools.partial(_after_step, reference))
+            optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
+
+    def check_change(self) -> None:
+        """Check that the mask may change now.
+
+        Raises:
+            InvalidValueError: one of them is an LBFGS that has begun, or is in the middle of a step.
+        """
+        for optimizer in self:
+            if any(state.get("n_iter") for state in optimizer.state.values()):
+                refuse_history(optimizer)
+        if self.frozen:
+            raise InvalidValueError(
+                "cannot change the mask between SAM's first_step() and second_step(), or in the middle of another optimizer's"
+                " step; units dropped now would keep their perturbed weights. Change it after the step"
+            )
+
+
+def _followed(reference: Callable[[], Any], optimizer: Optimizer) -> Any:
+    """The mask behind a hook, unless it is gone or a copy of the optimizer brought the hook along."""
+    masked = reference()
+    return masked if masked is not None and optimizer in masked.optimizers else None
+
+
+def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    masked = _followed(reference, optimizer)
+    if masked is None:
+        return None
+    masked.optimizers.just_loaded.discard(optimizer)
+    _refuse_broken_kernels(optimizer)
+    warn_of_eval_mode(masked)
+    masked.before_step(optimizer)
+    # LBFGS calls its closure many times; a change of mask is refused at the first.
+    if isinstance(optimizer, torch.optim.LBFGS) or not any(map(callable, [*args[1:], *kwargs.values()])):
+        return None
+    freeze = functools.partial(_frozen, masked)
+    return (
+        (args[0], *(freeze(value) if callable(value) else value for value in args[1:])),
+        {name: freeze(value) if callable(value) else value for name, value in kwargs.items()},
+    )
+
+
+def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure of a step, run with the mask frozen."""
+
+    @functools.wraps(closure)
+    def run() -> Any:
+        with masked.optimizers.freeze():
+            return closure()
+
+    return run
+
+
+def _after_step(reference: Callable[[], Any], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    masked = _followed(reference, optimizer)
+    if masked is not None:
+        masked.after_step(optimizer)
+
+
+def _after_load(reference: Callable[[], Any], optimizer: Optimizer) -> None:
+    masked = _followed(reference, optimizer)
+    if masked is not None:
+        masked.optimizers.just_loaded.add(optimizer)
+
+
+def holds(optimizer: Any, leaf: nn.Parameter) -> bool:
+    """Whether `leaf` is among the parameters that `optimizer` steps."""
+    return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
+
+
+def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
+    """Whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
+    fresh = "step" in state and float(state["step"]) == 0.0
+    fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return bool(state) and not (fresh and fits)
+
+
+def param_groups(
+    leaves: list[nn.Parameter], scores: nn.Parameter, importance_lr: float | None, weight_decay: float | None
+) -> list[dict[str, Any]]:
+    """The parameter groups of `LearnableMask.param_groups`."""
+    for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
+        if value is not None and not 0.0 <= value < math.inf:
+            raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
+    weights: dict[str, Any] = {"params": leaves}
+    importance: dict[str, Any] = {"params": [scores], "weight_decay": 0.0}
+    if weight_decay is not None:
+        weights["weight_decay"] = weight_decay
+    if importance_lr is not None:
+        importance["lr"] = importance_lr
+    return [weights, importance]
+
+
+_masks: weakref.WeakSet[Any] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizer → number of its parameter groups when it was last searched for leaves."""
+
+
+def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    groups = len(optimizer.param_groups)
+    if _seen.get(optimizer) != groups:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for masked in list(_masks):
+            if optimizer not in masked.optimizers and any(id(leaf) in held for leaf in masked.leaves()):
+                _meet(optimizer, masked)
+        _seen[optimizer] = groups
+
+
+def _meet(optimizer: Optimizer, masked: Any) -> None:
+    """Add an optimizer that steps for the first time.
+
+    Raises:
+        InvalidValueError: it has state, and the mask has changed since that may have been loaded.
+    """
+    if masked.mask_changed and any(has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
+        raise InvalidValueError(
+            f"the state of this {type(optimizer).__name__} predates the current mask; call masked.track(optimizer) after"
+            " optimizer.load_state_dict"
+        )
+    masked.track(optimizer)
+
+
+@functools.cache
+def _find_optimizers() -> None:
+    register_optimizer_step_pre_hook(_find)
+
+
+def watch(masked: Any) -> None:
+    """Add every optimizer that holds leaves of a learnable mask to it, at the optimizer's first step."""
+    _find_optimizers()
+    _masks.add(masked)
+
+
+_TRIED = 64
+"""Several vectors of every instruction set: torch 2.13 on a CPU steps the rest of a tensor and leaves whole vectors out."""
+
+
+def _refuse_broken_kernels(optimizer: Optimizer) -> None:
+    """Check that the fused kernel of an SGD steps tensors of the dtype of its parameters.
+
+    Raises:
+        UnsupportedModelError: it leaves entries as they are, as SGD with `fused=True` does in torch 2.13 on a CPU with bfloat16
+            or float16 parameters.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for dtype, device in {(p.dtype, p.device) for p in group["params"] if p.dtype.itemsize < 4}:
+                if not _steps(dtype, device):
+                    raise UnsupportedModelError(
+                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {dtype} on {device};"
+                        " use foreach=True, or parameters in float32 under torch.autocast"
+                    )
+
+
+@functools.cache
+def _steps(dtype: torch.dtype, device: torch.device) -> bool:
+    parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+    return bool((parameter.detach() == -1).all())

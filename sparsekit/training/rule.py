@@ -1,0 +1,138 @@
+"""Rule: how a learnable mask learns importance and changes; Learning: the settings of one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsekit.criteria.base import Criterion
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.optimizers import OptimizerSet
+from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training.unit_vectors import UnitVectors, split_units
+from sparsekit.training.widening import WidePasses
+from sparsekit.training.widths import Widths
+
+
+class MaskedModule(nn.Module, ABC):
+    """What a rule uses of a learnable mask."""
+
+    graph: UnitGraph
+    model: nn.Module
+    """The narrow module."""
+    criterion: Criterion
+    generator: torch.Generator | None
+    scores: nn.Parameter
+    widths: Widths
+    """How many units of each group stay."""
+    optimizers: OptimizerSet
+    """The optimizers that follow the mask, and other objects with state for the leaves."""
+    distributed: bool
+    """Whether every parameter must take part in every step, as DistributedDataParallel demands."""
+    narrow_model: NarrowModel
+    wide_passes: WidePasses
+
+    @property
+    @abstractmethod
+    def vectors(self) -> UnitVectors:
+        """Vectors over the units."""
+
+    @abstractmethod
+    def change_mask(self, mask: UnitMask) -> None:
+        """Change the mask; weights and optimizer state follow.
+
+        Raises:
+            InvalidValueError: an optimizer is in the middle of a step, or keeps a history that cannot follow.
+        """
+
+
+class Rule:
+    """The rule of one learnable mask, with its memory. The base learns nothing, for a mask that was given and stays."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the mask will not change again by itself."""
+        return True
+
+    @property
+    def explored(self) -> float:
+        """Work of exploration so far, as a share of the work of all training passes."""
+        return 0.0
+
+    def sync(self, masked: MaskedModule) -> None:
+        """Change the mask if it is due."""
+
+    def resample(self, masked: MaskedModule) -> None:
+        """Ask the criterion again and change the mask to what it says."""
+
+    def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the sparse model."""
+        return masked.narrow_model.run(args, kwargs)
+
+    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+        """End a step: learn from the gradients of the weights.
+
+        Args:
+            masked: The learnable mask.
+            gradients: Leaf → gradient; None takes `.grad` of the leaves.
+            scale: The factor of a GradScaler that they still contain.
+        """
+
+    def penalty(self, masked: MaskedModule) -> Tensor:
+        """Return what the rule adds to the loss: a scalar."""
+        return masked.scores.new_zeros(())
+
+    def after_step(self, masked: MaskedModule, optimizer: Optimizer) -> None:
+        """Called after `optimizer` changed parameters of the mask."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return its memory, to be saved."""
+        return {}
+
+    def load(self, masked: MaskedModule, state: dict[str, Tensor]) -> None:
+        """Continue from what `state` returned, or from nothing if that is empty."""
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move or cast every tensor of its memory."""
+
+
+class Learning(ABC):
+    """The settings of a rule: what `LearnableMask(learning=…)` takes."""
+
+    explore: float
+    regularizer: ImportanceRegularizer = ImportanceRegularizer()
+
+    def targets(self, graph: UnitGraph, magnitudes: Tensor) -> Tensor:
+        """Return the initial importance, float (J,), of units with these magnitudes."""
+        return self.regularizer.targets(magnitudes, [group.size for group in graph.groups.values()])
+
+    @abstractmethod
+    def rule(self, masked: MaskedModule) -> Rule:
+        """Return a new rule for `masked`."""
+
+
+def check_explore(explore: float) -> None:
+    """Raise InvalidValueError unless `explore` is in [0, 1]."""
+    if not 0.0 <= explore <= 1.0:
+        raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
+
+
+def resized_mask(graph: UnitGraph, mask: UnitMask, scores: Tensor, counts: Mapping[str, int]) -> UnitMask:
+    """Drop the least important units of a mask, or add the most important others, until `counts` is met.
+
+    `scores`, float (J,), is the importance of each unit; ties go to the lower index.
+    """
+    keep = dict(mask)
+    for name, score in split_units(graph, scores.cpu()).items():
+        rank = torch.where(mask[name], score + (score.max() - score.min() + 1.0), score)
+        chosen = rank.argsort(descending=True, stable=True)[: counts[name]]
+        keep[name] = torch.zeros_like(mask[name]).index_fill_(0, chosen, True)
+    return UnitMask(keep)
