@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from sparsekit.pruning.steps import meet_latency
 from torch import nn
 
 import sparsekit as sk
 from sparsekit.measure.clock import LatencyCache, cache_folder
 from sparsekit.measure.latency import measure_latency, measure_table
 from sparsekit.measure.volumes import CostTracker
+from sparsekit.pruning.latency import meet_latency
 
 
 @pytest.fixture(autouse=True)
