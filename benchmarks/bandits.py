@@ -1,6 +1,6 @@
 """Regret and time of the bandits in `sparsekit.bandit`, beside PyXAB's algorithms.
 
-    python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to benchmarks/bandit_results.json
+    python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to results/bandits.csv
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
     python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
@@ -11,7 +11,6 @@ algorithms meet the same. Needs PyXAB (`pip install --group bench`).
 """
 
 import argparse
-import json
 import math
 import time
 import zlib
@@ -23,12 +22,13 @@ from typing import Any
 
 import numpy as np
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB
-from common import show
+from common import read, show
 
 from sparsekit.bandit.base import Box, Interval
 from sparsekit.bandit.make import make_bandit
+from sparsekit_fl.results.stored import write_rows
 
-RESULTS = Path(__file__).parent / "bandit_results.json"
+RESULTS = Path(__file__).parents[1] / "results" / "bandits.csv"
 HORIZONS = (100, 500, 1000)
 NOISE = 0.1
 SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED}
@@ -151,14 +151,25 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             continue
         plays = [(horizon,) for horizon in HORIZONS] if name in WITH_HORIZON else [HORIZONS]
         games = [[end for marks in plays for end in trace(name, title, seed, marks)] for seed in range(options.seeds)]
-        results = json.loads(options.file.read_text()) if options.file.exists() else {}
+        results = _load(options.file)
         row = {"algorithm": name, "objective": title}
         for horizon, ends in zip(HORIZONS, zip(*games)):
             found = dict(zip(("cumulative", "simple"), map(summary, zip(*ends))))
             results.setdefault(title, {}).setdefault(str(horizon), {})[name] = found
             row[f"T = {horizon}"] = found["cumulative"][0]
-        options.file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        columns = ("function", "horizon", "bandit")
+        cells = ((title, int(h), name, r) for title, hs in results.items() for h, rs in hs.items() for name, r in rs.items())
+        write_rows([dict(zip(columns, key)) | found for *key, found in sorted(cells, key=lambda cell: cell[:3])], options.file)
         yield row
+
+
+def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Function → horizon → bandit → its regrets."""
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in read(file):
+        cell = results.setdefault(row["function"], {}).setdefault(str(row["horizon"]), {})
+        cell[row["bandit"]] = {what: row[what] for what in ("cumulative", "simple")}
+    return results
 
 
 def table(cells: dict[str, dict[str, Any]], what: str) -> Iterator[dict[str, Any]]:
@@ -185,7 +196,7 @@ def ratio(cell: dict[str, Any], rivals: tuple[str, ...]) -> tuple[float, str] | 
 
 def tables(options: argparse.Namespace) -> None:
     """Print what the file holds of a set: regrets, and SplitUCBV's over the best rival's."""
-    results = json.loads(options.file.read_text())
+    results = _load(options.file)
     cells = {h: {title: results.get(title, {}).get(str(h), {}) for title in SETS[options.set]} for h in HORIZONS}
     for what, horizon in product(("cumulative", "simple"), HORIZONS):
         print(f"\n{what} regret, T = {horizon}\n")

@@ -5,7 +5,7 @@
     python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
     python benchmarks/choice.py tasks --seeds 3                        real data where structure says that choice should matter
     python benchmarks/choice.py planted --trainable --batch 4          the planted layers train too; few examples in a batch
-    python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
+    python benchmarks/choice.py table --out results/choice.csv          what a file holds, as Markdown
 
 Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
 explores, trains fewer steps by what that cost, as it is spent, so that all arms of a cell have the same FLOPs. `start` is
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=4000, help="test images")
     parser.add_argument("--pooled", type=int, default=1, help="2 averages images to 16 × 16, at a quarter of the work")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default="benchmarks/choice.jsonl")
+    parser.add_argument("--out", type=Path, default="choice.jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what != "table":
