@@ -34,14 +34,14 @@ from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
 from sparsekit_fl.client import context
-from sparsekit_fl.client.messages import Assignment, Update
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.client.messages import Request, Update
+from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.results.state.store import MemoryStore
-from sparsekit_fl.server.server import Server
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.storage import dumps, loads
 
 BATCH = 20
 ROUND = 3
@@ -136,28 +136,26 @@ class Case:
         self.clients = {
             id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
         }
-        self.executor = ClientExecutor(self.spec, self.clients, MemoryStore())
-        self.memories: dict[int, tuple[bytes, int | None]] = dict.fromkeys(self.clients, (b"", None))
+        self.memories = dict.fromkeys(self.clients, dumps({}))
         server = Server(self.spec, self.clients)
         for round in range(1, ROUND):
-            server.aggregate([self._train(assignment) for assignment in server.assign(round)])
-        self.assignment = server.assign(ROUND)[0]
+            server.aggregate([self._train(request) for request in server.requests(round)])
+        self.request = server.requests(ROUND)[0]
 
-    def _train(self, assignment: Assignment) -> Update:
+    def _train(self, request: Request) -> Update:
         """Train, and keep the memory."""
-        update, written = self._round(assignment)
-        self.memories[assignment.client_id] = (written, assignment.round if written else None)
+        update, self.memories[request.client_id] = self._round(request)
         return update
 
-    def _round(self, assignment: Assignment) -> tuple[Update, bytes]:
-        payload, version = self.memories[assignment.client_id]
-        self.executor.store = store = MemoryStore(payload)
-        update, _ = self.executor.train(assignment, version)
-        return update, store.written
+    def _round(self, request: Request) -> tuple[Update, bytes]:
+        memory = loads(self.memories[request.client_id])
+        reply, memory = run_client(self.spec, self.clients[request.client_id], request, memory)
+        assert reply.update is not None
+        return reply.update, dumps(memory)
 
     def once(self) -> Update:
         """The client's third round, from the same memory every time."""
-        return self._round(self.assignment)[0]
+        return self._round(self.request)[0]
 
 
 class Reference:

@@ -2,9 +2,9 @@
 
     python benchmarks/engines.py overhead                                      every engine, no data needed
     python benchmarks/engines.py overhead --data-dir DIR                       with the MNIST preset
-    python benchmarks/engines.py overhead --engines embedded-1 ray --loads messages bytes --json
+    python benchmarks/engines.py overhead --engines processes-1 ray --loads messages bytes --json
     python benchmarks/engines.py scale                                         K = 100, 1,000, 10,000 clients
-    python benchmarks/engines.py scale --clients 10000 --engines embedded-1 --rounds 1000 --json
+    python benchmarks/engines.py scale --clients 10000 --engines processes-1 --rounds 1000 --json
 
 `overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
 that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round; and a preset
@@ -38,8 +38,7 @@ import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
-from sparsekit_fl.engines.base import Engine
-from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.problem.models.networks import Cnn, Vgg
@@ -98,8 +97,8 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int]]
 
 
 def _engine(name: str) -> Engine:
-    if name.startswith("embedded-"):
-        return Embedded(int(name.removeprefix("embedded-")))
+    if name.startswith("processes-"):
+        return Processes(int(name.removeprefix("processes-")))
     from sparsekit_fl.engines.flower.simulation import Flower
 
     return Flower(workers=WORKERS)
@@ -243,14 +242,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("overhead", help="seconds per round of every engine")
-    costs.add_argument("--engines", nargs="+", default=["embedded-1", "embedded-2", "ray", "deployment"])
+    costs.add_argument("--engines", nargs="+", default=["processes-1", "processes-2", "ray", "deployment"])
     costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
     costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
     costs.add_argument("--repeats", type=int, default=3, help="default 3")
     costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
     growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
     growth.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
-    growth.add_argument("--engines", nargs="+", default=["embedded-1", "ray"])
+    growth.add_argument("--engines", nargs="+", default=["processes-1", "ray"])
     growth.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
     growth.add_argument("--method", default="fedlps", help="default fedlps")
     for command in (costs, growth):

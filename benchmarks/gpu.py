@@ -6,9 +6,8 @@
     python benchmarks/gpu.py --device cpu --quick            small versions of all parts, a minute on a CPU
 
 The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
-`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `cohort`, ten clients in shared steps
-over one at a time; `llama`, 1.2 billion parameters traced and pruned, with the memory that it took. `pytest --device cuda`
-runs the tests on the device.
+`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `llama`, 1.2 billion parameters
+traced and pruned, with the memory that it took. `pytest --device cuda` runs the tests on the device.
 
 The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
 error there, and the others run.
@@ -16,7 +15,6 @@ error there, and the others run.
 
 import argparse
 import json
-import logging
 import math
 import os
 import re
@@ -27,17 +25,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import torch
-from client_step import task
-from common import in_turns, over, round_seconds
+from common import in_turns, over
 from step import MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
-import sparsekit_fl as fl
 from sparsekit import LearnableMask, compact, select, trace_units
 from sparsekit.criteria import Magnitude, Random, View
 from sparsekit_fl.results.records import describe_environment
@@ -171,61 +166,6 @@ def crossings(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
     return found
 
 
-def problem_of(name: str, examples: int, count: int, levels: tuple[float, ...]) -> tuple[fl.Problem, list[fl.Client]]:
-    """A task of noise with clients of equal size, at these capability levels in turn."""
-    torch.manual_seed(0)
-    problem, data = task(name, examples)
-    held = data.take(torch.arange(min(20, examples)).numpy())
-    split = fl.ClientData(data, held, held)
-    return problem, [
-        fl.Client(id=id, data=split, capability=fl.Capability(ratio=levels[id % len(levels)])) for id in range(count)
-    ]
-
-
-def rounds_of(engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, rounds: int) -> tuple[float, Any]:
-    """Median seconds of a round, and the last state."""
-    config = fl.RunConfig(
-        rounds=rounds + 2,
-        cohort=len(clients),
-        training=fl.TrainingConfig(local_epochs=1, batch_size=20, lr=1e-3),
-        eval_every=1000,
-        eval_clients=1,
-        device=str(device),
-    )
-    result = fl.run(method, problem, clients, config, engine=engine)
-    return statistics.median(round_seconds([record.cost.wall_seconds for record in result.rounds])), result.state
-
-
-def cohort(device: torch.device, quick: bool, end: float) -> list[dict[str, Any]]:
-    """Seconds of a round of ten clients: one after the other, and in shared steps; and how far the two states are apart.
-
-    Where steps could not be shared, the reason is in `alone`.
-    """
-    widths = {"full": ("fedavg", (1.0,)), "mixed": ("heterofl", (1.0, 0.5, 0.25, 0.125, 0.0625))}
-    cases = [(model, width) for width in widths for model in ("cnn", "vgg11", "lstm")]
-    told = BufferingHandler(1000)
-    logging.getLogger("sparsekit_fl").addHandler(told)
-    rows = []
-    for name, width in cases[:1] if quick else cases:
-        method, levels = widths[width]
-        problem, clients = problem_of(name, 40 if quick else 500, 2 if quick else 10, levels)
-        row: dict[str, Any] = {"model": name, "method": method, "widths": width}
-        states: list[Tensor] = []
-        for label, engine in (("one_by_one", fl.Embedded()), ("cohort", fl.Cohort())):
-            recipe, rounds = fl.methods.registry[method](), 1 if quick else 3
-            row[f"{label}_seconds"], state = rounds_of(engine, recipe, problem, clients, device, rounds)
-            states.append(torch.cat([state[key].double().flatten() for key in sorted(state) if state[key].is_floating_point()]))
-        alone = [record.getMessage() for record in told.buffer if "one client at a time" in record.getMessage()]
-        told.flush()
-        row |= {"alone": alone} if alone else {}
-        row["apart"] = apart(states[1], states[0])
-        row["speed_up"] = row["one_by_one_seconds"] / row["cohort_seconds"]
-        rows.append(row)
-        if not left(end):
-            break
-    return rows
-
-
 def llama(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
     """A Llama of 1.2 billion parameters, random: traced, pruned by magnitude to 70 % of its units, checked and timed."""
     try:
@@ -280,7 +220,6 @@ PARTS: dict[str, tuple[float, Callable[[torch.device, bool, float], Any]]] = {
     "exactness": (20, exactness),
     "crossings": (20, crossings),
     "steps": (90, steps),
-    "cohort": (150, cohort),
     "llama": (60, llama),
 }
 """Name → (seconds that it may take, function), in the order in which they run. Together under 6 minutes."""

@@ -4,7 +4,7 @@
     python benchmarks/parity.py --methods fedlps fedper --out runs/parity.jsonl
     python benchmarks/parity.py --engines ray --out runs/ray.jsonl --json   a line of JSON for each pair on stdout
 
-The reference is the embedded engine with one worker, computed anew at each call. What a pair of method and engine gave is a
+The reference is the processes engine with one worker, computed anew at each call. What a pair of method and engine gave is a
 line of `--out`. A pair that is there under the same settings and versions, and for the same digests of the reference, is not
 run again, unless it failed: an interrupted call goes on when it is repeated. The exit code is 1 where a pair failed or differs.
 
@@ -33,14 +33,13 @@ from common import ROOT, add, read, show
 from local_grid import InProcess
 from replies import Changed
 
+from sparsekit_fl.client.messages import Reply
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.base import Engine, Reply
-from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower.simulation import Flower
 from sparsekit_fl.engines.flower.wire import read as read_message
-from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods import registry
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 
 CLIENTS = 20
 # Three rounds of seven are more than the clients there are: whoever is sampled, some client meets its memory again.
@@ -67,7 +66,7 @@ def fails(client_id: int, round: int) -> bool:
 
 def _lost(reply: Reply, round: int) -> Reply:
     planted = fails(reply.client_id, round)
-    return Reply(client_id=reply.client_id, error=ClientError("planted")) if planted else reply
+    return Reply(client_id=reply.client_id, round=round, error="planted") if planted else reply
 
 
 def _error_reply(message: Any, reply: Any) -> Any:
@@ -150,11 +149,11 @@ def _failing(plan: Plan) -> Result:
     return result
 
 
-# By whether clients fail: the embedded engine, where the same ones fail.
-REFERENCES: dict[bool, Callable[[Plan], Result]] = {False: _here(lambda: Embedded(1)), True: _failing}
+# By whether clients fail: the processes engine, where the same ones fail.
+REFERENCES: dict[bool, Callable[[Plan], Result]] = {False: _here(lambda: Processes(1)), True: _failing}
 # Those that fork come first, before there are threads.
 COLUMNS = {
-    "embedded-2": Column("embedded, 2 workers", _here(lambda: Embedded(2))),
+    "processes-2": Column("processes, 2 workers", _here(lambda: Processes(2))),
     "grid": Column("Flower's wire, replies shuffled and doubled", _here(lambda: InProcess(nodes=3, seed=5, twice=True))),
     "grid-errors": Column("Flower's wire, clients fail", _here(lambda: InProcess(nodes=3, seed=6, fault=_error_reply)), True),
     "ray": Column("Ray, 2 actors", _here(lambda: Flower(workers=2, supernodes=3))),

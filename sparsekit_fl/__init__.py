@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.client.costs import DeviceBudgets as DeviceBudgets
     from sparsekit_fl.problem.datasets import datasets as datasets
     from sparsekit_fl.problem.datasets.base import DataSource as DataSource
-    from sparsekit_fl.engines.base import ClientPool as ClientPool, Engine as Engine
-    from sparsekit_fl.engines.cohort import Cohort as Cohort
-    from sparsekit_fl.engines.embedded import Embedded as Embedded
+    from sparsekit_fl.engine import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.method import Method as Method
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
@@ -54,10 +52,11 @@ if TYPE_CHECKING:
     from sparsekit_fl.results.scores import RoundRecord as RoundRecord
     from sparsekit_fl.results.records import RunResult as RunResult
     from sparsekit_fl.results.saved import load_model as load_model
-    from sparsekit_fl.server.loop import run as run
+    from sparsekit_fl.rounds import run as run
     from sparsekit_fl.client.messages import (
-        Assignment as Assignment,
         Evaluation as Evaluation,
+        Reply as Reply,
+        Request as Request,
         Update as Update,
         WorkCost as WorkCost,
     )

@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
     """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
     without denormal numbers. The process is as it was afterwards, since it is the user's."""
     before, denormals = torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0) != 0.0
-    _train_alike()
+    train_alike()
     try:
         yield
     finally:
@@ -44,10 +44,10 @@ def one_thread() -> Iterator[None]:
         torch.set_flush_denormal(not denormals)
 
 
-def _train_alike() -> None:
-    """Use one torch thread, and take numbers that are too small for their type's full precision for 0 in it.
+def train_alike() -> None:
+    """Use one torch thread, and flush denormal numbers to zero.
 
-    Weights that decay towards 0 get there, and many processors compute with them several times as slowly.
+    Weights that decay towards 0 become denormal, and many processors compute several times more slowly with such numbers.
     """
     torch.set_num_threads(1)
     if not torch.set_flush_denormal(True):
@@ -77,6 +77,14 @@ def _autograd_threads() -> bool:
 
 
 def end_with_parent() -> None:
+    """Wait for the end of the process that started this one, then end this one; for a thread of a worker process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt_with_parent() -> None:
     """Let this process be interrupted, as by Ctrl-C, when the one that started it dies; on Linux alone.
 
     Elsewhere it stops when it writes to a pipe that nobody reads.
@@ -92,7 +100,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
 
 
-class _Sent:
+class Sent:
     """What a process gets that is spawned: pickled with the classes and functions of a notebook, or of a script, by value.
 
     Tensors are shared and pipes are handed over, as multiprocessing does.
@@ -107,8 +115,8 @@ class _Sent:
         return _received, (buffer.getvalue(),)
 
 
-def _received(payload: bytes) -> _Sent:
-    return _Sent(cloudpickle.loads(payload))
+def _received(payload: bytes) -> Sent:
+    return Sent(cloudpickle.loads(payload))
 
 
 @dataclass(eq=False)
@@ -174,7 +182,7 @@ class Children:
         forks = self._context.get_start_method() == "fork"
         ours, theirs = self._context.Pipe()
         inherited = [child.connection for child in self] + [ours] if forks else []
-        work: Any = (target, arguments) if forks else _Sent((target, arguments))
+        work: Any = (target, arguments) if forks else Sent((target, arguments))
         process = self._context.Process(target=_begin, args=(theirs, inherited, work), daemon=self._daemon)
         try:
             process.start()
@@ -225,6 +233,6 @@ def _begin(connection: Connection, inherited: Sequence[Connection], work: Any) -
     for other in inherited:
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
-    _train_alike()
-    target, arguments = work.value if isinstance(work, _Sent) else work
+    train_alike()
+    target, arguments = work.value if isinstance(work, Sent) else work
     target(connection, *arguments)

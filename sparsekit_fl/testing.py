@@ -20,8 +20,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.engines.base import Engine
-from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
@@ -34,7 +33,7 @@ from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 
 
 class TinyNet(nn.Module):
@@ -198,7 +197,7 @@ class MethodContract:
         cost = whole.cost
         assert min(cost.flops, cost.flops_paper, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
         with pytest.raises(RunInterrupted):
-            _tiny_run(make(), engine=Embedded(2), out=tmp_path, callbacks=(StopAfter(2),))
+            _tiny_run(make(), engine=Processes(2), out=tmp_path, callbacks=(StopAfter(2),))
         other = _tiny_run(make(), out=tmp_path, resume=True)
         assert other.final.state_sha256 == whole.final.state_sha256
         assert other.final.personal == whole.final.personal

@@ -5,7 +5,8 @@ shuffled; a fault can be planted in any of them.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +19,13 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from sparsekit_fl.engines.base import Loop
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.engines.flower.node import DeviceMemories, Node, make_app
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.engines.flower.wire import read
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore, DeviceStore
+from sparsekit_fl.spec import RunSpec
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "gone", "over_the_wire", "planted", "task_of"]
 
@@ -56,7 +54,7 @@ def planted(
 
     def fault(message: Message, reply: Message) -> Message | None:
         asked = task_of(message)
-        if not left[0] or asked["task"] != task or asked["client"] not in clients or asked["round"] not in rounds:
+        if not left[0] or asked["task"] != task or asked["client_id"] not in clients or asked["round"] not in rounds:
             return reply
         left[0] -= 1
         return change(message, reply)
@@ -200,13 +198,18 @@ class InProcess:
         self._folder, self._memory, self._devices = folder, memory, devices
         self._options = {"workers": 1, **options}
 
-    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
-        executor = ClientExecutor(spec, clients, store if self._folder is None else DeviceStore(self._folder))
-        grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid)
+    @property
+    def workers(self) -> int:
+        workers: int = self._options["workers"]
+        return workers
+
+    @contextmanager
+    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[GridPool]:
+        theirs = memories if self._folder is None else DeviceMemories(self._folder)
+        node = Node(spec, clients, None if self._memory == "server" else theirs)
+        grid = LocalGrid(make_app(lambda *_: node), nodes=self._nodes or len(clients), **self._grid)
         carrier = _Fixed(grid, sorted(clients), self._devices)
-        pool = GridPool(carrier, spec, carried=store if self._memory == "server" else None, **self._options)
-        pool.exports = True
-        return rounds(pool)
+        yield GridPool(carrier, spec, carried=memories if self._memory == "server" else None, **self._options)
 
 
 class _Fixed(Carrier):

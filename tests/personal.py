@@ -13,11 +13,10 @@ from sparsekit.cli.main import execute
 from sparsekit.graph import Layer, UnitGraph, WeightMask
 from sparsekit_fl.client.context import PolicyKind
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.client_round import make_context
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.context import ClientInfo
-from sparsekit_fl.results.state.store import MemoryStore
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
@@ -121,8 +120,8 @@ def client_context(method, problem=None, config=None, *, client=None, kind="loca
     spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
     client = client or tiny_clients(1)[0]
     memory = {} if memory is None else memory
-    given = {"client": client, "capability": client.capability, "memory": memory, "received": received}
-    return spec, client, ClientExecutor(spec, {}, MemoryStore()).context(round=round, **given).scoped(kind)
+    request = fl.Request(round=round, client_id=client.id, state={}, mask=received, capability=client.capability)
+    return spec, client, make_context(spec, client, request, memory).scoped(kind)
 
 
 SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]

@@ -11,7 +11,7 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.storage import write_atomically
 
 _FILE = "central.json"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.models import model_path, save_whole
 from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, primary_metric
-from sparsekit_fl.results.state.models import model_path, save_whole
-from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.storage import write_atomically
 
 
 class Monitoring(Callback):

@@ -143,7 +143,7 @@ def _grid(
         # Curves and times to a target need points, also in a short run.
         rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
         every = max(1, min(10, rounds // 10))
-    if workers is None and jobs > 1 and options.engine != "cohort":
+    if workers is None and jobs > 1:
         workers = max(1, cores() // jobs)
     return [
         options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)

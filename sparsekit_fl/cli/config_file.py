@@ -10,7 +10,7 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options import parse_value
 from sparsekit_fl.results.read import flat
 
-MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
+MOMENTARY = ("config", "resume", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
 
 PARTITION = "partition."

@@ -18,7 +18,7 @@ from sparsekit_fl.devices import devices
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
-    from sparsekit_fl.engines.base import Engine
+    from sparsekit_fl.engine import Engine
     from sparsekit_fl.methods.method import Method
     from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.clients import Client
@@ -43,15 +43,15 @@ class Experiment:
     test: Any = None
 
     @cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """Code and data, as `fingerprint_of` gives them."""
-        from sparsekit_fl.fingerprint import fingerprint_of
+    def data_fingerprint(self) -> str:
+        """Tells these data from others."""
+        from sparsekit_fl.fingerprint import data_fingerprint
 
-        return fingerprint_of(self.clients)
+        return data_fingerprint(self.clients)
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
         """Run a method in the folder that the options name; with `resume` go on with what is there."""
-        from sparsekit_fl.server.loop import run
+        from sparsekit_fl.rounds import run
 
         return run(
             method,
@@ -62,7 +62,6 @@ class Experiment:
             callbacks=callbacks,
             out=options.out,
             resume=resume,
-            accept_code=options.accept_code,
             experiment=self.described,
             init=options.init,
         )
@@ -75,9 +74,9 @@ class Experiment:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.optimizer import check_training
-        from sparsekit_fl.engines.spec import check_device
         from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
+        from sparsekit_fl.spec import check_device
 
         if options.device is not None:
             check_device(options.device, name="--device")
@@ -137,7 +136,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
 def _engine(options: RunOptions) -> Engine:
     from sparsekit_fl.engines import registry
 
-    name = options.engine or "embedded"
+    name = options.engine or "processes"
     try:
         make = registry[name]
     except InvalidValueError as error:

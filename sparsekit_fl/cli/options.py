@@ -32,7 +32,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     ),
     "How clients train": ("local_epochs", "batch_size", "lr", "optimizer"),
     "How it is run": (
-        "seed", "eval_every", "device", "deterministic", "engine", "workers", "out", "resume", "callback", "accept_code",
+        "seed", "eval_every", "device", "deterministic", "engine", "workers", "out", "resume", "callback",
         "quiet", "json",
     ),
 }  # fmt: skip
@@ -72,7 +72,7 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
         config: TOML file of options, such as the run.toml that --out writes. Options on the command line override it.
         init: Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier run. Default:
             random weights.
-        engine: Execution engine: embedded or flower. Default: embedded.
+        engine: Execution engine: processes or flower. Default: processes.
         supernodes: Number of virtual nodes in Flower's simulation. Default: one per client, at most 100.
         ray_address: HOST:PORT of a running Ray cluster, for --engine flower.
         workers: Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8.
@@ -81,7 +81,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
         resume: Continue the run in --out with its options, to the same bits. With more --rounds, extend a finished run.
         callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
             several.
-        accept_code: Accept runs of another version of this package.
         quiet: Show no progress on stderr.
         json: Print the result as JSON on stdout and nothing else.
     """
@@ -105,7 +104,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
     out: Path | None = None
     resume: bool = False
     callback: tuple[str, ...] | None = None
-    accept_code: bool = False
     quiet: bool = False
     json: bool = False
 
@@ -167,7 +165,7 @@ def known_options() -> Known:
     """Return path → name and annotation of the options of a run; the name of a flag also stands for its path."""
     known: dict[str, tuple[str, Any]] = {}
     for name, option in RunOptions.table.items():
-        if name == "accept_code" or name not in (*MOMENTARY, "set"):
+        if name not in (*MOMENTARY, "set"):
             known |= dict.fromkeys((path_of(name), *([name] if name in _FRONT else [])), (name, option.hint))
     return known
 

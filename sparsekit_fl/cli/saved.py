@@ -62,9 +62,9 @@ def _predict(
     For a classifier (a problem with the metric accuracy) it prints the class and its probability, for any other model the
     outputs. Pictures and bytes are scaled and normalised as the data of the run were.
     """
+    from sparsekit_fl.models import read_recipe
     from sparsekit_fl.results.saved import load_model, read_inputs
     from sparsekit_fl.results.saved import predict as outputs_of
-    from sparsekit_fl.results.state.models import read_recipe
 
     which = _which(client, best)
     _check_folder("--output", output)
@@ -114,8 +114,8 @@ def _export(
     as_json: AsJson = False,
 ) -> None:
     """Export the global model of a run, or that of a client, for devices without Python."""
+    from sparsekit_fl.models import read_recipe
     from sparsekit_fl.results.saved import example_inputs_of, export_model, load_model, model_file
-    from sparsekit_fl.results.state.models import read_recipe
 
     if onnx == pt2:
         raise InvalidValueError(

@@ -17,17 +17,16 @@ from typing import Any
 from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.checkpoint import differences, holds_run
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
-from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.processes import Child, Children, end_with_parent, one_thread, start_method
+from sparsekit_fl.processes import Child, Children, interrupt_with_parent, one_thread, start_method
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
-from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.server.checkpoint import differences, holds_run
+from sparsekit_fl.storage import write_atomically
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
@@ -99,8 +98,8 @@ def _set_up(task: Task, *, first: bool) -> Task | Trial:
             f"{task.folder} holds {task.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    where = f"{task.label} in {task.folder}"
-    check_fingerprint(raw["fingerprint"], experiment.fingerprint, where=where, accept_code=task.options.accept_code)
+    if raw["fingerprint"].get("data") not in (None, experiment.data_fingerprint):
+        raise ResumeError(f"{task.folder} holds {task.label} on other data; restore the data, or pass another --out")
     return saved
 
 
@@ -217,7 +216,7 @@ def _killed(child: Child) -> Trial:
 
 def _run_one(connection: Connection, task: Task) -> None:
     """Run one trial, in a process of its own, and send events; the last one is the trial, or what stopped it."""
-    end_with_parent()
+    interrupt_with_parent()
     log_to(lambda line: connection.send({"said": line}))
     # Where nobody listens any more, the trial stops; it goes on when its command line is given again.
     with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""Assignment, Update, Evaluation: all that crosses a wire, and their exact bytes."""
+"""Request and Reply, with Update and Evaluation: everything that is sent between server and clients, and its exact size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from sparsekit_fl.client.packing import (
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
 from sparsekit_fl.problem.clients import Capability
+
+MAX_TEXT = 4000
+"""Longest text that is read from a client, such as the reason of a failure."""
 
 Scores = Mapping[str, tuple[float, float]]
 """Metric name → (sum over examples, weight); the value is sum / weight."""
@@ -87,17 +90,21 @@ class WorkCost:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Assignment:
-    """What the server sends to a client of the cohort.
+class Request:
+    """What the server asks one client to do: train, or be scored.
 
     Args:
-        round: The server round, counted from 1.
+        round: The server round, counted from 1; of a request to be scored: the last finished one.
         client_id: The receiver.
         state: The shared entries of the global model, dense in memory; on the wire only what `mask` keeps.
         mask: A mask that the server chose, or None.
         ratio: A ratio that the server proposes, or None.
         extra: Further tensors of a method.
         capability: What the client can do in this round.
+        memory_round: Round in which the client's valid memory was written; None: its memory is empty.
+        task: Train, or score.
+        with_shared: Score the global model too.
+        with_model: Send the personal model, if it differs from the global one.
     """
 
     round: int
@@ -107,6 +114,10 @@ class Assignment:
     ratio: float | None = None
     extra: StateDict = field(default_factory=dict)
     capability: Capability = field(default_factory=Capability)
+    memory_round: int | None = None
+    task: Literal["train", "score"] = "train"
+    with_shared: bool = False
+    with_model: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,7 +125,7 @@ class Update:
     """What a client sends back.
 
     Args:
-        round: The round of the assignment.
+        round: The round of the request.
         client_id: The sender.
         examples: Training examples that the client has, n_k in the papers.
         delta: trained - received, shared entries only, sparse: the entries that `mask` keeps (see `sparse.Kept`).
@@ -188,6 +199,35 @@ class Evaluation(Checked):
         return found
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reply:
+    """The answer to one request: an update, scores, or the reason why there are none.
+
+    Args:
+        client_id: The client of the request.
+        round: The round of the request.
+        update: The result of training.
+        evaluation: The scores.
+        error: Why the client failed; empty: it did not.
+        traceback: Where it failed.
+        stored: Whether a memory of this client was written in this round.
+        model: The personal model, a file of `save_compact`; empty: not asked for, or no other than the global one.
+        note: Text for the record of the round; empty: none.
+        memory_bytes: Size of the client's memory, there and back, if it was sent along.
+    """
+
+    client_id: int
+    round: int
+    update: Update | None = None
+    evaluation: Evaluation | None = None
+    error: str = ""
+    traceback: str = ""
+    stored: bool = False
+    model: bytes = b""
+    note: str = ""
+    memory_bytes: int = 0
+
+
 def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}:{name}": tensor for name, tensor in tensors.items()}
 
@@ -196,7 +236,7 @@ def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
 
 
-def _common(kind: str, message: Assignment | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _common(kind: str, message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the metadata of what both messages have."""
     bits, mask = pack_mask(message.mask)
     meta = {"kind": kind, "round": message.round, "client": message.client_id, "mask": mask}
@@ -292,37 +332,52 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
         )
 
 
-def _assignment_parts(assignment: Assignment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _common("assignment", assignment)
-    numbers = [math.nan if assignment.ratio is None else assignment.ratio, *dataclasses.astuple(assignment.capability)]
+def _request_parts(request: Request) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, meta = _common("assignment", request)
+    numbers = [math.nan if request.ratio is None else request.ratio, *dataclasses.astuple(request.capability)]
     return {**tensors, "numbers": torch.tensor(numbers, dtype=torch.float64)}, meta
 
 
-def encode_assignment(assignment: Assignment, graph: UnitGraph, *, with_state: bool = True) -> bytes:
-    """The assignment as it crosses the wire: of the state, only what its mask keeps.
-
-    `with_state=False` leaves the state out, for an engine whose clients read it from shared memory.
-    """
-    tensors, meta = _assignment_parts(assignment)
-    state = Kept(graph, assignment.mask).gather_all(assignment.state) if with_state else {}
-    return pack({**tensors, **_prefixed("state", state)}, meta)
-
-
-def assignment_bytes(assignment: Assignment, graph: UnitGraph) -> int:
-    """Exactly `len(encode_assignment(assignment, graph))`, without serialising."""
-    tensors, meta = _assignment_parts(assignment)
-    kept = Kept(graph, assignment.mask)
-    for name, tensor in assignment.state.items():
+def request_bytes(request: Request, graph: UnitGraph) -> int:
+    """Size of a request to train on the wire, computed without encoding it."""
+    tensors, meta = _request_parts(request)
+    kept = Kept(graph, request.mask)
+    for name, tensor in request.state.items():
         tensors[f"state:{name}"] = torch.empty(kept.shape(name), dtype=tensor.dtype, device="meta")
     return packed_bytes(tensors, meta)
 
 
-def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Assignment:
-    """The inverse of `encode_assignment`; entries that the mask dropped come out as zero. Raises DataError for other bytes.
+Wire = tuple[Mapping[str, Any], Mapping[str, bytes]]
+"""A message on the wire: a header of plain JSON values, and named payloads."""
 
-    `state` is the dense shared state, where the message was sent without it.
+_ASKED = ("task", "client_id", "round", "memory_round", "with_shared", "with_model")
+
+
+def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> Wire:
+    """Return a request as it is sent: of the state, only what its mask keeps.
+
+    `with_state=False` leaves the state out, for an engine that hands it over in another way.
     """
-    with _opened("assignment", payload, graph) as (tensors, _, common):
+    tensors, meta = _request_parts(request)
+    state = Kept(graph, request.mask).gather_all(request.state) if with_state else {}
+    return {name: getattr(request, name) for name in _ASKED}, {"body": pack({**tensors, **_prefixed("state", state)}, meta)}
+
+
+def decode_request(wire: Wire, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
+    """Undo `encode_request`; entries that the mask dropped come out as zero.
+
+    Args:
+        wire: What was received.
+        graph: The units of the model.
+        state: The dense shared state, if the request was sent without it.
+
+    Raises:
+        DataError: the bytes are not a request.
+    """
+    header, payloads = wire
+    with _opened("assignment", payloads.get("body", b""), graph) as (tensors, _, common):
+        if (common["client_id"], common["round"]) != (header["client_id"], header["round"]):
+            raise DataError("header and payload are of different clients or rounds")
         ratio, *capability = tensors["numbers"].tolist()
         if state is None:
             sparse = _section("state", tensors)
@@ -330,9 +385,42 @@ def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | No
             dense: StateDict = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
         else:
             dense = mask_state(graph, common["mask"], state)
-        return Assignment(
+        return Request(
             **common,
+            **{name: header[name] for name in _ASKED if name not in common},
             state=dense,
             ratio=None if math.isnan(ratio) else ratio,
             capability=Capability(*capability),
         )
+
+
+def encode_reply(reply: Reply) -> Wire:
+    """Return a reply as it is sent."""
+    header = {name: getattr(reply, name) for name in ("error", "traceback", "stored", "note")}
+    if reply.evaluation is not None:
+        header["evaluation"] = reply.evaluation.to_dict()
+    payloads = {"model": reply.model, "body": b"" if reply.update is None else encode_update(reply.update)}
+    return header, {name: payload for name, payload in payloads.items() if payload}
+
+
+def decode_reply(wire: Wire, request: Request, graph: UnitGraph) -> Reply:
+    """Undo `encode_reply`, for the reply to a request, whoever sent it.
+
+    Raises:
+        DataError: it is not a reply to this request.
+    """
+    header, payloads = wire
+    found: dict[str, Any] = {name: str(header.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
+    try:
+        if found["error"]:
+            pass
+        elif request.task == "train":
+            found["update"] = decode_update(payloads.get("body", b""), graph)
+        else:
+            found["evaluation"] = Evaluation.from_dict(header["evaluation"])
+            if found["evaluation"].client_id != request.client_id:
+                raise DataError(f"it sent the scores of client {found['evaluation'].client_id}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"it sent malformed scores: {error!r}") from error
+    model, stored = payloads.get("model", b""), header.get("stored") is True
+    return Reply(client_id=request.client_id, round=request.round, **found, stored=stored, model=model)

@@ -14,15 +14,13 @@ from flwr.serverapp import Grid, ServerApp
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.deployment.plan import Plan, client_ids
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.engines.flower.node import DeviceMemories, Node, make_app
 from sparsekit_fl.engines.flower.nodes import Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.results.scores import RoundRecord
-from sparsekit_fl.results.state.store import DeviceStore, MemoryStore
+from sparsekit_fl.spec import RunSpec, check_device
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 
@@ -48,7 +46,7 @@ class _Report(Callback):
 def serve(grid: Grid, context: Context) -> None:
     """Wait for the SuperNodes, find out who their clients are, and run all rounds of the `Plan` in the run configuration."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
-    from sparsekit_fl.server.loop import run
+    from sparsekit_fl.rounds import run
 
     plan = Plan.of(context.run_config)
     problem = plan.make_task(ids=()).problem
@@ -95,7 +93,7 @@ def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
     return spec, {client.id: client for client in task.clients}
 
 
-def _executor(context: Context, run: str) -> ClientExecutor:
+def _node(context: Context, run: str) -> Node:
     folder = str(context.node_config.get("state-dir", ""))
     keeps = Plan.of(context.run_config).memory == "nodes"
     if keeps and not folder:
@@ -106,12 +104,11 @@ def _executor(context: Context, run: str) -> ClientExecutor:
     if folder and not re.fullmatch("[0-9a-f]{16}", run):
         raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
     home = Path(folder) / run if folder else None
-    store = DeviceStore(home) if keeps and home is not None else MemoryStore()
-    return ClientExecutor(*_make(context), store, home=home)
+    return Node(*_make(context), DeviceMemories(home) if keeps and home is not None else None, home)
 
 
 # Flower reads the source for these two names, and finds plain assignments alone.
-client = make_app(_executor)
+client = make_app(_node)
 
 
 def _introduce(message: Message, context: Context) -> Message:

@@ -1,38 +1,29 @@
-"""Engines: who runs clients. `registry` finds them by name."""
+"""Engines by name, and what an engine that is written elsewhere needs."""
 
-from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
-from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
-from sparsekit_fl.engines.cohort import Cohort
-from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.client_round import answer, run_client
+from sparsekit_fl.engine import Engine, Processes, RunClients
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
+from sparsekit_fl.spec import RunSpec
 
-# With these an engine can be written elsewhere.
 __all__ = [
-    "ClientExecutor",
-    "ClientPool",
-    "ClientStore",
-    "Cohort",
-    "Embedded",
     "Engine",
-    "MemoryRounds",
-    "Reply",
+    "Memories",
+    "Processes",
+    "RunClients",
     "RunSpec",
-    "StateDict",
-    "Unscored",
+    "answer",
     "one_thread",
     "registry",
+    "run_client",
 ]
 
 registry = Registry(
     "engine",
     {
-        "cohort": "sparsekit_fl.engines.cohort:Cohort",
-        "embedded": "sparsekit_fl.engines.embedded:Embedded",
         "flower": "sparsekit_fl.engines.flower.simulation:Flower",
+        "processes": "sparsekit_fl.engine:Processes",
     },
     group="sparsekit_fl.engines",
 )

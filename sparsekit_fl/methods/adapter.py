@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.messages import Request, Update
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.method import Method as Policies
@@ -100,7 +100,7 @@ class _Aggregate(AggregatePolicy):
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
         return self.tasks.pop(client_id).extra
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         ratio = 1.0 if assignment.ratio is None else assignment.ratio
         self.of.validate(_server(ctx), update, Task(mask=assignment.mask, ratio=ratio, extra=assignment.extra))
 

@@ -28,7 +28,7 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import TrainingLog
-from sparsekit_fl.client.messages import Assignment, Update, WorkCost, require_metrics
+from sparsekit_fl.client.messages import Request, Update, WorkCost, require_metrics
 from sparsekit_fl.client.packing import Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
@@ -152,7 +152,7 @@ class SearchedMask(MaskPolicy):
             remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
         return recall_mask(memory)
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         names = set(prunable_weights(ctx.graph, "PruneFL"))
         who = f"the update of client {update.client_id}"
         if self.search.alone(ctx.round) and (update.mask is None or set(update.mask) != names):
@@ -247,7 +247,7 @@ class MaskedMean(Mean):
 
     over: Over = "all"
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         if assignment.mask is not None and update.mask != assignment.mask:
             raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
 

@@ -15,12 +15,12 @@ from sparsekit.graph import StateDict
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import (
-    Assignment,
     ClientContext,
     LocalPolicy,
     LocalResult,
     Mask,
     Mean,
+    Request,
     Rule,
     ServerContext,
     Update,
@@ -62,7 +62,7 @@ class ControlledMean(Mean):
         """Return c of all shared parameters, at first zero."""
         return {name: ctx.memory.get(name, torch.zeros_like(ctx.state[name])) for name in sorted(ctx.parameters)}
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         super().validate(ctx, update, assignment)
         found, sent = ({name: (t.shape, t.dtype) for name, t in one.extra.items()} for one in (update, assignment))
         if found != sent:

@@ -15,7 +15,7 @@ from sparsekit_fl.results.report.figures import figures_of
 from sparsekit_fl.results.report.plots import Figure, draw
 from sparsekit_fl.results.report.tables import Part, latex_table, markdown_table, page, published_rows
 from sparsekit_fl.results.report.trials import collect
-from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.storage import write_atomically
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sparsekit.lazy import lazy_names
 if TYPE_CHECKING:
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.client.packing import Mask as Mask
-    from sparsekit_fl.client.messages import Assignment as Assignment, Update as Update
+    from sparsekit_fl.client.messages import Request as Request, Update as Update
     from sparsekit_fl.client.optimizer import Adjust as Adjust
     from sparsekit_fl.policies.aggregate import AggregatePolicy as AggregatePolicy, Mean as Mean
     from sparsekit_fl.policies.aggregate import TouchedRowsMean as TouchedRowsMean

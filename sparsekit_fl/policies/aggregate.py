@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict, WeightMask, head_entries
-from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.messages import Request, Update
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.context import Policy, ServerContext
@@ -117,7 +117,7 @@ class AggregatePolicy(Policy):
         """Return further tensors to send with an assignment."""
         return {}
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         """Raise UpdateError where the update holds only a part of some entry, and nothing says what that means."""
         if self.over == "whole" and update.mask is not None:
             raise UpdateError(

@@ -13,7 +13,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory, PolicyContext, PolicyKind
-from sparsekit_fl.client.messages import Assignment, Update, require_metrics
+from sparsekit_fl.client.messages import Request, Update, require_metrics
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.clients import Capability, Client
@@ -120,7 +120,7 @@ class Policy(Checked):
     learns_from: ClassVar[tuple[str, ...]] = ()
     """Metrics that every update must report."""
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed.
 
         The default refuses an update without the metrics that the policy learns from.

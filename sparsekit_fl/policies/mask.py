@@ -20,7 +20,7 @@ from sparsekit.errors import InvalidValueError, NoUnitsError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, layer_weights
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import ClientContext, Split
-from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.messages import Request, Update
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Fraction, Hint, Share
@@ -159,7 +159,7 @@ class RememberedMask(MaskPolicy):
         """Keep the mask on the client too, which deploys what it keeps."""
         remember_mask(ctx.memory, self.following(result.mask, result.extra))
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
         """Raise UpdateError where the mask of the client's next participation cannot be read."""
         try:
             mask = self.following(update.mask, update.extra)

@@ -25,7 +25,7 @@ from sparsekit_fl.results.frames import clients_frame, plot_rounds, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.scores import FinalScores, RoundRecord
-from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.storage import write_atomically
 
 _SAME = ("rounds", "final", "cost", "environment", "note", "fingerprint", "stopped", "extended")
 
@@ -44,8 +44,7 @@ class ResultFile(Part):
     rounds: tuple[RoundRecord, ...]
     environment: Mapping[str, Any] = about("versions, threads, workers, device", default_factory=dict)
     fingerprint: Mapping[str, Any] = about(
-        "`sparsekit` (version) and `code` (digest), `data` (digest of the clients' examples), and `earlier`: code by which"
-        " earlier rounds were run",
+        "`sparsekit` (version) and `data` (a cheap hash of the clients' examples)",
         default_factory=dict,
     )
     failed_clients: Failures = about("clients that never could train though they were asked", default=())
@@ -67,7 +66,7 @@ class RunResult:
         experiment: What the caller said about the run, such as data set and model.
         state: The final global state; not part of the file.
         note: What the method's line in tables says.
-        fingerprint: Version and digest of the code, and digest of the data where the run kept its files.
+        fingerprint: Version of the code, and a cheap hash of the data.
         stopped: The reason why a callback ended the run before its last round; empty for none.
         extended: Numbers of rounds that the run had before it was extended, ascending.
     """

@@ -15,12 +15,12 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
 from sparsekit_fl.errors import need
 from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.models import model_path, read_recipe
 from sparsekit_fl.problem.datasets.base import ImageTransform
 from sparsekit_fl.problem.datasets.images import pixels_of
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.state.models import model_path, read_recipe
 
 
 def load_model(out: Path | str, which: str | int = "global", *, model: Factory | None = None) -> nn.Module:

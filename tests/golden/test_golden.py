@@ -86,7 +86,7 @@ def test_a_run_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_w
         return  # made of the policies of FedLPS, which go on from here
 
     with pytest.raises(RunInterrupted):
-        small_run(name, given, engine=fl.Embedded(2), out=tmp_path, callbacks=(StopAfter(3),))
+        small_run(name, given, engine=fl.Processes(2), out=tmp_path, callbacks=(StopAfter(3),))
     engine = None
     if importlib.util.find_spec("flwr") is not None:
         from local_grid import InProcess

@@ -17,23 +17,24 @@ from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.messages import (
-    Assignment,
     Evaluation,
+    Reply,
+    Request,
     Update,
     WorkCost,
-    decode_assignment,
+    decode_request,
     decode_update,
-    encode_assignment,
+    encode_request,
     encode_update,
 )
 from sparsekit_fl.client.packing import Kept, pack
-from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
-from sparsekit_fl.server.server import Server
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -208,18 +209,19 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
             counts["unreadable"] += 1
             return
         server = Server(SETUP, CLIENTS)
-        server.begin(1)
+        server.requests(1)
         try:
-            valid = server.validated(update, Assignment(round=1, client_id=0, state=server.shared()))
+            reply = Reply(client_id=update.client_id, round=update.round, update=update)
+            valid = server.validate(Request(round=1, client_id=0, state=server.shared()), reply)
         except UpdateError:
             counts["refused"] += 1
-            assert digest(server.state.state) == before
+            assert digest(server.state.model) == before
             assert server.state.memory.get("aggregate", {}) == {}
             return
         # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
         counts["valid"] += 1
         server.aggregate([valid])
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.state.values())
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.model.values())
 
     attack()
     # The fuzzer reaches every gate; if it did not, it would prove nothing.
@@ -228,13 +230,13 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
 
 @pytest.mark.usefixtures("no_pickle")
 def test_no_bytes_crash_a_client():
-    assignment = Assignment(round=1, client_id=0, state=SETUP.initial, mask=MASK, ratio=0.5)
+    header, payloads = encode_request(Request(round=1, client_id=0, state=SETUP.initial, mask=MASK, ratio=0.5), SETUP.graph)
 
     @FUZZ
-    @given(mutated(encode_assignment(assignment, SETUP.graph)))
+    @given(mutated(payloads["body"]))
     def attack(payload):
         with contextlib.suppress(DataError):
-            decode_assignment(payload, SETUP.graph)
+            decode_request((header, {"body": payload}), SETUP.graph)
 
     attack()
 

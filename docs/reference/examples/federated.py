@@ -196,13 +196,13 @@ class Sizes(fl.Callback):
 fl.run(fl.methods.fedlps(), problem, clients, config, callbacks=[Sizes()])
 
 
-# sparsekit_fl.Assignment
-def bytes_of(assignment: fl.Assignment) -> int:
+# sparsekit_fl.Request
+def bytes_of(assignment: fl.Request) -> int:
     """What an engine of your own would send to a client, roughly."""
     return sum(tensor.nbytes for tensor in assignment.state.values())
 
 
-print(bytes_of(fl.Assignment(round=1, client_id=0, state=make_model().state_dict())))
+print(bytes_of(fl.Request(round=1, client_id=0, state=make_model().state_dict())))
 
 
 # sparsekit_fl.Capability
@@ -214,20 +214,34 @@ client = fl.Client(id=0, data=fl.ClientData(split(30), split(10), split(10)), ca
 # sparsekit_fl.ClientData
 data = fl.ClientData(train=split(60), val=split(20), test=split(40))
 
-# sparsekit_fl.ClientPool, sparsekit_fl.Engine, sparsekit_fl.engines.ClientPool, sparsekit_fl.engines.Engine, sparsekit_fl.engines.RunSpec, sparsekit_fl.engines.ClientStore
-class Loud:
-    """An engine that says how much there is to do; examples/own_engine.py writes a pool of clients too."""
-
-    def run(self, rounds, *, spec: fl.engines.RunSpec, clients, store: fl.engines.ClientStore) -> fl.RunResult:
-        def loudly(pool: fl.ClientPool) -> fl.RunResult:
-            print(f"{len(clients)} clients, workers: {pool.workers}")
-            return rounds(pool)
-
-        return fl.Embedded(workers=1).run(loudly, spec=spec, clients=clients, store=store)
+# sparsekit_fl.Engine, sparsekit_fl.Reply, sparsekit_fl.Request, sparsekit_fl.engines.Engine, sparsekit_fl.engines.Memories, sparsekit_fl.engines.RunClients, sparsekit_fl.engines.RunSpec, sparsekit_fl.engines.answer, sparsekit_fl.engines.one_thread
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
-engine: fl.Engine = Loud()
+class Simple:
+    """An engine: requests to replies, in order; examples/own_engine.py is one too."""
+
+    workers = 1
+
+    @contextmanager
+    def open(self, spec: fl.engines.RunSpec, clients, memories: fl.engines.Memories) -> Iterator[fl.engines.RunClients]:
+        def run_clients(requests: Sequence[fl.Request]) -> Iterator[fl.Reply]:
+            for request in requests:
+                yield fl.engines.answer(spec, clients[request.client_id], request, memories)
+
+        with fl.engines.one_thread():  # so that results do not depend on the number of cores
+            yield run_clients
+
+
+engine: fl.Engine = Simple()
 fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
+
+
+# sparsekit_fl.engines.run_client
+spec = fl.engines.RunSpec.build(fl.methods.fedavg(), problem, config)
+request = fl.Request(round=1, client_id=0, state=spec.initial)
+reply, memory = fl.engines.run_client(spec, clients[0], request, {})
 
 
 # sparsekit_fl.DataSource
@@ -243,12 +257,8 @@ source = fl.DataSource(  # a function that returns one can be named on the comma
 )
 
 
-# sparsekit_fl.Cohort, sparsekit_fl.engines.Cohort
-engine = fl.Cohort(clients_per_step=8)  # clients whose models have one shape share a step
-result = fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
-
-# sparsekit_fl.Embedded, sparsekit_fl.engines.Embedded
-fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Embedded(workers=2))
+# sparsekit_fl.Processes, sparsekit_fl.engines.Processes
+fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Processes(workers=2))
 
 # sparsekit_fl.Method
 method = fl.Method(name="mine", source="an example", aggregate=fl.policies.Mean("uniform", over="holders"))
@@ -305,43 +315,6 @@ fl.policies.Constant(0.5)
 
 # sparsekit_fl.run
 result = fl.run(fl.methods.fedlps(), problem, clients, config)
-
-# sparsekit_fl.engines.ClientExecutor, sparsekit_fl.engines.Reply, sparsekit_fl.engines.Unscored, sparsekit_fl.engines.StateDict, sparsekit_fl.engines.MemoryRounds
-from collections.abc import Iterator, Sequence
-
-
-class OneByOne:
-    """A pool of clients in this process, as examples/own_engine.py uses one."""
-
-    workers = 1
-
-    def __init__(self, executor: fl.engines.ClientExecutor) -> None:
-        self.executor = executor
-
-    def map(self, assignments: Sequence[fl.Assignment], memory_rounds: fl.engines.MemoryRounds) -> Iterator[fl.engines.Reply]:
-        for assignment in assignments:
-            update, stored = self.executor.train(assignment, memory_rounds.get(assignment.client_id))
-            yield fl.engines.Reply(client_id=assignment.client_id, update=update, stored=stored)
-
-    def evaluate(self, state: fl.engines.StateDict, ids, memory_rounds, *, round, with_shared, export):
-        for id in ids:
-            try:
-                yield self.executor.evaluate(state, id, memory_rounds.get(id), round=round, with_shared=with_shared, export=export)
-            except fl.errors.ClientError as error:
-                yield fl.engines.Unscored(id, str(error))
-
-
-class Simple:
-    def run(self, rounds, *, spec, clients, store) -> fl.RunResult:
-        return rounds(OneByOne(fl.engines.ClientExecutor(spec, clients, store)))
-
-
-fl.run(fl.methods.fedavg(), problem, clients, config, engine=Simple())
-
-
-# sparsekit_fl.engines.one_thread
-with fl.engines.one_thread():  # so that results do not depend on the number of cores
-    make_model()(torch.zeros(1, 8))
 
 # sparsekit_fl.errors.ClientError, sparsekit_fl.errors.UpdateError, sparsekit_fl.errors.WorkerDiedError, sparsekit_fl.errors.MemoryStateError
 try:

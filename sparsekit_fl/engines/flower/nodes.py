@@ -4,7 +4,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from flwr.app import Message
@@ -12,24 +13,22 @@ from flwr.serverapp import Grid
 from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsekit.errors import DataError, SparsekitError
-from sparsekit_fl.engines.base import Loop
+from sparsekit.version import __version__
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.engines.spec import RunSpec, short_digest
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.fingerprint import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import ClientStore
+from sparsekit_fl.spec import RunSpec, short_digest
+from sparsekit_fl.storage import write_atomically
 
 _LETTERS = 16
 _SAME = {
     "sparsekit": "it has sparsekit {}, the server {}; install the same version",
-    "code": "its sparsekit has other code (digest {}) than the server ({}); install the same build",
-    "graph": "its model has other units (digest {}) than the server's ({}); use the same model, data set and torch version",
+    "graph": "its model has other units or frozen weights (digest {}) than the server's ({}); use the same model, data set and"
+    " torch version",
 }
 _MOST_CLIENTS = 1_000_000
 _MOST_BYTES = 200 * _MOST_CLIENTS
@@ -42,8 +41,8 @@ _CLIENTS = TypeAdapter(Annotated[list[_Row], Field(min_length=1, max_length=_MOS
 
 
 def introduced_by(spec: RunSpec) -> dict[str, str]:
-    """Return what must be the same on the server and on its nodes: version, digest of the code, and of the model's graph."""
-    return {**code_version(), "graph": short_digest(spec.fingerprint())}
+    """Return what must be the same on the server and on its nodes: the version, and a digest of units and frozen values."""
+    return {"sparsekit": __version__, "graph": short_digest(spec.fingerprint())}
 
 
 def described(clients: Iterable[Client]) -> dict[str, bytes]:
@@ -111,6 +110,8 @@ class Nodes(Carrier):
     to a minute. A node that does not say which clients it has is waited for once; afterwards it is asked now and then, and
     nobody waits. All this is logged, and stands in the record of the round.
 
+    Devices keep the personal models of their clients.
+
     Args:
         grid: Flower's grid.
         wanted: Number of SuperNodes to wait for.
@@ -122,6 +123,8 @@ class Nodes(Carrier):
         memory: "nodes" where they keep the memories of their clients; "server" where the server does, and sends them along.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
     """
+
+    keeps_models = True
 
     def __init__(
         self,
@@ -173,18 +176,24 @@ class Nodes(Carrier):
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
-    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:  # noqa: ARG002
-        """Run the loop over nodes that have introduced their clients; called by Flower's server app."""
-        pool = GridPool(
-            self,
-            spec,
-            workers=len(set(self._used.values())),
-            carried=store if self._memory == "server" else None,
-            timeout_seconds=self._timeout_seconds,
-            run=_run_id(store),
-        )
+    @property
+    def workers(self) -> int:
+        """Number of SuperNodes with clients."""
+        return len(set(self._used.values()))
+
+    @contextmanager
+    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[GridPool]:
+        """Run clients on nodes that have introduced their clients; called in Flower's server app."""
+        del clients
         with one_thread():
-            return rounds(pool)
+            yield GridPool(
+                self,
+                spec,
+                workers=self.workers,
+                carried=memories if self._memory == "server" else None,
+                timeout_seconds=self._timeout_seconds,
+                run=_run_id(memories),
+            )
 
     def look(self, *, wait: bool = False) -> bool:
         here, now = set(self.grid.get_node_ids()), time.monotonic()
@@ -280,9 +289,9 @@ def _named(ids: Iterable[int]) -> str:
     return f"[{', '.join(map(str, found[:_MOST_NAMED]))}, …], {len(found):,} in all"
 
 
-def _run_id(store: ClientStore) -> str:
+def _run_id(memories: Memories) -> str:
     """The id of a run, the same for the run that resumes or extends it, so that nodes find the memories of their clients."""
-    path = store.folder / "run-id"
+    path = memories.folder / "run-id"
     if not path.exists():
-        write_atomically(path, secrets.token_hex(8).encode(), durable=store.durable)
+        write_atomically(path, secrets.token_hex(8).encode(), durable=memories.durable)
     return path.read_text()

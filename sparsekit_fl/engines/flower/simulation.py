@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -20,19 +21,16 @@ from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.telemetry import EventType
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.devices import devices
-from sparsekit_fl.engines.base import Loop
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.devices import device_of, devices, use_exact_arithmetic
+from sparsekit_fl.engines.flower.node import Node, make_app
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options import Checked, Count, Positive
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore, MemoryStore
+from sparsekit_fl.spec import RunSpec
 
 _log = logging.getLogger(__name__)
 _NODES = 100
@@ -44,10 +42,10 @@ _POLL_SECONDS = 0.05
 
 
 @lru_cache(maxsize=1)
-def _executor_of(reference: Any) -> ClientExecutor:
-    """Return the executor of this process: made at the first message of a run, kept for the others."""
-    executor: ClientExecutor = ray.get(reference)()
-    return executor
+def _node_of(reference: Any) -> Node:
+    """Return the node of this process: made at the first message of a run, kept for the others."""
+    node: Node = ray.get(reference)()
+    return node
 
 
 @dataclass(frozen=True)
@@ -77,33 +75,39 @@ class Flower(Checked):
         if self.ray_address is not None and ":" not in self.ray_address:
             raise InvalidValueError(f"ray_address must be 'host:port' of a Ray cluster's head, got {self.ray_address!r}")
 
-    def run(self, rounds: Loop, *, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> RunResult:
-        """Run the loop in this thread, beside the simulation."""
+    @contextmanager
+    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[GridPool]:
+        """Start the simulation beside this thread; leaving the context ends it."""
         # Actors on this machine write memories where the run keeps them; others cannot.
         shared = self.ray_address is None
-        memories = ClientStore(store.folder.resolve(), durable=store.durable) if shared else MemoryStore()
-        session = _Session(self, spec, len(clients), partial(ClientExecutor, spec, clients, memories))
+        here = Memories(memories.folder.resolve(), durable=memories.durable) if shared else None
+        session = _Session(self, spec, len(clients), partial(_make_node, spec, clients, here))
         with one_thread():
             try:
                 session.start()
-                carried = None if shared else store
-                return rounds(
-                    GridPool(session, spec, workers=session.actors, carried=carried, timeout_seconds=self.timeout_seconds)
-                )
+                carried = None if shared else memories
+                yield GridPool(session, spec, workers=session.actors, carried=carried, timeout_seconds=self.timeout_seconds)
             finally:
                 session.close()
+
+
+def _make_node(spec: RunSpec, clients: Mapping[int, Client], memories: Memories | None) -> Node:
+    """Make the node of an actor, whose device Ray has chosen."""
+    if spec.config.deterministic:
+        use_exact_arithmetic()
+    return Node(spec.on(device_of(spec.config.device)), clients, memories)
 
 
 class _Session(Carrier):
     """A simulation in a thread beside ours, and its grid. It is started anew when one of its processes dies.
 
-    Its processes are Ray's, which supervises them itself, so `processes.Children` has no part in it. `make` makes the executor
-    of an actor; it goes to every machine once, through Ray's object store.
+    Its processes are Ray's, which supervises them itself, so `processes.Children` has no part in it. `make` makes the node of
+    an actor; it goes to every machine once, through Ray's object store.
     """
 
     devices = False
 
-    def __init__(self, engine: Flower, spec: RunSpec, clients: int, make: Callable[[], ClientExecutor]) -> None:
+    def __init__(self, engine: Flower, spec: RunSpec, clients: int, make: Callable[[], Node]) -> None:
         self.actors = engine.workers
         self._engine = engine
         self._device = spec.config.device
@@ -141,7 +145,7 @@ class _Session(Carrier):
                 _run_simulation(
                     self._nodes,
                     EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
-                    make_app(lambda *_: _executor_of(reference)),
+                    make_app(lambda *_: _node_of(reference)),
                     server,
                     backend_config=resources,
                 )

@@ -37,7 +37,7 @@ def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
     assert Cost.of(result.cost).work() == result.cost
 
 
-@pytest.mark.parametrize("engine", [None, fl.Embedded(workers=2)])
+@pytest.mark.parametrize("engine", [None, fl.Processes(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = tiny_run(BEST, rounds=1, engine=engine)
     plain, record = tiny_run(rounds=1), result.rounds[0]

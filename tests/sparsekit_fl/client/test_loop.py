@@ -181,7 +181,7 @@ def test_a_metric_of_the_whole_split_sees_outputs_of_the_kind_that_the_model_ret
     assert scores["share"] == accuracy(x, y)
 
 
-@pytest.mark.parametrize("engine", [fl.Embedded(), fl.Embedded(workers=2), fl.Cohort()])
+@pytest.mark.parametrize("engine", [fl.Processes(), fl.Processes(workers=2)])
 def test_a_run_scores_and_trains_with_metrics_of_the_whole_split(engine):
     def split(count, seed):
         x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
@@ -225,6 +225,6 @@ def shaken_clients():
 @pytest.mark.parametrize("method", ["fedavg", "fedlps"])
 @pytest.mark.same_bits
 def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
-    runs = [tiny_run(method, clients=shaken_clients(), rounds=2, engine=fl.Embedded(workers)) for workers in (1, 3)]
+    runs = [tiny_run(method, clients=shaken_clients(), rounds=2, engine=fl.Processes(workers)) for workers in (1, 3)]
     assert runs[0].final.to_dict() == runs[1].final.to_dict()
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]

@@ -8,18 +8,18 @@ import torch
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl.client.messages import (
-    Assignment,
+    Request,
     Update,
     WorkCost,
-    assignment_bytes,
-    decode_assignment,
+    decode_request,
     decode_update,
-    encode_assignment,
+    encode_request,
     encode_update,
+    request_bytes,
     update_bytes,
 )
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
@@ -66,9 +66,9 @@ def test_an_update_survives_the_wire_and_its_bytes_are_counted_exactly_whatever_
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_an_assignment_carries_what_its_mask_keeps(spec, name):
+def test_a_request_carries_what_its_mask_keeps(spec, name):
     mask = MASKS[name]
-    assignment = Assignment(
+    request = Request(
         round=2,
         client_id=1,
         state=spec.initial,
@@ -77,13 +77,14 @@ def test_an_assignment_carries_what_its_mask_keeps(spec, name):
         extra={"y": torch.ones(2)},
         capability=fl.Capability(0.25),
     )
-    payload = encode_assignment(assignment, spec.graph)
-    assert assignment_bytes(assignment, spec.graph) == len(payload)
-    again = decode_assignment(payload, spec.graph)
+    wire = encode_request(request, spec.graph)
+    payload = wire[1]["body"]
+    assert request_bytes(request, spec.graph) == len(payload)
+    again = decode_request(wire, spec.graph)
     assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
     assert again.capability == fl.Capability(0.25)
     kept = Kept(spec.graph, mask)
     for key, tensor in spec.initial.items():
         assert torch.equal(kept.gather(key, again.state[key]), kept.gather(key, tensor))
     if mask is not None:
-        assert len(payload) < len(encode_assignment(Assignment(round=2, client_id=1, state=spec.initial), spec.graph)) + 600
+        assert len(payload) < request_bytes(Request(round=2, client_id=1, state=spec.initial), spec.graph) + 600

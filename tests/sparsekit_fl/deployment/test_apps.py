@@ -17,15 +17,16 @@ from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.apps import serve
 from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.flower.node import DeviceMemories
 from sparsekit_fl.engines.flower.nodes import _run_id
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.results.saved import load_model
-from sparsekit_fl.results.state.store import ClientStore, DeviceStore
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 
@@ -56,20 +57,19 @@ def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_t
 
 
 def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
-    DeviceStore(tmp_path).write(3, 1, {"local": {"count": 1}})
+    DeviceMemories(tmp_path).write(3, 1, {"local": {"count": 1}})
     for round in (2, 4, 6):
-        store = DeviceStore(tmp_path)
+        store = DeviceMemories(tmp_path)
         assert store.read(3, 1) == {"local": {"count": 1}}
-        assert store.write(3, round, {"local": {"count": round}})
-    assert sorted(path.stem for path in tmp_path.rglob("*.safetensors")) == ["3-1", "3-6"]
-    store = DeviceStore(tmp_path)
-    assert store.write(3, 8, {"local": {"count": torch.tensor(8)}})
+        store.write(3, round, {"local": {"count": round}})
+    assert sorted(path.stem for path in tmp_path.rglob("*.pt")) == ["3-1", "3-6"]
+    store = DeviceMemories(tmp_path)
+    store.write(3, 8, {"local": {"count": torch.tensor(8)}})
     assert int(store.read(3, 8)["local"]["count"]) == 8
     assert store.read(3, 6) == {"local": {"count": 6}}
     with pytest.raises(LostMemoryError):
         store.read(3, 1)
     assert store.read(3, None) == {}
-    assert not store.write(3, 9, {"local": {}})
 
 
 def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> None:
@@ -127,14 +127,14 @@ def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str,
 
 
 def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
-    id = _run_id(ClientStore(tmp_path / "a", durable=True))
-    again = ClientStore(tmp_path / "a", durable=True)
-    again.keep_only({})
+    id = _run_id(Memories(tmp_path / "a", durable=True))
+    again = Memories(tmp_path / "a", durable=True)
+    again.keep({})
     assert _run_id(again) == id
-    assert _run_id(ClientStore(tmp_path / "b", durable=True)) != id
+    assert _run_id(Memories(tmp_path / "b", durable=True)) != id
     for options in ({"rounds": 3}, {"rounds": 9, "timeout-seconds": 5.0, "out": "elsewhere"}):
-        store = apps._executor(_context(options, **{"state-dir": "state"}), id).store
-        assert isinstance(store, DeviceStore)
+        store = apps._node(_context(options, **{"state-dir": "state"}), id).memories
+        assert isinstance(store, DeviceMemories)
         assert store.folder == Path("state") / id
 
 

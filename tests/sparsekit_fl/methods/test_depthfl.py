@@ -11,13 +11,13 @@ from personal import ONE_STEP, client_context, combine, deep_problem, server_con
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import depthfl, fedavg
 from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.policies.exits import place_exits
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config
 
 

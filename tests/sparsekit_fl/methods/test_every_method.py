@@ -14,11 +14,11 @@ from zoo import ZOO
 import sparsekit_fl as fl
 from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.engines.executor import ClientExecutor
-from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import cs, prunefl, registry
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
+from sparsekit_fl.spec import RunSpec
 
 METHODS = {
     **registry,
@@ -82,13 +82,12 @@ def spoiled(monkeypatch):
     """Runs a method of which two clients change what they send; returns why they were refused."""
 
     def start(method, change):
-        train = ClientExecutor.train
+        def hostile(spec, client, request, memory):
+            reply, memory = run_client(spec, client, request, memory)
+            changes = reply.update is not None and client.id in HOSTILE
+            return (replace(reply, update=change(reply.update)) if changes else reply), memory
 
-        def hostile(self, assignment, *args, **kwargs):
-            update, stored = train(self, assignment, *args, **kwargs)
-            return (change(update) if assignment.client_id in HOSTILE else update), stored
-
-        monkeypatch.setattr(ClientExecutor, "train", hostile)
+        monkeypatch.setattr("sparsekit_fl.client_round.run_client", hostile)
         result, _ = watched(method, config=replace(tiny_config(rounds=6), eval_every=6))
         assert len(result.rounds) == 6
         return {reason for record in result.rounds for _, reason in record.dropped}

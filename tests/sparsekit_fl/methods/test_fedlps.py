@@ -12,11 +12,11 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps
 from sparsekit_fl.policies import Constant, Everything, LearnableSgd, OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.policies.ratio import BanditRatio, utility
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 

@@ -6,12 +6,12 @@ from personal import client_context, tiny_run, training, watched
 from torch import nn
 
 from sparsekit.allocation.shares import keep_count
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedp3, fedper, fedrep
 from sparsekit_fl.methods.fedp3 import own_layers
 from sparsekit_fl.methods.fedrep import HeadThenBody
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.server import Server
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 HEAD = {"last.weight", "last.bias"}

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from personal import ONE_STEP, client_context, deep_problem, watched
 
 from sparsekit.graph import WeightMask
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.prunefl import Search, weight_seconds
 from sparsekit_fl.policies.mask import search_weights
 from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
 
 

@@ -11,13 +11,13 @@ from personal import ONE_STEP, client_context, deep_problem, server_context, tin
 import sparsekit_fl as fl
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.context import RngsByKind
-from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods import ditto, fedavg, fedlps, fedprox, local, per_fedavg, scaffold, with_settings
 from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.methods.scaffold import ControlledMean
-from sparsekit_fl.policies import Assignment, Constant, LearnableSgd, Mean, Update
+from sparsekit_fl.policies import Constant, LearnableSgd, Mean, Request, Update
+from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -194,7 +194,7 @@ def test_control_variates_go_down_and_up_and_count_on_the_wire():
 def test_an_update_without_the_control_variates_that_were_sent_is_refused(extra):
     ctx = replace(server_context(), parameters=frozenset({"w"}))
     policy = ControlledMean("uniform")
-    sent = Assignment(round=2, client_id=1, state=ctx.state, extra=policy.broadcast(ctx, 1))
+    sent = Request(round=2, client_id=1, state=ctx.state, extra=policy.broadcast(ctx, 1))
     update = Update(round=2, client_id=1, examples=1, delta=ctx.state, extra={"w": torch.ones(1, 3)})
     policy.validate(ctx, update, sent)
     with pytest.raises(UpdateError, match="client 1 lacks control variates"):

@@ -22,7 +22,7 @@ def test_workers_take_the_devices_in_turn() -> None:
 def test_workers_on_several_devices_get_the_bits_of_one() -> None:
     config = tiny_config(rounds=2)
     one = tiny_run(fl.methods.fedlps(), config=config)
-    several = tiny_run(fl.methods.fedlps(), config=replace(config, device="cpu,cpu"), engine=fl.Embedded(2))
+    several = tiny_run(fl.methods.fedlps(), config=replace(config, device="cpu,cpu"), engine=fl.Processes(2))
     for name, tensor in one.state.items():
         assert torch.equal(several.state[name], tensor), name
     assert several.environment["workers"] == 2

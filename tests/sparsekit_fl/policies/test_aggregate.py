@@ -8,7 +8,7 @@ from personal import server_context
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.policies import Assignment, Mean, Update
+from sparsekit_fl.policies import Mean, Request, Update
 from sparsekit_fl.policies.aggregate import Counted, mean
 
 INDEX = torch.arange(3).view(3, 1)
@@ -74,9 +74,9 @@ def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(policy, 
 def test_a_mean_of_whole_entries_refuses_masked_updates():
     ctx, masked = server_context(graph=GRAPH, state=START), update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
     with pytest.raises(fl.errors.UpdateError, match=r'choose Mean\(over="all"\)'):
-        Mean().validate(ctx, masked, Assignment(round=1, client_id=0, state=START))
+        Mean().validate(ctx, masked, Request(round=1, client_id=0, state=START))
     for policy in (ALL, HOLDERS):
-        policy.validate(ctx, masked, Assignment(round=1, client_id=0, state=START))
+        policy.validate(ctx, masked, Request(round=1, client_id=0, state=START))
 
 
 @pytest.mark.same_bits

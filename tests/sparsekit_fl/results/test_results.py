@@ -17,7 +17,7 @@ from sparsekit_fl.problem.metrics import accuracy, lower_is_better
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.scores import RoundRecord, RoundScores, mean_scores, weighted_scores, worst_decile_scores
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 

@@ -26,7 +26,7 @@ from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import QUIET
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 TINY: dict[str, Any] = {

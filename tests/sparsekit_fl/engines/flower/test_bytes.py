@@ -16,7 +16,7 @@ import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.problem.models.networks import Vgg
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 
 pytestmark = pytest.mark.slow
 

@@ -104,7 +104,7 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
 
     def delay(message: Message) -> int:
         task = task_of(message)
-        return looks if (task["task"], task["client"]) == ("train", victim) else 0
+        return looks if (task["task"], task["client_id"]) == ("train", victim) else 0
 
     # The server looks 50 times a second.
     result = _run(InProcess(delay=delay, timeout_seconds=1.0))

@@ -12,13 +12,11 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from flwr.app import Message
 from flwr.clientapp import ClientApp
-from local_grid import InProcess, LocalGrid, gone, over_the_wire, planted
-from personal import tiny_run
+from local_grid import LocalGrid, over_the_wire
 
 from sparsekit.errors import DataError
 from sparsekit_fl.engines.flower import nodes as module
 from sparsekit_fl.engines.flower.nodes import Nodes, described, read_clients
-from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
@@ -136,24 +134,6 @@ def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long
     assert time.monotonic() - began >= 3, "it gives up after a while"
 
 
-@pytest.mark.same_bits
-def test_a_round_is_repeated_once_its_clients_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    away = [True]
-
-    def back(self: GridPool, ids: Any, needed: int) -> None:
-        assert len(ids) >= needed == 2
-        away.clear()
-
-    def ran(**engine: Any) -> Any:
-        return tiny_run(rounds=3, engine=InProcess(**engine), cohort=4)
-
-    monkeypatch.setattr(GridPool, "await_clients", back)
-    result = ran(fault=planted(lambda message, reply: gone(message) if away else reply, rounds=[1]))
-    assert not away
-    assert sum("repeated, since" in note for note in result.rounds[0].notes) == 1
-    assert result.final.state_sha256 == ran().final.state_sha256
-
-
 def _roster(count: int) -> list[Client]:
     return [
         Client(
@@ -169,7 +149,7 @@ def _facts(client: Client) -> tuple[Any, ...]:
     return client.id, len(client.data.train), len(client.data.val), len(client.data.test), client.capability
 
 
-OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
+OURS = {"sparsekit": "1.0", "graph": "bbb"}
 
 
 def introduced(roster: list[Client], header: dict[str, Any]) -> Nodes:
@@ -232,8 +212,7 @@ def test_a_malformed_introduction_is_refused(clients: Any, message: str) -> None
     [
         ({}, "it has sparsekit None, the server 1.0"),
         ({"identity": {**OURS, "sparsekit": "0.9"}}, "it has sparsekit 0.9, the server 1.0"),
-        ({"identity": {**OURS, "code": "ccc"}}, "has other code .digest ccc."),
-        ({"identity": {**OURS, "graph": "ddd"}}, "its model has other units .digest ddd."),
+        ({"identity": {**OURS, "graph": "ddd"}}, "its model has other units or frozen weights .digest ddd."),
     ],
 )
 def test_a_node_whose_code_or_model_differs_is_not_used_and_the_error_says_why(header: dict[str, Any], says: str) -> None:

@@ -22,7 +22,7 @@ import sparsekit_fl as fl
 from sparsekit_fl.engines.flower.simulation import Flower
 from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.server.loop import run
+from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]

@@ -15,9 +15,9 @@ import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
+from sparsekit_fl.models import read_recipe
 from sparsekit_fl.results import saved
 from sparsekit_fl.results.saved import predict, read_inputs
-from sparsekit_fl.results.state.models import read_recipe
 from sparsekit_fl.testing import TinyNet, tiny_clients
 
 

@@ -8,7 +8,7 @@ from personal import tiny_run
 from safetensors.torch import save_file
 
 import sparsekit_fl as fl
-from sparsekit_fl.results.state.models import read_initial
+from sparsekit_fl.models import read_initial
 from sparsekit_fl.testing import TinyNet
 
 FRESH = {"a": torch.zeros(2), "b": torch.zeros(3)}

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ import torch
 from torch import nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.graph import StateDict, UnitGraph, clone
+from sparsekit.graph import StateDict, UnitGraph, clone, digest
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
+from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.optimizer import check_training
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.devices import devices
 from sparsekit_fl.methods.adapter import policies_of
 from sparsekit_fl.methods.base import Method as OneClass
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.models import read_initial
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.state.models import read_initial
 from sparsekit_fl.streams import Streams
 
 
@@ -113,10 +115,25 @@ class RunSpec:
         return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells one model from another: digests of its entries and of its units."""
+        """Return what tells one model from another: digests of its entries, of its units and of its frozen values.
+
+        Frozen values never travel, so that server and clients must have the same ones.
+        """
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
         groups = [list(pair) for pair in self.graph.fingerprint()]
-        return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups)}
+        frozen = digest({name: self.initial[name] for name in sorted(self.frozen)})[:16]
+        return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups), "frozen": frozen}
+
+    def on(self, device: str) -> RunSpec:
+        """Return the same spec for one device. Its narrow model is made anew, when it is first used."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, device=device))
+
+    @cached_property
+    def masked(self) -> LearnableMask:
+        """The narrow model of this process, on the device of the options. All clients use it, one after the other."""
+        with torch_scope(Streams(self.config.seed).model()):
+            model = self.problem.model().to(self.config.device)
+        return LearnableMask(model, graph=self.graph, learning=GradientImportance(explore=0.0))
 
     def model(self, state: StateDict) -> nn.Module:
         """Make a module that holds a whole dense state."""

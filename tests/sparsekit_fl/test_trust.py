@@ -1,4 +1,4 @@
-"""What a run refuses to confuse, to overwrite or to hide: folders, code, data, failures and secrets."""
+"""What a run refuses to confuse, to overwrite or to hide: folders, data and failures."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,18 @@ import pytest
 from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl import fingerprint
+from sparsekit.version import __version__
+from sparsekit_fl import storage
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.results.state import storage
-from sparsekit_fl.results.state.storage import lock_folder
-from sparsekit_fl.results.state.store import ClientStore
+from sparsekit_fl.storage import lock_folder
 from sparsekit_fl.testing import StopAfter, tiny_clients
 
 
-def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
+def test_a_result_names_the_version_and_the_data(tmp_path: Path) -> None:
     result = tiny_run(out=tmp_path)
-    assert result.fingerprint == {**fingerprint.code_version(), "data": result.fingerprint["data"]}
+    assert result.fingerprint == {"sparsekit": __version__, "data": result.fingerprint["data"]}
     assert len(result.fingerprint["data"]) == 16
     assert json.loads((tmp_path / "result.json").read_text())["fingerprint"] == result.fingerprint
 
@@ -39,23 +40,46 @@ def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
     labels = data.train.targets.clone()
     labels[0] = 2 - labels[0] if labels[0] != 1 else 0
     clients[5] = replace(clients[5], data=replace(data, train=replace(data.train, targets=labels)))
-    with pytest.raises(fl.errors.ResumeError, match="was run on other data"):
+    with pytest.raises(fl.errors.ResumeError, match=r"clients.data: was"):
         tiny_run(out=tmp_path, resume=True, clients=clients)
 
 
-@pytest.mark.same_bits
-def test_a_run_of_other_code_is_resumed_only_where_that_is_accepted_and_the_result_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = fingerprint.code_version()
-    with pytest.raises(fl.errors.RunInterrupted):
-        tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
-    monkeypatch.setattr("sparsekit_fl.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
-    with pytest.raises(fl.errors.ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
-        tiny_run(out=tmp_path, resume=True)
-    result = tiny_run(out=tmp_path, resume=True, accept_code=True)
-    assert result.fingerprint["earlier"] == [before]
-    assert result.fingerprint["sparsekit"] == "99.0"
+@dataclass(frozen=True)
+class Forgets(LocalModel):
+    """A personal model that a client drops in its second participation."""
+
+    def keep(self, ctx: Any, result: Any, ratio: float) -> None:
+        if ctx.memory.pop("seen", False):
+            ctx.memory.clear()
+        else:
+            super().keep(ctx, result, ratio)
+            ctx.memory["seen"] = True
+
+
+def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
+    result = tiny_run(replace(fedavg(), personal=Forgets()), out=tmp_path)
+    asked = Counter(client_id for record in result.rounds for client_id in record.cohort)
+    memories = Memories(tmp_path / "clients", durable=False)
+    last = {client_id: max(r.round for r in result.rounds if client_id in r.cohort) for client_id in asked}
+    assert {client_id: bool(memories.read(client_id, last[client_id])) for client_id in asked} == {
+        client_id: count % 2 == 1 for client_id, count in asked.items()
+    }
+    assert 2 in asked.values()
+
+
+@pytest.mark.parametrize(
+    "name", ["clients/notes.safetensors", "models/mine.safetensors", "rounds.jsonl", "result.json", "data.csv"]
+)
+def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    if name == "data.csv":
+        tiny_run(out=tmp_path)
+    else:
+        with pytest.raises(fl.errors.ResumeError, match=r"already holds a run .*choose another"):
+            tiny_run(out=tmp_path)
+    assert path.read_text() == "mine"
 
 
 class Another(fl.Callback):
@@ -75,7 +99,7 @@ class Another(fl.Callback):
 @pytest.mark.parametrize(("resume", "workers"), [(False, 1), (True, 2)])
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, workers: int) -> None:
     another = Another(tmp_path, resume)
-    result = tiny_run(out=tmp_path, callbacks=[another], engine=fl.Embedded(workers))
+    result = tiny_run(out=tmp_path, callbacks=[another], engine=fl.Processes(workers))
     assert "another run is writing to" in another.error
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4] == [record.round for record in result.rounds]
@@ -83,7 +107,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, worke
 
 def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.results.state.storage import lock_folder\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.storage import lock_folder\n"
         "lock = lock_folder(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -109,13 +133,13 @@ def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(tmp_
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-def full(self: ClientStore, client_id: int, round: int, payload: bytes) -> None:
+WRITE = Memories.write
+
+
+def full(self: Memories, client_id: int, round: int, memory: Any) -> None:
     if round == 2:
         raise OSError(28, "No space left on device")
-    return SAVE(self, client_id, round, payload)
-
-
-SAVE = ClientStore.save
+    WRITE(self, client_id, round, memory)
 
 
 @pytest.mark.parametrize("engine", ["one worker", "two workers", "a grid"])
@@ -124,8 +148,8 @@ def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Pa
     if engine == "a grid":
         pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
         from local_grid import InProcess
-    made = InProcess(memory="nodes") if engine == "a grid" else fl.Embedded(2 if engine == "two workers" else 1)
-    monkeypatch.setattr(ClientStore, "save", full)
+    made = InProcess(memory="nodes") if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
+    monkeypatch.setattr(Memories, "write", full)
     method = replace(fedavg(), personal=LocalModel())
     with pytest.raises(
         fl.errors.StorageError, match=r"No space left.*make room.*Round 1 of 4 was the last to be saved.*--resume"
@@ -143,7 +167,7 @@ class LimitFiles(fl.Callback):
 
     def on_round_end(self, run: fl.RunView, record: Any) -> None:
         if record.round == 2:
-            size = (self.folder / "checkpoint.safetensors").stat().st_size
+            size = (self.folder / "checkpoint.pt").stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
 
 
@@ -190,7 +214,7 @@ def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, t
     assert len(tiny_run(name, out=tmp_path, resume=True, rounds=6).rounds) == 6
 
 
-@pytest.mark.parametrize("name", ["checkpoint.safetensors", "rounds.jsonl"])
+@pytest.mark.parametrize("name", ["checkpoint.pt", "rounds.jsonl"])
 def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])

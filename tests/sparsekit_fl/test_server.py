@@ -11,10 +11,10 @@ import sparsekit_fl as fl
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.messages import encode_update, update_bytes
-from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies import Mean
-from sparsekit_fl.server.server import Server
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -28,12 +28,15 @@ def server(spec):
     return Server(spec, by_id(tiny_clients()))
 
 
-def good(server, assignment, **other):
-    examples = len(server.clients[assignment.client_id].data.train)
-    delta = {name: torch.ones_like(tensor) for name, tensor in assignment.state.items()}
-    return fl.Update(
-        **{"round": assignment.round, "client_id": assignment.client_id, "examples": examples, "delta": delta, **other}
-    )
+def good(server, request, **other):
+    examples = len(server.clients[request.client_id].data.train)
+    delta = {name: torch.ones_like(tensor) for name, tensor in request.state.items()}
+    return fl.Update(**{"round": request.round, "client_id": request.client_id, "examples": examples, "delta": delta, **other})
+
+
+def reply(update):
+    """The reply that brings an update."""
+    return fl.Reply(client_id=update.client_id, round=update.round, update=update)
 
 
 HALF = UnitMask({"first": torch.tensor([True] * 4 + [False] * 4)})
@@ -82,25 +85,25 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_bad_update_is_refused_and_a_good_one_counts(server, name):
     spoil, message = FAULTS[name]
-    server.state.state["first.bias"] = LARGEST.repeat(8)
-    first, second, *_ = server.assign(1)
-    before = digest(server.state.state)
+    server.state.model["first.bias"] = LARGEST.repeat(8)
+    first, second, *_ = server.requests(1)
+    before = digest(server.state.model)
     with pytest.raises(fl.errors.UpdateError, match=message):
-        server.validated(spoil(good(server, first)), first)
-    assert digest(server.state.state) == before
-    server.aggregate([server.validated(good(server, second), second)])
-    assert digest(server.state.state) != before
+        server.validate(first, reply(spoil(good(server, first))))
+    assert digest(server.state.model) == before
+    server.aggregate([server.validate(second, reply(good(server, second)))])
+    assert digest(server.state.model) != before
 
 
 def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
     server = Server(replace(spec, config=replace(spec.config, upload="bfloat16")), by_id(tiny_clients()))
-    first, *_ = server.assign(1)
+    first, *_ = server.requests(1)
     with pytest.raises(fl.errors.UpdateError, match=r"as torch\.float32"):
-        server.validated(good(server, first), first)
+        server.validate(first, reply(good(server, first)))
 
 
 def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entries(server):
-    (first, *_) = server.assign(1)
+    (first, *_) = server.requests(1)
     update = good(server, first)
     bad = {
         name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor
@@ -110,7 +113,7 @@ def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entrie
     for names in (list(bad), list(reversed(bad))):
         extra = {name: torch.ones(1) for name in names}
         with pytest.raises(fl.errors.UpdateError) as refused:
-            server.validated(replace(update, delta={name: bad[name] for name in names}, extra=extra), first)
+            server.validate(first, reply(replace(update, delta={name: bad[name] for name in names}, extra=extra)))
         reasons.add(str(refused.value))
     assert len(reasons) == 1
 

@@ -14,14 +14,13 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import unseal
+from sparsekit_fl.storage import loads, write_atomically
 
 _log = logging.getLogger(__name__)
 # What wrappers put before the keys, and what a model with exits does.
 _PREFIXES = ("module.", "_orig_mod.")
 _INNER = "model."
-_CHECKPOINT = "checkpoint.safetensors"
+_CHECKPOINT = "checkpoint.pt"
 _MOST_NAMED = 5
 
 
@@ -115,7 +114,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         path = file
     try:
         if path.name == _CHECKPOINT:
-            return dict(unseal(path.read_bytes())[0]["state"])
+            return dict(loads(path.read_bytes())["state"]["model"])
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)

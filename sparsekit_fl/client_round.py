@@ -1,0 +1,251 @@
+"""run_client: what one client does in one round, to train or to be scored. A pure function of its arguments."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from sparsekit.allocation import check_ratio
+from sparsekit.graph import StateDict, UnitMask
+from sparsekit.surgery import save_compact
+from sparsekit_fl.client.context import ClientContext, Memory, RngsByKind
+from sparsekit_fl.client.costs import client_seconds
+from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
+from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
+from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.policies.personal import PersonalModel
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.streams import Streams
+
+_SPLITS = ("train", "val", "test")
+
+
+class MemoryStore(Protocol):
+    """Where the memories of clients are kept: one version per client and round."""
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """Return the memory that was written in a round; empty for None."""
+        ...
+
+    def write(self, client_id: int, round: int, memory: Memory) -> None:
+        """Keep a memory. Raises MemoryStateError if it holds something that cannot be saved."""
+        ...
+
+
+def answer(spec: RunSpec, client: Client, request: Request, memories: MemoryStore) -> Reply:
+    """Run a client with its memory, and keep its new memory. A failure of the client is a reply too.
+
+    Raises:
+        DataError: the memory cannot be read.
+        OSError: the memory cannot be written.
+    """
+    memory = memories.read(client.id, request.memory_round)
+    try:
+        reply, memory = run_client(spec, client, request, memory)
+        if request.task == "score" or (not memory and request.memory_round is None):
+            return reply
+        try:
+            memories.write(client.id, request.round, memory)
+        except MemoryStateError as error:
+            raise _failure(request, spec, str(error)) from error
+        return replace(reply, stored=True)
+    except ClientError as error:
+        return Reply(client_id=client.id, round=request.round, error=str(error), traceback=traceback.format_exc())
+
+
+def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
+    """Let one client train, or score its model: a function of its arguments alone.
+
+    Args:
+        spec: The fixed parts of the run.
+        client: Id and data.
+        request: What the server asks.
+        memory: State of the client from earlier rounds; not to be used afterwards.
+
+    Returns:
+        The reply, and the memory for the next round; scoring changes no memory.
+
+    Raises:
+        ClientError: the client failed; names the round, the method and the part of it, and carries the cause.
+    """
+    if request.task == "train":
+        return _train(spec, client, request, memory)
+    return _score(spec, client, request, memory), memory
+
+
+def make_context(spec: RunSpec, client: Client, request: Request, memory: Memory) -> ClientContext:
+    """Return what a method sees on this client in this round."""
+    streams, round = Streams(spec.config.seed), request.round
+    return ClientContext(
+        round=round,
+        rounds=spec.config.rounds,
+        client=client,
+        capability=request.capability,
+        problem=spec.problem,
+        graph=spec.graph,
+        training=spec.training(max(round, 1)),
+        costs=spec.costs,
+        masked=spec.masked,
+        device=spec.config.device,
+        rngs=RngsByKind(streams.client(round, client.id)),
+        memories=memory,
+        extra=request.extra,
+        received=request.mask,
+        initial_state=lambda: spec.initial,
+        cache={},
+        frozen=spec.frozen,
+        reading=lambda split: streams.reading(round, client.id).spawn(3)[_SPLITS.index(split)],
+    )
+
+
+def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
+    began = time.perf_counter()
+    ctx, method, graph = make_context(spec, client, request, memory), spec.method, spec.graph
+    with _named(request, spec, "share"):
+        received = mask_state(graph, request.mask, request.state)
+        completed = _complete(ctx, received)
+    with _named(request, spec, "ratio"):
+        ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), request.ratio))
+    with _named(request, spec, "share"):
+        start = method.share.enter(ctx.scoped("share"), completed)
+    with _named(request, spec, "mask"):
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
+        if mask is not None:
+            mask.check(graph)
+    with _named(request, spec, "local"):
+        result = method.local.train(ctx.scoped("local"), start, mask, ratio)
+        if any(tensor.device.type != "cpu" for tensor in result.state.values()):
+            result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
+        ratio = ratio if result.ratio is None else check_ratio(result.ratio)
+    with _named(request, spec, "mask"):
+        method.mask.keep(ctx.scoped("mask"), result)
+    with _named(request, spec, "personal"):
+        method.personal.keep(ctx.scoped("personal"), result, ratio)
+    with _named(request, spec, "share"):
+        delta, upload = _upload(spec, ctx.scoped("share"), result, received, completed)
+    work = result.work or ctx.work(result.mask, result.log)
+    scored = sum(ctx.scored)
+    cost = WorkCost(flops=work.flops + scored, flops_paper=work.flops_paper, flops_scoring=scored)
+    update = Update(
+        round=request.round,
+        client_id=client.id,
+        examples=len(client.data.train),
+        delta=delta,
+        mask=upload,
+        ratio=ratio,
+        extra=result.extra,
+        metrics={**result.log.metrics(), **result.metrics},
+        cost=cost,
+    )
+    cost = replace(
+        cost,
+        uplink_bytes=update_bytes(update),
+        downlink_bytes=request_bytes(request, graph),
+        wall_seconds=time.perf_counter() - began,
+    )
+    update = replace(update, cost=replace(cost, seconds=client_seconds(cost, request.capability)))
+    return Reply(client_id=client.id, round=request.round, update=update), {kind: own for kind, own in memory.items() if own}
+
+
+def _upload(
+    spec: RunSpec, ctx: ClientContext, result: LocalResult, received: StateDict, completed: StateDict
+) -> tuple[dict[str, Tensor], Mask | None]:
+    """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
+    share, graph = spec.method.share, spec.graph
+    upload = share.upload_mask(ctx, result)
+    private = [name for name in completed if name not in received and name not in spec.frozen]
+    trained, narrow = result.state, isinstance(result.mask, UnitMask)
+    if narrow and (private or upload is not result.mask):
+        trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
+    ctx.memory.update({name: trained[name] for name in private})
+    kept = Kept(graph, upload)
+    delta = {}
+    for name in received:
+        value = trained[name] if narrow else kept.gather(name, trained[name])
+        before = kept.gather(name, completed[name])
+        change = share.leave(ctx, name, value.detach(), before) - before
+        delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
+    return delta, upload
+
+
+def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> Reply:
+    ctx, personal, module = (
+        make_context(spec, client, request, memory).scoped("personal"),
+        spec.method.personal,
+        spec.masked.model,
+    )
+    state, file = request.state, b""
+    with _named(request, spec, "personal"):
+        full = _complete(ctx, state)
+        model = personal.model(ctx, full)
+        _load(ctx, model)
+        calibrated = personal.calibrate(ctx, module)
+        deploying = sum(ctx.deploying)
+        test, validation = ctx.score(module, "test"), ctx.score(module, "val")
+        private = any(name not in state and name not in spec.frozen for name in full)
+        is_global = model.state is full and model.mask is None and not private
+        if request.with_model and (calibrated or not is_global):
+            file = _saved(spec)
+        shared = test if request.with_shared else None
+        if request.with_shared and not is_global:
+            ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
+            personal.calibrate(ctx, module)
+            shared = ctx.score(module, "test")
+    evaluation = Evaluation(
+        client_id=client.id,
+        examples=len(client.data.test),
+        personal=test,
+        validation=validation,
+        shared=shared,
+        ratio=model.ratio,
+        flops_deploying=deploying,
+    )
+    return Reply(client_id=client.id, round=request.round, evaluation=evaluation, model=file)
+
+
+def _saved(spec: RunSpec) -> bytes:
+    """Return the narrow model with its mask as a file; of a weight mask, dropped entries are zeros."""
+    with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
+        path = Path(folder) / "model.safetensors"
+        save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
+        return path.read_bytes()
+
+
+def _load(ctx: ClientContext, model: PersonalModel) -> None:
+    state = model.state
+    if isinstance(model.mask, UnitMask):
+        # What is dropped never runs, so it may hold anything of the right shape.
+        state = Kept(ctx.graph, model.mask).scatter_all(state, ctx.initial_state())
+    ctx.load(state, model.mask)
+
+
+def _complete(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
+    """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
+    own = ctx.scoped("share").memory
+    initial = ctx.initial_state()
+    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in initial.items()}
+
+
+@contextmanager
+def _named(request: Request, spec: RunSpec, policy: str) -> Iterator[None]:
+    """Turn what a policy raises into a ClientError that names the client, the round, the method and the policy."""
+    try:
+        yield
+    except ClientError:
+        raise
+    except Exception as error:
+        raise _failure(request, spec, f"in its {policy} policy: {type(error).__name__}: {error}") from error
+
+
+def _failure(request: Request, spec: RunSpec, text: str) -> ClientError:
+    return ClientError(f"client {request.client_id} failed in round {request.round} of method {spec.method.name!r}, {text}")

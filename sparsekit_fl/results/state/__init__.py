@@ -1,1 +1,0 @@
-"""State that lives from round to round, in memory and on disk."""

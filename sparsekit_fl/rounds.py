@@ -1,0 +1,412 @@
+"""run(): a method over a problem and its clients, with an engine, a folder and callbacks."""
+
+import errno
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import StateDict, UnitGraph, digest
+from sparsekit.version import __version__
+from sparsekit_fl.callbacks.base import Callback, Callbacks, RunView
+from sparsekit_fl.checkpoint import Memories, RunFolder, describe_run
+from sparsekit_fl.client.costs import round_cost
+from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.engine import Engine, Processes, RunClients
+from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.models import model_path, save_whole, write_recipe
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.metrics import lower_is_better
+from sparsekit_fl.problem.problem import Problem, check_fit
+from sparsekit_fl.results.records import RunResult, describe_environment
+from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
+from sparsekit_fl.server import Server
+from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.storage import write_atomically
+from sparsekit_fl.streams import Streams
+
+_log = logging.getLogger(__name__)
+
+# Errors of a file that cannot grow: the disk is full, or a quota (which Windows lacks), or the limit of a file's size.
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+# Errors of a disk that takes nothing more, for another reason.
+_BROKEN = (errno.EROFS, errno.EIO)
+_MAX_REASONS = 5
+
+
+def run(
+    method: Method,
+    problem: Problem,
+    clients: Sequence[Client],
+    config: RunConfig,
+    *,
+    engine: Engine | None = None,
+    callbacks: Sequence[Callback] = (),
+    out: Path | str | None = None,
+    resume: bool = False,
+    graph: UnitGraph | None = None,
+    experiment: Mapping[str, Any] | None = None,
+    init: Path | str | StateDict | None = None,
+) -> RunResult:
+    """Run a method over a problem and its clients.
+
+    Before anything else, model, loss and metrics are tried on two examples, so that what cannot work fails at once.
+
+    A client that fails, and an update that is refused, is dropped: the round continues without it, and its record says why. A
+    round with fewer valid updates than `config.min_replies` changes nothing and ends the run. Everything up to the round before
+    is saved, and a resumed run begins with that round again.
+
+    Args:
+        method: The recipe.
+        problem: Model, loss and metrics.
+        clients: All clients; ids are distinct.
+        config: The options.
+        engine: Runs the clients; None trains them in this process, one after the other.
+        callbacks: Displays, loggers, early stopping; see `Callback`.
+        out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. One run at a time writes to
+            it. A fresh run needs a folder without files of another run.
+        resume: Continue from the checkpoint in `out`, to the same bits as a run that was never interrupted. A finished run
+            continues if `config.rounds` is more than it had; a method that plans its course by the number of rounds then plans
+            by the new one.
+        graph: The units of the model, if they are already known.
+        experiment: Plain JSON values that go into the result, such as the names of data set and model.
+        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
+            is resumed needs the same.
+
+    Returns:
+        Scores, costs and records.
+
+    Raises:
+        InvalidValueError: no method, or clients and options that do not fit each other.
+        ResumeError: `out` holds another run, or none to resume, or an option, the model or the data changed.
+        FolderInUseError: another run writes to `out`.
+        TooFewRepliesError: too few clients of a round sent a valid update; says who did not and why.
+        DataError: model, loss, metrics and data do not fit each other; see `check_fit`.
+        ClientError: no client could be scored.
+        RunInterrupted: Ctrl-C; says how to continue.
+        WorkerDiedError: a worker process was killed; says how to continue.
+        StorageError: the folder could not be written, as when the disk is full; says how to continue.
+    """
+    if not isinstance(method, Method):
+        called = method if isinstance(method, str) else getattr(method, "__name__", "")
+        raise InvalidValueError(
+            f"method must be a Method, got {method!r}; call a function that makes one:"
+            f" fl.methods.{called if called.isidentifier() else 'fedlps'}()"
+        )
+    roster = by_id(clients)
+    if len(roster) != len(clients):
+        raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
+    if config.cohort > len(clients):
+        there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
+        raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
+    if resume and out is None:
+        raise InvalidValueError("resume needs out, the folder of the run to continue")
+    check_fit(problem, list(roster.values()))
+    told, engine = Callbacks(callbacks), Processes() if engine is None else engine
+    spec = RunSpec.build(method, problem, config, graph=graph, init=init)
+    with _folder(out, resume=resume) as (folder, base):
+        described = describe_run(spec, roster, experiment or {})
+        state, records = (None, []) if folder is None else folder.load(described)
+        memories = Memories(base / "clients", durable=folder is not None)
+        rounds = _Rounds(spec, roster, Server(spec, roster, state), memories, folder, told, engine, records)
+        rounds.experiment = dict(experiment or {})
+        rounds.fingerprint = {"sparsekit": __version__, "data": described["clients"]["data"]}
+        with rounds.explained(), engine.open(spec, roster, memories) as run_clients:
+            return rounds.run(run_clients)
+
+
+@contextmanager
+def _folder(out: Path | str | None, *, resume: bool) -> Iterator[tuple[RunFolder | None, Path]]:
+    """Lock the folder of a run, or make a temporary one; give it, and where memories go."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
+            yield None, Path(base)
+        return
+    folder = RunFolder(Path(out), resume=resume)
+    try:
+        yield folder, folder.path
+    finally:
+        folder.close()
+
+
+@dataclass(eq=False)
+class _Rounds:
+    """The rounds of one run."""
+
+    spec: RunSpec
+    clients: Mapping[int, Client]
+    server: Server
+    memories: Memories
+    folder: RunFolder | None
+    callbacks: Callbacks
+    engine: Engine
+    records: list[RoundRecord]
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec, metrics = self.spec, self.spec.problem.metrics
+        self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
+        self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
+        self._finished = self.server.state.round
+        self._view = RunView(
+            method=spec.method.name,
+            config=spec.config,
+            clients=len(self.clients),
+            round=self._finished,
+            cost=self._cost,
+            out=None if self.folder is None else self.folder.path,
+            metrics=(*metrics, "loss") if "loss" not in metrics else tuple(metrics),
+            lower=self._lower,
+            state=lambda: self.server.state.model,
+            model=self._model,
+        )
+        self.memories.keep(self.server.state.versions)
+
+    @property
+    def _cost(self) -> WorkCost:
+        return self.records[-1].cost if self.records else WorkCost()
+
+    @property
+    def _keeps_models(self) -> bool:
+        return bool(getattr(self.engine, "keeps_models", False))
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say in errors which round was the last to be saved, and how to continue."""
+        hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
+        if self.folder is not None:
+            hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
+
+        def done() -> str:
+            return f"round {self._finished} of {self.spec.config.rounds}"
+
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise RunInterrupted(f"stopped by the user after {done()}; {hint}") from None
+        except TooFewRepliesError as error:
+            raise TooFewRepliesError(f"{error}; {hint}") from error.__cause__
+        except WorkerDiedError as error:
+            raise WorkerDiedError(f"{error}; {done()} was finished; {hint}") from error
+        except OSError as error:
+            if error.errno not in (*_FULL, *_BROKEN):
+                raise
+            remedy = "make room first" if error.errno in _FULL else "repair the disk first"
+            raise StorageError(f"{error}; {remedy}. {done().capitalize()} was the last to be saved; {hint}") from error
+
+    def run(self, run_clients: RunClients) -> RunResult:
+        """Run the remaining rounds, and write the result."""
+        try:
+            self.callbacks.start(self._view, self.server.state.callbacks)
+            self._run_clients = run_clients
+            result = self._run()
+        except BaseException:
+            try:
+                self.callbacks.tell("on_run_end", self._view, None)
+            except Exception:  # noqa: BLE001 - anybody's callback; what ended the run is what matters
+                _log.exception("a callback failed when it was told that the run has ended")
+            raise
+        self.callbacks.tell("on_run_end", self._view, result)
+        return result
+
+    def _run(self) -> RunResult:
+        final: list[Evaluation] | None = None
+        for round in range(self._finished + 1, self.spec.config.rounds + 1):
+            if self._view.stopped:
+                break
+            final = self._round(round)
+        if final is None:
+            # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
+            final, _ = self._evaluate(list(self.clients), last=True)
+        return self._finish(final)
+
+    def _round(self, round: int) -> list[Evaluation] | None:
+        """Run a round; return what every client scored, if this is the last one."""
+        began = time.perf_counter()
+        requests = self.server.requests(round)
+        replies, good, dropped = self._train(requests)
+        needed = self.spec.config.needed_replies(len(requests))
+        if len(good) < needed:
+            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
+            raise TooFewRepliesError(
+                f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed (min_replies);"
+                f" {reasons}. Nothing of that round counted"
+            ) from next(iter(dropped.values()), None)
+        seconds = self.server.aggregate(good)
+        state, valid = self.server.state, {update.client_id for update in good}
+        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
+        stale = {id: state.versions[id] for id in newest if id in state.versions}
+        state.versions = {**state.versions, **newest}
+        self._view.round = round
+        scores, unscored, final = self._score(round)
+        cost = self._work(requests, replies, seconds, time.perf_counter() - began)
+        record = RoundRecord(
+            round=round,
+            cohort=tuple(request.client_id for request in requests),
+            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+            loss=_mean(good, "loss"),
+            accuracy=_mean(good, "accuracy"),
+            ratios={update.client_id: update.ratio for update in good},
+            capabilities={request.client_id: request.capability.ratio for request in requests},
+            cost=self._cost + cost,
+            seconds=cost.simulated_seconds,
+            evaluation=scores,
+            notes=(*(reply.note for reply in replies if reply.note), *unscored),
+        )
+        self.records.append(record)
+        self._save(record, stale)
+        return final
+
+    def _train(self, requests: Sequence[Request]) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
+        """Let the cohort train; return replies, valid updates, and why the others were dropped."""
+        replies: list[Reply] = []
+        good: list[Update] = []
+        dropped: dict[int, Exception] = {}
+        for request, reply in zip(requests, self._run_clients(requests), strict=True):
+            if reply.update is not None:
+                reply = replace(reply, update=self.server.timed(reply.update))
+            replies.append(reply)
+            self.callbacks.tell("on_client_end", self._view, request.client_id, reply.update)
+            try:
+                good.append(self.server.validate(request, reply))
+            except (ClientError, UpdateError) as error:
+                dropped[request.client_id] = error
+                again = self._reasons.get(request.client_id) == str(error)
+                self._reasons[request.client_id] = str(error)
+                text = "for the same reason as before" if again else str(error)
+                _log.warning("round %d goes on without client %d: %s", request.round, request.client_id, text)
+        return replies, good, dropped
+
+    def _work(
+        self, requests: Sequence[Request], replies: Sequence[Reply], seconds: float | None, wall_seconds: float
+    ) -> WorkCost:
+        """Return the work of a round: of clients that failed, what they were sent."""
+        done = [reply.update.cost for reply in replies if reply.update is not None]
+        failed = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
+        sent = sum(request_bytes(request, self.spec.graph) for request in failed)
+        memory = sum(reply.memory_bytes for reply in replies)
+        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent, memory_bytes=memory)
+
+    def _save(self, record: RoundRecord, stale: Mapping[int, int]) -> None:
+        """Save a round, and tell the callbacks."""
+        state = self.server.state
+        if self.folder is not None:
+            self.memories.sync()
+            self.folder.append(record)
+            state.callbacks = self.callbacks.states()
+            self.folder.save(state)
+        self._finished = record.round
+        self._view.cost = record.cost
+        self.memories.remove(stale)  # no checkpoint names them any more
+        try:
+            self.callbacks.tell("on_round_end", self._view, record)
+        finally:
+            if self.folder is not None and self.callbacks.states() != state.callbacks:
+                state.callbacks = self.callbacks.states()
+                self.folder.save(state)
+
+    def _score(self, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
+        """Score if it is time; the evaluations come back if all clients were scored for the end of the run."""
+        config, last = self.spec.config, round == self.spec.config.rounds
+        every = config.eval_global_every
+        whole = last or (every is not None and round % every == 0)  # the global model is scored too
+        if not whole and round % (config.eval_every or 1):
+            return None, [], None
+        found, unscored = self._evaluate(list(self.clients) if last else self._sampled(round), last=last, with_shared=whole)
+        scores = RoundScores.of(found, sampled=config.eval_clients is not None, lower=self._lower)
+        self.callbacks.tell("on_evaluation", self._view, scores)
+        return scores, unscored, found if last else None
+
+    def _sampled(self, round: int) -> list[int]:
+        """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
+        ids, most = list(self.clients), self.spec.config.eval_clients
+        if most is None or most >= len(ids):
+            return ids
+        positions = Streams(self.spec.config.seed).evaluation(round).choice(len(ids), size=most, replace=False)
+        return [ids[position] for position in sorted(positions)]
+
+    def _evaluate(self, ids: Sequence[int], *, last: bool, with_shared: bool = True) -> tuple[list[Evaluation], list[str]]:
+        """Score clients; for the end of the run write their models. Return a text for each that could not be scored.
+
+        Raises:
+            ClientError: none could.
+        """
+        round, export = self._view.round, last and self.folder is not None
+        found: list[Evaluation] = []
+        unscored: list[str] = []
+        for reply in self._run_clients(self.server.scoring(ids, with_shared=with_shared, with_model=export)):
+            if reply.evaluation is None:
+                unscored.append(f"client {reply.client_id} was not scored: {reply.error}")
+                continue
+            self.callbacks.tell("on_client_end", self._view, reply.client_id, reply.evaluation)
+            found.append(reply.evaluation)
+            if self.folder is not None and reply.model:
+                path = model_path(self.folder.path, reply.client_id)
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, reply.model)
+        if unscored:
+            _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), _shortened(unscored))
+        if not found:
+            raise ClientError(f"no client could be scored after round {round}: {_shortened(unscored)}")
+        return found, unscored
+
+    def _finish(self, evaluations: Sequence[Evaluation]) -> RunResult:
+        spec, scores, state = self.spec, RoundScores.of(evaluations, lower=self._lower), self.server.state
+        # A worker that outlived a killed run may have written once more after this one began.
+        self.memories.keep(state.versions)
+        result = RunResult(
+            method=spec.method.describe(),
+            config=spec.config,
+            rounds=tuple(self.records),
+            final=FinalScores(
+                personal=scores.personal,
+                validation=scores.validation,
+                shared=scores.shared or {},
+                per_client=tuple(evaluations),
+                state_sha256=digest(state.model),
+                weighted=scores.weighted,
+                worst_decile=scores.worst_decile,
+            ),
+            cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
+            environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
+            experiment=self.experiment,
+            state=state.model,
+            note=spec.method.note,
+            fingerprint=self.fingerprint,
+            stopped=self._view.stopped,
+            extended=state.extended,
+        )
+        if self.folder is not None:
+            out = self.folder.path
+            (out / "models").mkdir(exist_ok=True)
+            save_whole(model_path(out, "global"), self._model())
+            write_recipe(out, {**spec.recipe, "personal": not self._keeps_models, "clients": list(self.clients)})
+            result.save(out / "result.json")
+        return result
+
+    def _model(self) -> nn.Module:
+        """Make a module that holds the global state."""
+        return self.spec.model(self.server.state.model)
+
+
+def _mean(updates: Sequence[Update], name: str) -> float | None:
+    found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
+    if not found:
+        return None
+    return sum(value * examples for value, examples in found) / sum(examples for _, examples in found)
+
+
+def _shortened(texts: Sequence[str]) -> str:
+    """Join texts about clients; of many, the first."""
+    more = [f"and {len(texts) - _MAX_REASONS} more clients"] if len(texts) > _MAX_REASONS else []
+    return "; ".join([*texts[:_MAX_REASONS], *more])

@@ -1,0 +1,213 @@
+"""Server: the requests of a round, and the updates that change the model. An update is checked before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from sparsekit.allocation import check_ratio
+from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.graph import clone, is_finite
+from sparsekit_fl.checkpoint import State
+from sparsekit_fl.client.context import RngsByKind
+from sparsekit_fl.client.costs import scoring_seconds
+from sparsekit_fl.client.messages import Reply, Request, Update
+from sparsekit_fl.client.packing import Kept, upload_dtype
+from sparsekit_fl.config import Upload
+from sparsekit_fl.errors import ClientError, UpdateError
+from sparsekit_fl.policies.context import Roster, ServerContext
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.streams import Streams
+
+# More steps than any client takes between two rounds, and far from where integers wrap around.
+_MAX_COUNTED = 2**31
+
+# Methods square, add and divide what clients report; within these bounds nothing leaves the range of a float.
+_MAX_METRIC = 1e40  # a little beyond what float32 holds
+_MAX_SECONDS = 1e15
+
+
+class Server:
+    """Holds the global model. A method keeps its state in `state.memory`; nothing else lives from round to round.
+
+    Args:
+        spec: The fixed parts of the run.
+        clients: Client id → client; of the clients only sizes and capabilities are read.
+        state: Continues from this state; None: starts from the initial model.
+    """
+
+    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], state: State | None = None) -> None:
+        self.spec, self.clients = spec, clients
+        self.state = state or State(0, clone(spec.initial))
+        self._names = spec.shared_names()
+        self._ctx: ServerContext | None = None
+
+    def shared(self) -> dict[str, Tensor]:
+        """Return the shared entries of the global state."""
+        return {name: self.state.model[name] for name in self._names}
+
+    def requests(self, round: int) -> list[Request]:
+        """Sample the cohort of a round, counted from 1, and write its requests.
+
+        Raises:
+            InvalidValueError: the method sampled a stranger, or a client twice.
+        """
+        spec, config = self.spec, self.spec.config
+        self._ctx = ctx = ServerContext(
+            round=round,
+            rounds=config.rounds,
+            roster=Roster(self.clients, config, round),
+            cohort_size=config.cohort,
+            rngs=RngsByKind(Streams(config.seed).server(round)),
+            memories=self.state.memory,
+            graph=spec.graph,
+            state=self.shared(),
+            costs=spec.costs,
+            parameters=spec.parameters.intersection(self._names),
+        )
+        method = spec.method
+        cohort = method.sampling.sample(ctx.scoped("sampling"))
+        wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
+        if wrong or not cohort:
+            raise InvalidValueError(
+                f"the sampling policy of {method.name!r} chose {cohort} in round {round}; it must choose distinct clients out"
+                " of ctx.roster"
+            )
+        return [self._request(ctx, client_id) for client_id in cohort]
+
+    def _request(self, ctx: ServerContext, client_id: int) -> Request:
+        method = self.spec.method
+        proposal = method.ratio.propose(ctx.scoped("ratio"), client_id)
+        return Request(
+            round=ctx.round,
+            client_id=client_id,
+            state=ctx.state,
+            mask=method.mask.propose(ctx.scoped("mask"), client_id, proposal),
+            ratio=None if proposal is None else check_ratio(proposal),
+            extra=method.aggregate.broadcast(ctx.scoped("aggregate"), client_id),
+            capability=ctx.roster[client_id].capability,
+            memory_round=self.state.versions.get(client_id),
+        )
+
+    def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
+        """Write requests to be scored, after the last finished round; see `Request`."""
+        round, state = self.state.round, self.shared()
+        roster = Roster(self.clients, self.spec.config, round)
+        return [
+            Request(
+                round=round,
+                client_id=client_id,
+                state=state,
+                capability=roster[client_id].capability,
+                memory_round=self.state.versions.get(client_id),
+                task="score",
+                with_shared=with_shared,
+                with_model=with_model,
+            )
+            for client_id in ids
+        ]
+
+    def timed(self, update: Update) -> Update:
+        """Return an update whose cost has the simulated seconds of scoring, by the roster of this round."""
+        if not update.cost.flops_scoring or update.client_id not in self.clients:
+            return update
+        seconds = scoring_seconds(update.cost, self._now.roster[update.client_id].capability)
+        return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
+
+    def validate(self, request: Request, reply: Reply) -> Update:
+        """Return the update of a reply as it is added up.
+
+        Raises:
+            ClientError: the client failed.
+            UpdateError: the update may not touch the model, or the method cannot use it.
+        """
+        if reply.update is None:
+            error = ClientError(reply.error or f"client {request.client_id} sent no update")
+            if reply.traceback:
+                error.add_note(f"Where it failed:\n{reply.traceback}")
+            raise error
+        ctx, method, update = self._now, self.spec.method, reply.update
+        check_update(update, request, ctx, upload=self.spec.config.upload)
+        method.aggregate.validate(ctx.scoped("aggregate"), update, request)
+        method.ratio.validate(ctx.scoped("ratio"), update, request)
+        method.mask.validate(ctx.scoped("mask"), update, request)
+        method.sampling.validate(ctx.scoped("sampling"), update, request)
+        # What was rounded on the way is added up as exactly as anything else.
+        return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
+
+    def aggregate(self, updates: Sequence[Update]) -> float | None:
+        """Aggregate updates that `validate` returned, and let the method learn from them.
+
+        Args:
+            updates: In the order in which they are added up; at least one, and at most one per client.
+
+        Returns:
+            Simulated length of the round, if it does not wait for the slowest client.
+        """
+        ctx, method = self._now, self.spec.method
+        sampling = ctx.scoped("sampling")
+        changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, method.sampling.arrivals(sampling, updates))
+        self.state.model = {**self.state.model, **changed}
+        seconds = method.sampling.seconds(sampling)
+        self.state.round = ctx.round
+        method.ratio.observe(ctx.scoped("ratio"), updates)
+        method.mask.observe(ctx.scoped("mask"), updates)
+        method.sampling.observe(sampling, updates)
+        return seconds
+
+    @property
+    def _now(self) -> ServerContext:
+        assert self._ctx is not None, "requests() comes first"
+        return self._ctx
+
+
+def check_update(update: Update, request: Request, ctx: ServerContext, *, upload: Upload = "float32") -> None:
+    """Raise UpdateError unless an update, whose changes are sent as `upload`, may touch the model; nothing was changed."""
+    who = f"the update of client {update.client_id}"
+    if (update.round, update.client_id) != (request.round, request.client_id):
+        raise UpdateError(f"{who} is for round {update.round}, expected round {request.round} of client {request.client_id}")
+    expected = ctx.roster[request.client_id].examples
+    if not isinstance(update.examples, int) or update.examples < 1 or update.examples != expected:
+        raise UpdateError(f"{who} claims {update.examples!r} training examples, the roster says {expected}")
+    try:
+        check_ratio(update.ratio)
+        if update.mask is not None:
+            update.mask.check(ctx.graph)
+    except SparsekitError as error:
+        raise UpdateError(f"{who} has a wrong ratio or mask: {error}") from error
+    if set(update.delta) != set(ctx.state):
+        strange = sorted(set(update.delta) ^ set(ctx.state))[:5]
+        raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
+    kept = Kept(ctx.graph, update.mask)
+    # Entries come in any order, but the message about an update must depend neither on it nor on the engine.
+    changes = {name: update.delta[name] for name in ctx.state}
+    for name, delta in changes.items():
+        dtype = upload_dtype(ctx.state[name].dtype, upload)
+        if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
+            raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
+    for name, tensor in (*changes.items(), *sorted(update.extra.items())):
+        if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
+            raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
+    for name, delta in changes.items():
+        _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
+    for name, value in update.metrics.items():
+        if not abs(value) < _MAX_METRIC:
+            raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
+    cost = update.cost
+    counted = (cost.flops_training, cost.flops_paper, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
+    if min(counted) < 0:
+        raise UpdateError(f"{who} reports a negative cost")
+    if not (0 <= cost.seconds < _MAX_SECONDS and 0 <= cost.wall_seconds < _MAX_SECONDS):
+        raise UpdateError(f"{who} reports a negative time, or one without end")
+
+
+def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
+    """Raise where the changed values leave the range of their type, which no training does."""
+    if delta.is_floating_point():
+        if not is_finite(before + delta.to(before.dtype)):
+            raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
+    elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MAX_COUNTED:
+        raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MAX_COUNTED}")

@@ -1,1 +1,0 @@
-"""The server: assigning, checking and aggregating, and the loop over rounds."""

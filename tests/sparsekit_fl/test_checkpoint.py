@@ -1,0 +1,95 @@
+"""Memories on disk: what is kept, what is found damaged, and what cannot be saved; files that are old or new."""
+
+import math
+
+import pytest
+import torch
+
+from sparsekit.errors import DataError
+from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.errors import MemoryStateError
+from sparsekit_fl.storage import dumps, loads, write_atomically
+
+MEMORY = {
+    "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
+    "local": {"z": [1, 2.5, "a", [torch.zeros(1)]], "a": 2**120, "low": -math.inf, "pair": (1, 2), 7: torch.ones(2).bfloat16()},
+}
+
+
+def same(a, b):
+    """Equal values of equal types; dicts in the same order."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_a_value_comes_back_with_its_types_and_its_order_and_without_the_rest_of_a_larger_tensor():
+    assert same(loads(dumps(MEMORY)), MEMORY)
+    assert math.isnan(loads(dumps({"x": math.nan}))["x"])
+    row = torch.zeros(1000, 1000)[3]
+    assert len(dumps({"row": row})) < 10_000
+    assert torch.equal(loads(dumps({"row": row}))["row"], row)
+
+
+def test_only_named_versions_and_files_of_others_stay(tmp_path):
+    memories = Memories(tmp_path, durable=False)
+    for client_id, round in [(1, 1), (1, 2), (2, 1), (3, 5)]:
+        memories.write(client_id, round, MEMORY)
+    (tmp_path / ".4-1.pt.99.tmp").write_bytes(b"half")
+    (tmp_path / "mine.pt").write_bytes(b"a user's")
+    memories.keep({1: 2, 2: 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-2.pt", "2-1.pt", "mine.pt"]
+    memories.remove({1: 2, 9: 9})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2-1.pt", "mine.pt"]
+
+
+def test_any_bit_that_flips_in_a_memory_is_found(tmp_path):
+    memories = Memories(tmp_path, durable=False)
+    memories.write(1, 2, MEMORY)
+    path = memories.path(1, 2)
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="memory of client 1 of round 2 cannot be read"):
+            memories.read(1, 2)
+
+
+def test_no_file_a_damaged_one_and_that_of_another_client_or_round_are_no_memory_of_this_one(tmp_path):
+    memories = Memories(tmp_path, durable=False)
+    found = [None, b"damaged"]
+    for client_id, round in ((3, 2), (1, 4)):
+        memories.write(client_id, round, MEMORY)
+        found.append(memories.path(client_id, round).read_bytes())
+    for payload in found:
+        if payload is not None:
+            memories.path(1, 2).write_bytes(payload)
+        with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
+            memories.read(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ({"a": {"b": object()}}, r"memory 'a.b' holds a object"),
+        ({"a": {1.5: 2}}, r"memory a has the key 1.5; keys must be strings or integers"),
+        ({"a": [torch.nn.Linear(1, 1)]}, r"memory 'a\[0\]' holds a Linear"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(memory, message):
+    with pytest.raises(MemoryStateError, match=message):
+        dumps(memory)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(path, "not bytes")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
