@@ -48,7 +48,7 @@ def find_folder(name: str, root: Path | str, *, aliases: Sequence[str] = (), lay
 def find_split_files(
     name: str, root: Path | str | None, *, repo: str, aliases: Sequence[str] = (), test_names: Sequence[str] = ("test",)
 ) -> tuple[list[Path], list[Path]]:
-    """The parquet files of the training and the test split, each sorted by name.
+    """Find the parquet files of the training and the test split, each sorted by name.
 
     Args:
         name: The data set.
@@ -66,34 +66,30 @@ def find_split_files(
         f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
     )
     if root is None:
-        folder = _fetched(name, repo, ("train", *test_names), both_ways)
+        folder = _fetched(repo, ("train", *test_names), both_ways)
     else:
         folder = find_folder(name, root, aliases=aliases, layout=layout)
     files = sorted(folder.rglob("*.parquet"))
-    train = [path for path in files if path.name.startswith("train")]
-    test = next((found for prefix in test_names if (found := [path for path in files if path.name.startswith(prefix)])), [])
+    train, *tests = ([path for path in files if path.name.startswith(prefix)] for prefix in ("train", *test_names))
+    test = next(filter(None, tests), [])
     if not train or not test:
-        where = f"hub data set {repo!r}" if root is None else f"{str(root)!r}"
         raise DataError(
-            f"{where} has no complete data set {name!r}: expected {layout},"
+            f"{repo if root is None else str(root)!r} has no complete data set {name!r}: expected {layout},"
             f" found {[path.name for path in files] or 'no parquet file'}; {both_ways}"
         )
     return train, test
 
 
-def _fetched(name: str, repo: str, prefixes: Sequence[str], both_ways: str) -> Path:
-    """The folder of the hub's copy, in the cache of the hub's client."""
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise DataError(f"no data for {name!r}: no data directory was given and nothing can be fetched; {both_ways}") from error
-    _log.info("fetching %s from the hub data set %s (kept in the hub's cache)", name, repo)
+def _fetched(repo: str, prefixes: Sequence[str], both_ways: str) -> Path:
+    """Return the folder of the hub's copy, in the cache of the hub's client."""
+    _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
     wanted = [f"{folder}{prefix}*.parquet" for prefix in prefixes for folder in ("", "*/")]
     try:
+        hub = importlib.import_module("huggingface_hub")
         return Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:
         # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
-        raise DataError(f"cannot fetch {name!r} from the hub data set {repo}: {error}; {both_ways}") from error
+        raise DataError(f"cannot fetch the hub data set {repo}: {error}; {both_ways}") from error
 
 
 # Raised when the tensors change their meaning: older entries are then not found.
