@@ -29,7 +29,7 @@ ALL = [by_cost, partial(by_cost, scale="mean", width_penalty=0.0), global_rankin
 
 
 class TestAllocations(AllocationContract):
-    @pytest.fixture(params=ALL, ids=repr)
+    @pytest.fixture(params=ALL, ids=[f"{place}" for place in range(len(ALL))])
     def allocation(self, request: pytest.FixtureRequest) -> Allocation:
         found: Allocation = request.param
         return found
