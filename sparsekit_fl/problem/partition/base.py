@@ -47,15 +47,15 @@ def dealt(train: TensorData, test: TensorData, mixed: Indices, scored: Indices) 
 
 
 def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
-    """The training and test pools of a source whose examples carry one label each.
+    """Return the training and test pools of a source whose examples carry one label each.
 
     Raises:
         DataError: the source has no test pool, or labels that are not one class per example.
     """
-    if source.test is None or source.train.targets.ndim != 1:
+    if source.test is None or not source.classes or source.train.targets.ndim != 1:
         raise DataError(
             f"partition {partition!r} needs one class label per example and a test set, which {source.name!r} does not have;"
-            " use the partition 'natural'"
+            " use 'natural', if the examples have owners, or a function of your own as package.module:function"
         )
     return source.train, source.test
 

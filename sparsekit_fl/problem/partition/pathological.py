@@ -58,13 +58,13 @@ def pathological(
         class borders; here a shard has one class.
     """
     check_clients(clients)
+    train, test = labelled_pools(source, "pathological")
     if not 1 <= classes_per_client <= source.classes:
         raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
     if images_per_class < 2:
         raise InvalidValueError(f"images_per_class must be at least 2 (one to train, one to validate), got {images_per_class}")
     if when_short not in ("refuse", "shrink", "redeal"):
         raise InvalidValueError(f"when_short must be 'refuse', 'shrink' or 'redeal', got {when_short!r}")
-    train, test = labelled_pools(source, "pathological")
     rows, tests = rows_by_class(train, source.classes), rows_by_class(test, source.classes)
     size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
     shards = [_cut(members, size) for members in rows]

@@ -163,6 +163,14 @@ def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
     assert 3 <= classes(False).count(1) <= 20
 
 
+@pytest.mark.parametrize("deal", [pathological, dirichlet])
+def test_partitions_by_class_refuse_examples_without_classes_and_say_what_does(deal: Any) -> None:
+    numbers = fl.TensorData((torch.zeros(40, 3),), torch.linspace(0, 1, 40))
+    for source in (fl.DataSource(name="prices", train=numbers, test=numbers), texts()):
+        with pytest.raises(DataError, match=r"needs one class label per example .* or a function of your own"):
+            deal(source, clients=2, rng=np.random.default_rng(0))
+
+
 @given(classes=st.integers(2, 200), per_client=st.integers(1, 20), images=st.integers(2, 200), data=st.data())
 def test_a_client_keeps_its_number_of_examples(classes: int, per_client: int, images: int, data: st.DataObject) -> None:
     lack = data.draw(st.integers(0, classes - 1))
