@@ -37,7 +37,7 @@ from sparsekit_fl.client import context
 from sparsekit_fl.client.messages import Request, Update
 from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import registry
-from sparsekit_fl.policies.exits import WithExits
+from sparsekit_fl.methods.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec

@@ -40,7 +40,6 @@ from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower import be_quiet
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.problem.models.networks import Cnn, Vgg
 from sparsekit_fl.results.scores import RoundRecord
 
@@ -49,19 +48,17 @@ be_quiet()
 WORKERS = 2
 
 
-class Idle(LocalPolicy):
+class Idle(fl.Method):
     """No training: every matrix comes back with its sign turned, so that what travels is neither zero nor compressible."""
 
-    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
-        """Nothing is computed and everything is sent."""
-        del ctx, mask, ratio
-        state = {name: -tensor if tensor.ndim > 1 else tensor for name, tensor in start.items()}
-        return LocalResult(state=state, mask=None, log=TrainingLog())
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        """Compute nothing, and send everything."""
+        del client
+        state = {name: -tensor if tensor.ndim > 1 else tensor for name, tensor in task.state.items()}
+        return fl.Result(state=state, mask=None, log=TrainingLog())
 
 
-def idle() -> fl.Method:
-    """FedAvg without training."""
-    return fl.Method(name="idle", source="", local=Idle())
+idle = Idle
 
 
 def _shared_splits(shape: tuple[int, ...], count: int, sizes: tuple[int, int, int]) -> list[fl.ClientData]:

@@ -60,7 +60,7 @@ CLAIMS = {
         (0, 3, 3, 0),
     ),
     "fedlps": Claim("mnist", r"`fedlps` reaches ([\d.]+) % personal accuracy", (0.3,)),
-    "fedlps-own": Claim("mnist", r"`fedlps-own`, for clients .*?, has ([\d.]+) % there", (0.3,)),
+    "fedlps-local-classes": Claim("mnist", r"`fedlps-(?:own|local-classes)`, for clients .*?, has ([\d.]+) % there", (0.3,)),
     "methods": Claim(
         "mnist", r"(\w+) of (\d+) methods have half a point more, for ([\d.]+) to ([\d.]+) times", (0, 0, 0.1, 0.3)
     ),

@@ -35,8 +35,8 @@ from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.policies.learnable import PullToReceived, learning
-from sparsekit_fl.policies.local import local_step, trained_leaves
+from sparsekit_fl.methods.client import local_step, trained_leaves
+from sparsekit_fl.methods.learned import PullToReceived, learning
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 
 LR = 1e-3

@@ -18,32 +18,24 @@ if TYPE_CHECKING:
         engines as engines,
         errors as errors,
         methods as methods,
-        policies as policies,
     )
     from sparsekit_fl.callbacks.base import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
-    from sparsekit_fl.policies.context import ServerContext as ServerContext
+    from sparsekit_fl.methods.context import ServerContext as ServerContext
     from sparsekit_fl.client.costs import DeviceBudgets as DeviceBudgets
     from sparsekit_fl.problem.datasets import datasets as datasets
     from sparsekit_fl.problem.datasets.base import DataSource as DataSource
     from sparsekit_fl.engine import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
-    from sparsekit_fl.methods.method import Method as Method
+    from sparsekit_fl.methods.base import Method as Method
+    from sparsekit_fl.methods.client import sgd as sgd
+    from sparsekit_fl.methods.means import mean as mean
+    from sparsekit_fl.methods.submodels import units as units
+    from sparsekit_fl.methods.task import Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions
     from sparsekit_fl.problem.partition.base import Partition as Partition
-    from sparsekit_fl.policies import (
-        AggregatePolicy as AggregatePolicy,
-        LocalPolicy as LocalPolicy,
-        LocalResult as LocalResult,
-        MaskPolicy as MaskPolicy,
-        PersonalModel as PersonalModel,
-        PersonalPolicy as PersonalPolicy,
-        RatioPolicy as RatioPolicy,
-        SamplingPolicy as SamplingPolicy,
-        SharePolicy as SharePolicy,
-    )
     from sparsekit_fl.problem import metrics as metrics
     from sparsekit_fl.problem.clients import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData

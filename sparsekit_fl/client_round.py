@@ -16,13 +16,13 @@ from torch import Tensor
 from sparsekit.allocation import check_ratio
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
-from sparsekit_fl.client.context import ClientContext, Memory, RngsByKind
+from sparsekit_fl.client.context import ClientContext, Memory, Purpose, Rngs
 from sparsekit_fl.client.costs import client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError, MemoryStateError
-from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.policies.personal import PersonalModel
+from sparsekit_fl.methods.submodels import calibrate
+from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Streams
@@ -83,8 +83,10 @@ def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) 
     return _score(spec, client, request, memory), memory
 
 
-def make_context(spec: RunSpec, client: Client, request: Request, memory: Memory) -> ClientContext:
-    """Return what a method sees on this client in this round."""
+def make_context(
+    spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
+) -> ClientContext:
+    """Return what a method sees on this client in this round; its memory is a part of the client's."""
     streams, round = Streams(spec.config.seed), request.round
     return ClientContext(
         round=round,
@@ -97,10 +99,9 @@ def make_context(spec: RunSpec, client: Client, request: Request, memory: Memory
         costs=spec.costs,
         masked=spec.masked,
         device=spec.config.device,
-        rngs=RngsByKind(streams.client(round, client.id)),
-        memories=memory,
-        extra=request.extra,
-        received=request.mask,
+        rngs=Rngs(streams.client(round, client.id)),
+        memory=memory.setdefault("method", {}),
+        purpose=purpose,
         initial_state=lambda: spec.initial,
         cache={},
         frozen=spec.frozen,
@@ -111,28 +112,15 @@ def make_context(spec: RunSpec, client: Client, request: Request, memory: Memory
 def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
     began = time.perf_counter()
     ctx, method, graph = make_context(spec, client, request, memory), spec.method, spec.graph
-    with _named(request, spec, "share"):
-        received = mask_state(graph, request.mask, request.state)
-        completed = _complete(ctx, received)
-    with _named(request, spec, "ratio"):
-        ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), request.ratio))
-    with _named(request, spec, "share"):
-        start = method.share.enter(ctx.scoped("share"), completed)
-    with _named(request, spec, "mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
-        if mask is not None:
-            mask.check(graph)
-    with _named(request, spec, "local"):
-        result = method.local.train(ctx.scoped("local"), start, mask, ratio)
+    received = mask_state(graph, request.mask, request.state)
+    start = _complete(spec, memory, received)
+    ratio = check_ratio(1.0 if request.ratio is None else request.ratio)
+    with _named(request, spec, "train"):
+        result = method.train(ctx, Task(state=start, mask=request.mask, ratio=ratio, extra=request.extra))
         if any(tensor.device.type != "cpu" for tensor in result.state.values()):
             result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
-    with _named(request, spec, "mask"):
-        method.mask.keep(ctx.scoped("mask"), result)
-    with _named(request, spec, "personal"):
-        method.personal.keep(ctx.scoped("personal"), result, ratio)
-    with _named(request, spec, "share"):
-        delta, upload = _upload(spec, ctx.scoped("share"), result, received, completed)
+        delta, upload = _upload(spec, memory, result, received, start)
     work = result.work or ctx.work(result.mask, result.log)
     scored = sum(ctx.scored)
     cost = WorkCost(flops=work.flops + scored, flops_paper=work.flops_paper, flops_scoring=scored)
@@ -158,38 +146,33 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
 
 
 def _upload(
-    spec: RunSpec, ctx: ClientContext, result: LocalResult, received: StateDict, completed: StateDict
+    spec: RunSpec, memory: Memory, result: Result, received: StateDict, start: StateDict
 ) -> tuple[dict[str, Tensor], Mask | None]:
     """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
-    share, graph = spec.method.share, spec.graph
-    upload = share.upload_mask(ctx, result)
-    private = [name for name in completed if name not in received and name not in spec.frozen]
+    graph, upload = spec.graph, result.mask if result.upload is None else result.upload
+    private = [name for name in start if name not in received and name not in spec.frozen]
     trained, narrow = result.state, isinstance(result.mask, UnitMask)
     if narrow and (private or upload is not result.mask):
-        trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
-    ctx.memory.update({name: trained[name] for name in private})
+        trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
+    memory["private"].update({name: trained[name] for name in private})
     kept = Kept(graph, upload)
     delta = {}
     for name in received:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        before = kept.gather(name, completed[name])
-        change = share.leave(ctx, name, value.detach(), before) - before
+        change = value.detach() - kept.gather(name, start[name])
         delta[name] = change.to(upload_dtype(change.dtype, spec.config.upload))
     return delta, upload
 
 
 def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> Reply:
-    ctx, personal, module = (
-        make_context(spec, client, request, memory).scoped("personal"),
-        spec.method.personal,
-        spec.masked.model,
-    )
+    ctx = make_context(spec, client, request, memory, purpose="personal")
+    method, module = spec.method, spec.masked.model
     state, file = request.state, b""
-    with _named(request, spec, "personal"):
-        full = _complete(ctx, state)
-        model = personal.model(ctx, full)
+    with _named(request, spec, "deploy"):
+        full = _complete(spec, memory, state)
+        model = method.deploy(ctx, full)
         _load(ctx, model)
-        calibrated = personal.calibrate(ctx, module)
+        calibrated = method.recalibrates and calibrate(ctx, module)
         deploying = sum(ctx.deploying)
         test, validation = ctx.score(module, "test"), ctx.score(module, "val")
         private = any(name not in state and name not in spec.frozen for name in full)
@@ -199,7 +182,8 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> R
         shared = test if request.with_shared else None
         if request.with_shared and not is_global:
             ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
-            personal.calibrate(ctx, module)
+            if method.recalibrates:
+                calibrate(ctx, module)
             shared = ctx.score(module, "test")
     evaluation = Evaluation(
         client_id=client.id,
@@ -221,7 +205,7 @@ def _saved(spec: RunSpec) -> bytes:
         return path.read_bytes()
 
 
-def _load(ctx: ClientContext, model: PersonalModel) -> None:
+def _load(ctx: ClientContext, model: Model) -> None:
     state = model.state
     if isinstance(model.mask, UnitMask):
         # What is dropped never runs, so it may hold anything of the right shape.
@@ -229,22 +213,21 @@ def _load(ctx: ClientContext, model: PersonalModel) -> None:
     ctx.load(state, model.mask)
 
 
-def _complete(ctx: ClientContext, received: StateDict) -> dict[str, Tensor]:
+def _complete(spec: RunSpec, memory: Memory, received: StateDict) -> dict[str, Tensor]:
     """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
-    own = ctx.scoped("share").memory
-    initial = ctx.initial_state()
-    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in initial.items()}
+    own = memory.setdefault("private", {})
+    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in spec.initial.items()}
 
 
 @contextmanager
-def _named(request: Request, spec: RunSpec, policy: str) -> Iterator[None]:
-    """Turn what a policy raises into a ClientError that names the client, the round, the method and the policy."""
+def _named(request: Request, spec: RunSpec, hook: str) -> Iterator[None]:
+    """Turn what a method raises into a ClientError that names the client, the round, the method and the hook."""
     try:
         yield
     except ClientError:
         raise
     except Exception as error:
-        raise _failure(request, spec, f"in its {policy} policy: {type(error).__name__}: {error}") from error
+        raise _failure(request, spec, f"in {hook}(): {type(error).__name__}: {error}") from error
 
 
 def _failure(request: Request, spec: RunSpec, text: str) -> ClientError:

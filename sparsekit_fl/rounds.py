@@ -22,7 +22,7 @@ from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, Wor
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engine import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import model_path, save_whole, write_recipe
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better

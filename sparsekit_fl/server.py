@@ -11,13 +11,14 @@ from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import clone, is_finite
 from sparsekit_fl.checkpoint import State
-from sparsekit_fl.client.context import RngsByKind
+from sparsekit_fl.client.context import Rngs
 from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
-from sparsekit_fl.policies.context import Roster, ServerContext
+from sparsekit_fl.methods.context import Roster, ServerContext
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Streams
@@ -61,33 +62,31 @@ class Server:
             rounds=config.rounds,
             roster=Roster(self.clients, config, round),
             cohort_size=config.cohort,
-            rngs=RngsByKind(Streams(config.seed).server(round)),
-            memories=self.state.memory,
+            rngs=Rngs(Streams(config.seed).server(round)),
+            memory=self.state.memory,
             graph=spec.graph,
             state=self.shared(),
             costs=spec.costs,
             parameters=spec.parameters.intersection(self._names),
         )
-        method = spec.method
-        cohort = method.sampling.sample(ctx.scoped("sampling"))
+        cohort = spec.method.sample(ctx)
         wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
         if wrong or not cohort:
             raise InvalidValueError(
-                f"the sampling policy of {method.name!r} chose {cohort} in round {round}; it must choose distinct clients out"
-                " of ctx.roster"
+                f"method {spec.method.name!r} sampled {cohort} in round {round}; sample() must return distinct clients out of"
+                " server.roster"
             )
         return [self._request(ctx, client_id) for client_id in cohort]
 
     def _request(self, ctx: ServerContext, client_id: int) -> Request:
-        method = self.spec.method
-        proposal = method.ratio.propose(ctx.scoped("ratio"), client_id)
+        task = self.spec.method.assign(ctx, client_id)
         return Request(
             round=ctx.round,
             client_id=client_id,
             state=ctx.state,
-            mask=method.mask.propose(ctx.scoped("mask"), client_id, proposal),
-            ratio=None if proposal is None else check_ratio(proposal),
-            extra=method.aggregate.broadcast(ctx.scoped("aggregate"), client_id),
+            mask=task.mask,
+            ratio=check_ratio(task.ratio),
+            extra=task.extra,
             capability=ctx.roster[client_id].capability,
             memory_round=self.state.versions.get(client_id),
         )
@@ -129,12 +128,9 @@ class Server:
             if reply.traceback:
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        ctx, method, update = self._now, self.spec.method, reply.update
+        ctx, update, ratio = self._now, reply.update, 1.0 if request.ratio is None else request.ratio
         check_update(update, request, ctx, upload=self.spec.config.upload)
-        method.aggregate.validate(ctx.scoped("aggregate"), update, request)
-        method.ratio.validate(ctx.scoped("ratio"), update, request)
-        method.mask.validate(ctx.scoped("mask"), update, request)
-        method.sampling.validate(ctx.scoped("sampling"), update, request)
+        self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
 
@@ -148,15 +144,9 @@ class Server:
             Simulated length of the round, if it does not wait for the slowest client.
         """
         ctx, method = self._now, self.spec.method
-        sampling = ctx.scoped("sampling")
-        changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, method.sampling.arrivals(sampling, updates))
-        self.state.model = {**self.state.model, **changed}
-        seconds = method.sampling.seconds(sampling)
+        self.state.model = {**self.state.model, **method.aggregate(ctx, updates)}
         self.state.round = ctx.round
-        method.ratio.observe(ctx.scoped("ratio"), updates)
-        method.mask.observe(ctx.scoped("mask"), updates)
-        method.sampling.observe(sampling, updates)
-        return seconds
+        return method.seconds(ctx)
 
     @property
     def _now(self) -> ServerContext:

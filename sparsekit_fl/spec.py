@@ -23,9 +23,7 @@ from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.optimizer import check_training
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.devices import devices
-from sparsekit_fl.methods.adapter import policies_of
-from sparsekit_fl.methods.base import Method as OneClass
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import read_initial
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
@@ -38,7 +36,7 @@ class RunSpec:
 
     Args:
         method: The recipe.
-        problem: Model, loss and metrics, as `method.local.prepare` returned them.
+        problem: Model, loss and metrics, as `method.prepare` returned them.
         graph: The units of the model, and its layers.
         costs: The FLOPs of the model.
         config: The options, as `method.configure` returned them.
@@ -60,7 +58,7 @@ class RunSpec:
 
     @staticmethod
     def build(
-        method: Method | OneClass,
+        method: Method,
         problem: Problem,
         config: RunConfig,
         *,
@@ -76,10 +74,9 @@ class RunSpec:
             graph: The units of the model, where they are already known.
             init: Weights to start from; see `state.initial.read_initial`. None: those of the fresh model.
         """
-        method = policies_of(method)
         config = method.configure(config)
         check_training(config.training)
-        given, problem = problem, method.local.prepare(problem)
+        given, problem = problem, method.prepare(problem)
         # A method that needs another architecture makes it of the user's.
         recipe = {**given.recipe(), "prepared_by": None if problem is given else method.name}
         with torch_scope(Streams(config.seed).model()):
@@ -92,8 +89,7 @@ class RunSpec:
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
-        for policy in method.policies().values():
-            policy.check(problem, graph)
+        method.check(problem, graph)
         costs = cost_model(model, *problem.example_inputs, graph=graph)
         initial = clone(model.state_dict())
         leaves = dict(model.named_parameters(remove_duplicate=False))
@@ -111,8 +107,8 @@ class RunSpec:
 
     def shared_names(self) -> list[str]:
         """Return the keys of the state that travel, in the order of the state."""
-        share = self.method.share
-        return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
+        private = self.method.private(self.graph)
+        return [name for name in self.initial if name not in self.frozen and name not in private]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what tells one model from another: digests of its entries, of its units and of its frozen values.

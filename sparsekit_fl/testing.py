@@ -18,14 +18,14 @@ from sparsekit.graph import StateDict
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Evaluation, Update
-from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
-from sparsekit_fl.methods.local import local
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.personal import LocalModel, PersonalModel, PersonalPolicy
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.local import Local
+from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
@@ -188,7 +188,7 @@ class MethodContract:
         method = make()
         before = repr(method)
         whole = _tiny_run(method)
-        assert repr(method) == before, "policies hold no state"
+        assert repr(method) == before, "a method is never changed"
         assert [record.round for record in whole.rounds] == [1, 2, 3, 4]
         assert all(not record.dropped for record in whole.rounds)
         assert 0.0 <= whole.final.personal["accuracy"] <= 1.0
@@ -209,33 +209,51 @@ def _tiny_run(method: Method, **options: Any) -> RunResult:
     return run(method, tiny_problem(), tiny_clients(), tiny_config(), **options)
 
 
-@dataclass(frozen=True)
-class FailingSgd(LocalPolicy):
-    """SGD that raises on some clients, and counts the participations of the others in their memories.
+@dataclass(frozen=True, kw_only=True)
+class Failing(Method):
+    """FedAvg that raises on some clients, and counts the participations of the others in their memories.
 
     Args:
         clients: Ids of those; None for all.
+        unscored: Id of a client that cannot be scored; -1: all can.
     """
 
     clients: tuple[int, ...] | None = None
+    unscored: int = -1
 
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        if self.clients is None or ctx.client.id in self.clients:
-            raise ArithmeticError(f"no luck with {ctx.client.id}")
-        ctx.memory["count"] = ctx.memory.get("count", 0) + 1
-        result = Sgd().train(ctx, start, mask, ratio)
-        extra = {"count": torch.tensor([ctx.memory["count"]])}
-        return LocalResult(state=result.state, mask=mask, log=result.log, extra=extra, module=result.module)
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, or raise."""
+        if self.clients is None or client.client.id in self.clients:
+            raise ArithmeticError(f"no luck with {client.client.id}")
+        client.memory["count"] = client.memory.get("count", 0) + 1
+        return replace(sgd(client, task), extra={"count": torch.tensor([client.memory["count"]])})
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the global model, or raise."""
+        if client.client.id == self.unscored:
+            raise ArithmeticError(f"no score for {client.client.id}")
+        return Model(state=state)
 
 
-@dataclass(frozen=True)
-class _Unscored(PersonalPolicy):
-    """The global model, which client 1 cannot score."""
+@dataclass(frozen=True, kw_only=True)
+class OwnModels(Method):
+    """FedAvg whose clients deploy models that they trained themselves.
 
-    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        if ctx.client.id == 1:
-            raise ArithmeticError("no score for 1")
-        return super().model(ctx, state)
+    Args:
+        keep: Which of them: the "last", the "best" on validation data, or the one of lowest "loss".
+    """
+
+    keep: Keep = "last"
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and keep the model."""
+        result = sgd(client, task)
+        keep_model(client, result, self.keep, task.ratio)
+        return result
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the kept model."""
+        return kept_model(client) or Model(state=state)
 
 
 class _Watch(Callback):
@@ -260,11 +278,7 @@ class EngineContract:
 
     @pytest.mark.parametrize(
         "method",
-        [
-            Method(name="plain", source=""),
-            replace(local(), personal=LocalModel(select="best")),
-            Method(name="own", source="", personal=LocalModel()),
-        ],
+        [Method(), Local(keep="best"), OwnModels()],
         ids=lambda method: method.name,
     )
     def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:
@@ -276,13 +290,13 @@ class EngineContract:
             assert ours.final.per_client == default.final.per_client
         for name in ("uplink_bytes", "downlink_bytes", "seconds"):
             assert getattr(ours.cost, name) == getattr(default.cost, name)
-        if method.name == "own":  # personal models are written where they differ from the global one
+        if isinstance(method, OwnModels):  # personal models are written where they differ from the global one
             trained = {f"client-{client_id}" for record in ours.rounds for client_id in record.cohort}
             assert {path.stem for path in (tmp_path / "models").glob("client-*.safetensors")} == trained
 
     def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine: Engine) -> None:
         watch = _Watch()
-        result = _tiny_run(Method(name="counting", source="", local=FailingSgd(())), engine=engine, callbacks=[watch])
+        result = _tiny_run(Failing(clients=()), engine=engine, callbacks=[watch])
         seen = [(round, client_id) for round, client_id, _ in watch.seen]
         assert seen == [(record.round, client_id) for record in result.rounds for client_id in record.cohort]
         counts = [[count for _, other, count in watch.seen if other == client_id] for client_id in range(8)]
@@ -290,17 +304,17 @@ class EngineContract:
         assert all(found == list(range(1, len(found) + 1)) for found in counts)
 
     def test_a_failing_client_is_dropped_and_the_round_goes_on(self, engine: Engine) -> None:
-        victim = _tiny_run(Method(name="plain", source="")).rounds[0].cohort[0]
-        failing = Method(name="failing", source="", local=FailingSgd((victim,)), personal=_Unscored())
+        victim = _tiny_run(Method()).rounds[0].cohort[0]
+        failing = Failing(clients=(victim,), unscored=1)
         result = _tiny_run(failing, engine=engine)
         (client_id, reason), *_ = result.rounds[0].dropped
         assert client_id == victim
-        told = ("'failing'", "local policy", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
+        told = ("'failing", "in train()", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
         assert all(part in reason for part in told)
         assert set(result.rounds[0].ratios) == set(result.rounds[0].cohort) - {victim}
         assert [evaluation.client_id for evaluation in result.final.per_client] == [0, *range(2, 8)]
         assert any("client 1 was not scored" in note and "no score for 1" in note for note in result.rounds[-1].notes)
 
     def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:
-        with pytest.raises(ClientError, match=r"local policy: ArithmeticError: no luck"):
-            _tiny_run(Method(name="failing", source="", local=FailingSgd()), engine=engine)
+        with pytest.raises(ClientError, match=r"in train\(\): ArithmeticError: no luck"):
+            _tiny_run(Failing(), engine=engine)

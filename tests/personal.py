@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields, replace
-from typing import get_args
 
 import numpy as np
 import torch
@@ -11,11 +10,10 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.graph import Layer, UnitGraph, WeightMask
-from sparsekit_fl.client.context import PolicyKind
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.client_round import make_context
+from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.policies.context import ClientInfo
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -38,19 +36,17 @@ def server_context(
     roster=None,
     cohort=2,
     rng=0,
-    kind="sampling",
     graph=GRAPH,
     costs=None,
 ):
-    """A server's, on the model of three numbers; every kind of policy draws from one generator, seeded with `rng`."""
+    """A server's, on the model of three numbers; all draws are from one generator, seeded with `rng`."""
     return fl.ServerContext(
         round=round,
         rounds=rounds,
         roster=roster or dict.fromkeys(range(clients), ClientInfo(10, fl.Capability())),
         cohort_size=cohort,
-        rngs=dict.fromkeys(get_args(PolicyKind), np.random.default_rng(rng)),
-        memories={kind: {} if memory is None else memory},
-        kind=kind,
+        rngs=dict.fromkeys(("sampling", "ratio", "mask"), np.random.default_rng(rng)),
+        memory={} if memory is None else memory,
         graph=graph,
         state=state,
         costs=costs,
@@ -64,12 +60,6 @@ def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, m
     return fl.Update(
         round=2, client_id=client_id, examples=examples, delta=delta, mask=mask, extra=extra or {}, metrics=metrics or {}
     )
-
-
-def combine(policy, *updates, ctx=None, state=None):
-    """What a policy makes of updates."""
-    ctx = ctx or server_context(state=state or STATE)
-    return policy.combine(ctx, ctx.state, [(item, 0) for item in updates])
 
 
 def deep_problem() -> fl.Problem:
@@ -115,13 +105,12 @@ ONE_STEP = training(tiny_config(), local_epochs=1, batch_size=64)
 """All examples of a client in one batch, once."""
 
 
-def client_context(method, problem=None, config=None, *, client=None, kind="local", round=1, memory=None, received=None):
-    """The specification of a run, a client of it, and what the client's policy of that kind sees."""
+def client_context(method, problem=None, config=None, *, client=None, purpose="local", round=1, memory=None):
+    """The specification of a run, a client of it, and what the method sees on the client."""
     spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
     client = client or tiny_clients(1)[0]
-    memory = {} if memory is None else memory
-    request = fl.Request(round=round, client_id=client.id, state={}, mask=received, capability=client.capability)
-    return spec, client, make_context(spec, client, request, memory).scoped(kind)
+    request = fl.Request(round=round, client_id=client.id, state={}, capability=client.capability)
+    return spec, client, make_context(spec, client, request, {"method": {} if memory is None else memory}, purpose=purpose)
 
 
 SMALL = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]

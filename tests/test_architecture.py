@@ -52,7 +52,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("results", "spec"),
         ("models",),
         ("methods",),
-        ("policies",),
         ("client", "fingerprint"),
         ("problem",),
         ("config",),
@@ -115,8 +114,8 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"adapter", "base", "client", "make", "means",
-         "method", "settings", "task"},
+        {"base", "client", "context", "exits", "keep", "learned",
+         "make", "masks", "means", "submodels", "task"},
     ),
     "sparsekit_fl/problem/datasets": (
         "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders"},

@@ -1,6 +1,7 @@
 """Every example runs to its end and prints what it promises."""
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -14,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit.layers import LayerRule
 from sparsekit.testing.allocations import AllocationContract
 from sparsekit.testing.criteria import CriterionContract
 from sparsekit.testing.rules import RuleContract
-from sparsekit_fl.testing import EngineContract, MethodContract
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import EngineContract, MethodContract, tiny_clients
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}
@@ -94,8 +97,8 @@ def test_lora(printed: Callable[..., str]) -> None:
 
 def test_new_method(printed: Callable[..., str]) -> None:
     out = printed("new_method", ROUNDS=1)
-    flops = {name: float(count) for name, count in re.findall(r"^(\w+) .* at ([\d.]+) GFLOPs", out, re.M)}
-    assert flops["fedhalf"] < flops["fedavg"]
+    sent = {name: float(count) for name, count in re.findall(r"^(\w+) .* ([\d.]+) MB sent", out, re.M)}
+    assert sent["scaffold"] > 1.5 * sent["fedavg"]
 
 
 def test_tune_lr(printed: Callable[..., str]) -> None:
@@ -211,7 +214,51 @@ class TestOwnEngine(EngineContract):
 class TestNewMethod(MethodContract):
     @pytest.fixture
     def make(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        return _load("new_method", monkeypatch).fedhalf
+        return _load("new_method", monkeypatch).Scaffold
+
+    def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch(self, make: Callable[[], fl.Method]) -> None:
+        """Algorithm 1 with option II, word for word. Each epoch is one batch of all examples: nothing but cohorts is drawn."""
+        rate, steps, clients = 0.2, 3, tiny_clients(4)
+        config = fl.RunConfig(
+            rounds=4, cohort=2, training=fl.TrainingConfig(local_epochs=steps, batch_size=99, lr=rate), seed=3
+        )
+        problem = fl.Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
+        result = fl.run(make(), problem, clients, config)
+        x, model = RunSpec.build(make(), problem, config).initial, _deep()
+        c = {name: torch.zeros_like(value) for name, value in x.items()}
+        own = {client.id: dict(c) for client in clients}
+        for record in result.rounds:
+            trained, controls = [], []
+            for k in record.cohort:
+                data = clients[k].data.train
+                model.load_state_dict(x)
+                for _ in range(steps):
+                    loss = nn.functional.cross_entropy(model(data.inputs[0]), data.targets)
+                    gradients = torch.autograd.grad(loss, list(model.parameters()))
+                    with torch.no_grad():
+                        for (name, y), gradient in zip(model.named_parameters(), gradients, strict=True):
+                            y -= rate * (gradient - own[k][name] + c[name])
+                after = {name: value.clone() for name, value in model.state_dict().items()}
+                new = {name: own[k][name] - c[name] + (x[name] - after[name]) / (steps * rate) for name in x}
+                trained.append(after)
+                controls.append({name: new[name] - own[k][name] for name in x})
+                own[k] = new
+            x = {name: sum(after[name] for after in trained) / len(trained) for name in x}
+            c = {name: c[name] + sum(change[name] for change in controls) / len(clients) for name in x}
+        for name, value in x.items():
+            torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
+
+    def test_an_update_without_control_variates_is_refused(self, make: Callable[[], fl.Method]) -> None:
+        update = fl.Update(round=1, client_id=1, examples=1, delta={}, extra={"w": torch.ones(1, 3)})
+        server: Any = None
+        make().validate(server, update, fl.Task(extra={"w": torch.zeros(1, 3)}))
+        for extra in ({}, {"w": torch.zeros(1)}, {"w": torch.zeros(1, 3), "b": torch.zeros(1)}):
+            with pytest.raises(fl.errors.UpdateError, match="client 1 lacks control variates"):
+                make().validate(server, dataclasses.replace(update, extra=extra), fl.Task(extra={"w": torch.zeros(1, 3)}))
+
+
+def _deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 @pytest.mark.slow

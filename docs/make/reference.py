@@ -61,34 +61,10 @@ def examples_of(root: Path) -> dict[str, str]:
 
 
 def _template(name: str) -> str | None:
-    """Return the example of names that are all used alike: methods and policies."""
+    """Return the example of names that are all used alike: methods."""
     kind, _, last = name.rpartition(".")
     if kind == "sparsekit_fl.methods":
         return f"result = fl.run(fl.methods.{last}(), problem, clients, config)"
-    if kind == "sparsekit_fl.policies":
-        return _policy(last)
-    return None
-
-
-_CRITERION = "sk.criteria.Magnitude()"
-_PLACES = (
-    ("SamplingPolicy", "sampling"), ("RatioPolicy", "ratio"), ("MaskPolicy", "mask"), ("LocalPolicy", "local"),
-    ("SharePolicy", "share"), ("AggregatePolicy", "aggregate"), ("PersonalPolicy", "personal"),
-)  # fmt: skip
-
-
-def _policy(last: str) -> str | None:
-    policies = importlib.import_module("sparsekit_fl.policies")
-    found = getattr(policies, last)
-    for base, place in _PLACES:
-        if inspect.isclass(found) and issubclass(found, getattr(policies, base)) and last != base:
-            needed = [
-                parameter.name
-                for parameter in inspect.signature(found).parameters.values()
-                if parameter.default is inspect.Parameter.empty
-            ]
-            inner = ", ".join(_CRITERION for name in needed if name == "criterion")
-            return f'method = fl.Method(name="mine", source="an example", {place}=fl.policies.{last}({inner}))'
     return None
 
 

@@ -19,7 +19,7 @@ from sparsekit_fl.devices import devices
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.engine import Engine
-    from sparsekit_fl.methods.method import Method
+    from sparsekit_fl.methods.base import Method
     from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.clients import Client
     from sparsekit_fl.problem.problem import Problem

@@ -116,7 +116,7 @@ def _describe_name(
     """Describe a method with all its options, an option of a run, or a data set, a criterion or anything else with a name."""
     from sparsekit_fl.methods import registry
 
-    plain = name.split()[0].partition("@")[0]
+    plain = name.split()[0]
     if plain in registry or ":" in plain:
         _describe_method(name, as_json=as_json)
         return
@@ -159,7 +159,9 @@ def _describe_method(name: str, *, as_json: bool) -> None:
     from sparsekit_fl.methods.make import make_method
 
     method = make_method(name)
-    rows = list(_method_rows(name, method))
+    values = method.options()
+    known = options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
+    rows = [_row(name, text_of(values[name]), one.hint, one.about) for name, one in known.items()]
     if as_json:
         _print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
         return
@@ -170,16 +172,6 @@ def _describe_method(name: str, *, as_json: bool) -> None:
     for row in rows:
         console.print()
         _describe_option(row)
-
-
-def _method_rows(name: str, method: Any) -> Iterator[Row]:
-    from sparsekit_fl.methods import registry
-    from sparsekit_fl.methods.settings import arguments_of, settings_of
-
-    for setting in [*arguments_of(registry.find(name.split()[0].partition("@")[0])), *settings_of(method)]:
-        yield {
-            "path": setting.path, "default": text_of(setting.value), "allowed": setting.allowed, "about": setting.about
-        }  # fmt: skip
 
 
 def _describe(registry: Registry) -> Iterator[tuple[str, str]]:
@@ -197,9 +189,10 @@ def _describe(registry: Registry) -> Iterator[tuple[str, str]]:
 
 
 def _line(found: object, homes: Counter[ModuleType | None]) -> str:
-    """Return a first line of documentation: the class's own, or that of the file of a function that is alone in it."""
+    """Return a first line of documentation: the class's own, or that of the file of a function or a method alone in it."""
     home, own = _texts(found)
-    alone = callable(found) and not isinstance(found, type) and homes[inspect.getmodule(found)] == 1
+    speaks = isinstance(found, type) and not hasattr(found, "train")
+    alone = callable(found) and not speaks and homes[inspect.getmodule(found)] == 1
     return (home if alone and home else own).partition("\n")[0]
 
 

@@ -1,12 +1,10 @@
-"""ClientContext: what a policy reads on a client, and where it keeps its state."""
+"""ClientContext: what a method sees on a client, and where it keeps its state."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -27,52 +25,29 @@ Split = Literal["train", "val", "test"]
 Memory = dict[str, Any]
 """State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
 
-PolicyKind = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
+Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
+"""What random numbers are for; the order decides which seed each has."""
 
 
-class RngsByKind(dict[str, np.random.Generator]):
-    """Kind of policy → an independent generator, made when it is first asked for: few kinds draw, and making one takes time.
+class Rngs(dict[str, np.random.Generator]):
+    """Purpose → an independent generator, made when it is first asked for: few are, and making one takes time.
 
-    Each is what `rng.spawn` gives at the place of its kind.
+    Each is what `rng.spawn` gives at the place of its purpose.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__()
         self._parent: Any = rng.bit_generator.seed_seq
 
-    def __missing__(self, kind: str) -> np.random.Generator:
-        key = (*self._parent.spawn_key, get_args(PolicyKind).index(kind))
-        self[kind] = np.random.default_rng(np.random.SeedSequence(self._parent.entropy, spawn_key=key))
-        return self[kind]
-
-
-class PolicyContext:
-    """What the contexts of both sides share: the memory and the generator of one kind of policy."""
-
-    memories: dict[str, Memory]
-    rngs: Mapping[str, np.random.Generator]
-    kind: PolicyKind
-
-    def scoped(self, kind: PolicyKind) -> Self:
-        """Return the same context with the memory and the generator of one kind of policy."""
-        found = copy.copy(self)  # a third of the time of `dataclasses.replace`, a dozen times for each client of a round
-        object.__setattr__(found, "kind", kind)
-        return found
-
-    @property
-    def memory(self) -> Memory:
-        """State of this kind of policy, which lives from round to round."""
-        return self.memories.setdefault(self.kind, {})
-
-    @property
-    def rng(self) -> np.random.Generator:
-        """The generator of this kind of policy."""
-        return self.rngs[self.kind]
+    def __missing__(self, purpose: str) -> np.random.Generator:
+        key = (*self._parent.spawn_key, get_args(Purpose).index(purpose))
+        self[purpose] = np.random.default_rng(np.random.SeedSequence(self._parent.entropy, spawn_key=key))
+        return self[purpose]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ClientContext(PolicyContext):
-    """What a policy sees on a client.
+class ClientContext:
+    """What a method sees on a client.
 
     Args:
         round: The server round, counted from 1; when evaluating, the last finished one.
@@ -85,17 +60,15 @@ class ClientContext(PolicyContext):
         costs: FLOPs of the model.
         masked: The narrow model of this process, its mask and importance; load it before use.
         device: Where the narrow model trains.
-        rngs: Kind of policy → its generator for this client in this round; the kinds draw independently.
-        memories: Kind of policy → its state on this client, which lives from round to round.
-        extra: Further tensors that the server sent.
-        received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
+        rngs: Purpose → its generator for this client in this round; they draw independently.
+        memory: State of the method on this client, which lives from round to round.
         initial_state: Gives the global state of round 0.
         reading: Split → the generator of random transforms of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         scored: FLOPs of each call of `score` in this round.
-        deploying: FLOPs of what a personal policy runs to make the model that is deployed, such as a step of adaptation.
-        kind: The kind of policy that this context is for.
+        deploying: FLOPs of what makes the model that is deployed, such as a step of adaptation.
+        purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
     """
 
     round: int
@@ -109,16 +82,19 @@ class ClientContext(PolicyContext):
     masked: LearnableMask
     device: str
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
-    memories: dict[str, Memory]
-    extra: StateDict
+    memory: Memory
     initial_state: Callable[[], StateDict]
     cache: dict[str, Examples] = field(repr=False)
-    received: Mask | None = None
     frozen: frozenset[str] = frozenset()
     reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
     scored: list[int] = field(default_factory=list, repr=False)
     deploying: list[int] = field(default_factory=list, repr=False)
-    kind: PolicyKind = "local"
+    purpose: Purpose = "local"
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of batches, dropout and whatever else training draws."""
+        return self.rngs[self.purpose]
 
     def load(self, state: StateDict, mask: Mask | None) -> None:
         """Load a state into the narrow model, under a mask that does not change.
@@ -128,10 +104,6 @@ class ClientContext(PolicyContext):
             mask: Units outside a unit mask are cut away; under a weight mask, or None, the model is whole.
         """
         self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else UnitMask.full(self.graph))
-
-    def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
-        """Return the memory of another kind of policy on this client, read-only."""
-        return MappingProxyType(self.memories.get(kind, {}))
 
     def examples(self, split: Split) -> Examples:
         """Return one split of the client's data, which is decoded once per round.

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options import Count, NonNegative, PartialOptions, parse_value
 from sparsekit_fl.paper.build import Task, build_task, have_capabilities
 from sparsekit_fl.paper.presets import Preset, preset_for

@@ -27,10 +27,10 @@ from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.context import ServerContext
 from sparsekit_fl.methods.means import mean
 from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.options import Checked
-from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.problem.problem import Problem
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -21,16 +21,18 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import Batch
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.client.optimizer import Adjust, make_step
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.exits import WithExits, build_with_exits
+from sparsekit_fl.methods.means import mean_change, moved, weighted
+from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Hint, NonNegative, Ratio
-from sparsekit_fl.policies import ByCapability, ClientContext, LocalPolicy, LocalResult, Mask, MaskPolicy, Mean, ServerContext
-from sparsekit_fl.policies.aggregate import Arrivals, Changes, Counted, Over, Rule, Weighting, mean
-from sparsekit_fl.policies.exits import WithExits, build_with_exits
-from sparsekit_fl.policies.local import Leaves, load_leaves, pull_towards
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 
@@ -60,21 +62,6 @@ def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
 
 
-@dataclass(frozen=True)
-class DepthPrefix(MaskPolicy):
-    """The server sends the first layers and exits, as deep as the proposed ratio affords."""
-
-    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """Return a mask that drops whole entries; None at full depth."""
-        assert ctx.costs is not None, "the server of a run knows the costs"
-        entries = depth_entries(ctx.graph)
-        depth = affordable_depth(ctx.graph, ctx.costs, 1.0 if proposal is None else proposal)
-        if depth == len(entries):
-            return None
-        dropped = [name for name in ctx.graph.shapes if name not in entries[depth - 1]]
-        return WeightMask({name: torch.zeros(ctx.graph.shapes[name], dtype=torch.bool) for name in dropped})
-
-
 def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
 
@@ -94,17 +81,28 @@ def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitSgd(LocalPolicy):
-    """SGD on Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖², of the first layers alone.
+class DepthFL(Method):
+    """Depth by capability, with exits; each entry is averaged over the clients that hold it, by the rule of FedDyn.
 
-    The layers behind are not run. h belongs to the client and follows h ← h − α (θ − ω) after training.
+    A client runs the first layers and exits, as deep as its capability affords, and descends
+    Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖². After training, h ← h − α (θ − ω). The server
+    takes the mean over the clients that hold an entry, minus h / α, h ← h − α · (holders / clients) · (mean − ω) of its own.
+    Both concern parameters alone; statistics become the mean. Entries that nobody holds stay.
 
     Args:
         exits: Most outputs, with the model's own; four in the paper's ResNets, five for the five pools of a VGG.
         distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, ramp·R) / (ramp·R))²).
         ramp: Share of the rounds after which w_r is 1; 300 of 1000 in the baseline.
         alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
+
+    Source: Kim et al., ICLR 2023; Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
     """
+
+    source: ClassVar[str] = "Kim et al., DepthFL, ICLR 2023"
+    note: ClassVar[str] = (
+        "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
+    )
+    masked: ClassVar[bool] = True
 
     exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True
@@ -112,19 +110,33 @@ class ExitSgd(LocalPolicy):
     alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
+        """Return the problem with exits in its model."""
         return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
 
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        depth = affordable_depth(ctx.graph, ctx.costs, ratio)
-        names = depth_entries(ctx.graph)[depth - 1]
-        leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
-        batches = ctx.batches()
-        update = make_step(ctx.training, leaves.values(), steps=batches.steps)
-        adjusts = self._dynamic(ctx, leaves, start) if self.alpha else []
-        module, loss_of = ctx.masked.model, ctx.problem.loss
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the first layers and exits; everything at full depth."""
+        assert server.costs is not None, "the server of a run knows the costs"
+        ratio = server.roster[client_id].capability.ratio
+        entries = depth_entries(server.graph)
+        depth = affordable_depth(server.graph, server.costs, ratio)
+        if depth == len(entries):
+            return Task(ratio=ratio)
+        dropped = [name for name in server.graph.shapes if name not in entries[depth - 1]]
+        mask = WeightMask({name: torch.zeros(server.graph.shapes[name], dtype=torch.bool) for name in dropped})
+        return Task(mask=mask, ratio=ratio)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the first layers alone; the layers behind are not run."""
+        depth = affordable_depth(client.graph, client.costs, task.ratio)
+        names = depth_entries(client.graph)[depth - 1]
+        leaves = {name: leaf for name, leaf in load_leaves(client, task.state, None).items() if name in names}
+        batches = client.batches()
+        update = make_step(client.training, leaves.values(), steps=batches.steps)
+        adjusts = self._dynamic(client, leaves, task.state) if self.alpha else []
+        module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)
-        ramp = self.ramp * ctx.rounds
-        weight = math.exp(-5.0 * (1.0 - min(ctx.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
+        ramp = self.ramp * client.rounds
+        weight = math.exp(-5.0 * (1.0 - min(client.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             outputs = module.outputs(*batch.inputs, depth=depth)
@@ -134,71 +146,36 @@ class ExitSgd(LocalPolicy):
             # What is reported is the mean loss of the outputs, which compares with other methods' losses.
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
-        log = ctx.fit(module, batches, step)
-        state = ctx.masked.narrow_state()
+        log = client.fit(module, batches, step)
+        state = client.masked.narrow_state()
         if self.alpha:
-            before = ctx.memory.get("drift", {})
-            moved = {name: state[name].cpu() - start[name].cpu() for name in leaves}
-            drift = {name: before.get(name, torch.zeros(())) - self.alpha * change for name, change in moved.items()}
-            ctx.memory["drift"] = {**before, **drift}
-        compact = depth_flops(ctx.graph, ctx.costs)[depth - 1]
-        rowmask = depth_flops(ctx.graph, ctx.costs, bias=True)[depth - 1]
-        work = WorkCost(flops=3 * compact * log.examples, flops_paper=3 * rowmask * log.padded_examples)
-        return LocalResult(state=state, mask=mask, log=log, work=work)
+            before = client.memory.get("drift", {})
+            changes = {name: state[name].cpu() - task.state[name].cpu() for name in leaves}
+            drift = {name: before.get(name, torch.zeros(())) - self.alpha * change for name, change in changes.items()}
+            client.memory["drift"] = {**before, **drift}
+        flops = depth_flops(client.graph, client.costs)[depth - 1]
+        paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
+        work = WorkCost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
+        return Result(state=state, mask=task.mask, log=log, work=work)
 
-    def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:
+    def _dynamic(self, client: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:
         """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
-        kept = ctx.memory.get("drift", {})
+        kept = client.memory.get("drift", {})
         drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}
         pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
         return [pull, lambda gradients: {leaf: one - drifts.get(leaf, 0.0) for leaf, one in gradients.items()}]
 
-
-@dataclass(frozen=True)
-class DynamicMean(Mean):
-    """The mean over the clients that hold an entry, minus h / α, with h ← h − α · (holders / clients) · (mean − ω).
-
-    h concerns parameters alone; statistics become the mean. Entries that nobody holds stay.
-
-    Args:
-        weighting: Equal, as in the baseline.
-        alpha: α; 0 is the plain mean.
-
-    Source: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, as used by Kim et al., ICLR 2023.
-    """
-
-    weighting: Weighting = "uniform"
-    over: Over = "holders"
-    alpha: float = 0.1
-
-    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
-        parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(ctx.state)
-        drifts = ctx.memory.setdefault("drift", {})
-
-        def dynamic(state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
-            found = rule(state, updates, over)
-            moved = {name: change for name, change in found.changes.items() if found.holders.get(name)}
-            for name in [name for name in moved if name in parameters] if self.alpha else ():
-                change, share = moved[name], found.holders[name] / len(ctx.roster)
-                drifts[name] = drifts.get(name, torch.zeros_like(change)) - self.alpha * share * change
-                moved[name] = change - drifts[name] / self.alpha
-            return found._replace(changes=moved)
-
-        return super().combine(ctx, state, arrivals, dynamic)
-
-
-def depthfl(*, alpha: float = 0.1) -> Method:
-    """Depth by capability, with exits.
-
-    Args:
-        alpha: α of FedDyn; 0 leaves it out.
-    """
-    return Method(
-        name="depthfl",
-        source="Kim et al., DepthFL, ICLR 2023",
-        ratio=ByCapability(),
-        mask=DepthPrefix(),
-        local=ExitSgd(alpha=alpha),
-        aggregate=DynamicMean(alpha=alpha),
-        note="The model has exits, one linear layer each, whose work is counted; a client runs the first layers only.",
-    )
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the holders, moved by FedDyn's h."""
+        drifts = server.memory.setdefault("drift", {})
+        changes = mean_change(server.state, weighted(server, updates, "uniform"), "holders")
+        for name in list(changes):
+            holders = sum(name not in (update.mask or ()) for update in updates)
+            if not holders:
+                del changes[name]
+            elif self.alpha and name in server.parameters:
+                change = changes[name]
+                before = drifts.get(name, torch.zeros_like(change))
+                drifts[name] = before - self.alpha * (holders / len(server.roster)) * change
+                changes[name] = change - drifts[name] / self.alpha
+        return moved(server.state, changes)

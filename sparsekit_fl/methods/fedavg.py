@@ -3,9 +3,14 @@
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 """
 
-from sparsekit_fl.methods.method import Method
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparsekit_fl.methods.base import Method
 
 
-def fedavg() -> Method:
-    """Every default of `Method`."""
-    return Method(name="fedavg", source="McMahan et al., AISTATS 2017")
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Method):
+    """FedAvg: every default of `Method`."""
+
+    source: ClassVar[str] = "McMahan et al., AISTATS 2017"

@@ -1,52 +1,292 @@
 """FedLPS: learnable personalised sparsification, with a bandit per client that decides the ratio.
 
 Xue, Sun, Liu, Wang, Liu, Wang: Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025
-(arXiv 2412.07216). What the paper leaves open is decided here, thrice: `fedlps` is our reading, `fedlps_own` has what helps
-clients of few classes, `fedlps_paper` is literal where the paper speaks and plain where it is silent. The authors' released
+(arXiv 2412.07216). Three variants fill the paper's gaps: `fedlps` is our reading, `fedlps-local-classes` has what helps
+clients of few classes, `fedlps-paper` is literal where the paper speaks and plain where it is silent. The authors' released
 code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
 """
 
-from dataclasses import replace
+from __future__ import annotations
 
-from sparsekit.training import ImportanceRegularizer
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import BanditRatio, LearnableSgd, LocalModel, Mean, OwnClasses, TouchedRowsMean
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
+from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
+from sparsekit_fl.client.context import ClientContext, Memory
+from sparsekit_fl.client.messages import Update, require_metrics
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import initial_accuracy, sgd, train_leaves, trained_leaves, with_epochs
+from sparsekit_fl.methods.context import ServerContext, require_accuracy
+from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.learned import PullToReceived, learning
+from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.submodels import require_units, units
+from sparsekit_fl.methods.task import Model, Result, Task
+from sparsekit_fl.options import Fraction, Hint, NonNegative, Positive, Ratio
+from sparsekit_fl.problem.problem import Problem
+
+_PATTERNS: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 
 
-def fedlps() -> Method:
-    """Our FedLPS: standardised importance target, summed regulariser, personal model chosen on validation data."""
-    return Method(
-        name="fedlps",
-        source="Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216",
-        ratio=BanditRatio(),
-        local=LearnableSgd(term=ImportanceRegularizer(target="standardised", reduction="sum"), importance_lr=0.02),
-        aggregate=Mean(over="all"),
-        personal=LocalModel(select="best"),
-    )
+def utility(accuracy: float) -> float:
+    """U(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.
 
-
-def fedlps_own() -> Method:
-    """FedLPS whose personal patterns reach the output layer, with means over holders and arms from 1/4 to 0.4.
-
-    For clients of few classes each, whose own classes are all that they will be asked: a client never predicts a class that it
-    had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
-    of `fedlps`. `docs/evidence/fedlps.md` has the measurements.
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), reward function.
     """
-    return replace(
-        fedlps(),
-        name="fedlps-own",
-        ratio=BanditRatio(low=0.25, high=0.4),
-        share=OwnClasses(),
-        aggregate=TouchedRowsMean(),
-        personal=LocalModel(select="loss"),
+    return 10.0 * math.tanh(0.175 * accuracy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPS(Method):
+    """Our FedLPS: standardised importance target, summed regulariser, personal model chosen on validation data.
+
+    A client learns weights and the importance of its units together, on a physically small model. Its loss is the task loss
+    + μ‖θ − ω‖² + λ‖Q − σ(|θ|_J)‖². Its importance stays in its memory from round to round and starts at its target. The mask
+    follows it after every step. Entries that were trained and then dropped within the round are not uploaded.
+
+    A bandit per client, in the server's memory, chooses the ratio; the client executes min(capability, draw). The reward of
+    a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the global
+    state of round 0), and the simulated seconds T of computing and sending. A bandit whose `tell` takes a cost gets the gain
+    and the seconds separately.
+
+    Args:
+        ratios: What chooses the ratio of a client: its "bandit", its "capability", or a number: the same ratio for everybody,
+            whatever a client can do.
+        pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
+            "magnitude" in the received model, or "random" ones, drawn again in each round.
+        bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
+        low: Least ratio, the lower end of the arms.
+        high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
+            bound below 1 buys more rounds or more local passes for the same FLOPs; and the less the widths of the clients
+            differ, the more they learn from each other.
+        arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
+        exploration: ρ of P-UCBV, likewise.
+        discount: Factor on older rewards at each participation, for a bandit that has such a setting; None: its own. Gains
+            shrink as a model learns, so the rewards of early rounds are too high for later ones.
+        threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
+        bounded: Draw only from arms below the client's capability; False: any arm is drawn, and the draw is cut to the
+            capability.
+        credit: Which arm gets the reward if a draw was cut: that of the "executed" ratio, or that of the "drawn" one.
+            With "executed" and a capability that changes, capability limits credit most rewards to small arms.
+        importance_lr: Learning rate of the importance; None takes that of the weights.
+        target: Target of the importance: "standardised" is the sigmoid of the absolute sums after each group's mean and
+            deviation are removed, "absolute" the sigmoid of the absolute sums, as in the paper (close to 1 for every unit of
+            a wide network).
+        reduction: λ‖Q − target‖² as a "sum" over the units of a group, or as their "mean".
+        strength: λ.
+        mu: μ, strength of ‖θ − ω‖².
+        mu_reduction: ‖θ − ω‖² as a "mean" over the entries of the whole model, or as their "sum".
+        epochs_factor: Factor on the local epochs of the run: what narrow submodels save may be spent on more iterations.
+        noise: Upper end of the uniform noise that is added to the initial importance, so that equal targets do not tie.
+        keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
+            "loss" on its validation and training data.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithms 1 and 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
+    """
+
+    source: ClassVar[str] = (
+        "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
     )
+    masked: ClassVar[bool] = True
+
+    ratios: Literal["bandit", "capability"] | Ratio = "bandit"
+    pattern: Literal["learned", "ordered", "magnitude", "random"] = "learned"
+    bandit: str = "p-ucbv"
+    low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
+    high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
+    arms: int = 5
+    exploration: float = 0.5
+    discount: float | None = None
+    threshold: float = -0.05
+    bounded: bool = False
+    credit: Literal["executed", "drawn"] = "drawn"
+    importance_lr: NonNegative | None = 0.02
+    target: Literal["standardised", "absolute"] = "standardised"
+    reduction: Literal["sum", "mean"] = "sum"
+    strength: NonNegative = 1.0
+    mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
+    mu_reduction: Literal["mean", "sum"] = "mean"
+    epochs_factor: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
+    noise: NonNegative = 0.0
+    keep: Keep = "best"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high <= self.low:
+            raise InvalidValueError(f"high must be above low ({self.low:g}), got {self.high:g}; the arms cover [low, high]")
+        if ":" not in self.bandit:
+            registry[self.bandit]  # an unknown name raises, with those that are known
+        if self.discount is not None:
+            # A bandit that has none, or refuses this one, says so before the run.
+            make_bandit(self.bandit, Interval(self.low, self.high), rng=np.random.default_rng(0), discount=self.discount)
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
+        require_units(graph, type(self).__name__)
+        if self.ratios == "bandit":
+            require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
+
+    # On the server
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the whole model, with the ratio of this client."""
+        if self.ratios == "bandit":
+            return Task(ratio=self._drawn(server, client_id))
+        return Task(ratio=server.roster[client_id].capability.ratio if self.ratios == "capability" else float(self.ratios))
+
+    def _drawn(self, server: ServerContext, client_id: int) -> float:
+        """Return the draw for this client, never above its capability. A draw without an answer is proposed again."""
+        memory = server.memory.setdefault(str(client_id), {})
+        seed = int(server.rngs["ratio"].integers(2**63 - 1))
+        capability = server.roster[client_id].capability.ratio
+        if capability < self.low:
+            # No arm is that small: the client does what it can, and no bandit learns from it.
+            memory["pull"] = None
+            return capability
+        bound = min(capability, self.high) if self.bounded else self.high
+        open_pull = memory.get("pull")
+        if open_pull is None or open_pull[1] > bound:
+            bandit = self._bandit(server, memory, seed=seed)
+            pull = bandit.ask(upper=bound)
+            memory["pull"] = [pull.id, pull.value]
+            memory["bandit"] = bandit.state_dict()
+        return min(capability, float(memory["pull"][1]))
+
+    def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> Bandit:
+        own: dict[str, Any] = {"arms": self.arms, "exploration": self.exploration} if self.bandit == "p-ucbv" else {}
+        if self.discount is not None:
+            own["discount"] = self.discount
+        space, horizon = Interval(self.low, self.high), server.rounds / server.cohort_size
+        bandit = make_bandit(self.bandit, space, horizon=horizon, rng=np.random.default_rng(seed), **own)
+        if "bandit" in memory:
+            bandit.load_state_dict(_of_horizon(memory["bandit"], horizon))
+        return bandit
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update without an accuracy, if a bandit learns from it."""
+        if self.ratios == "bandit":
+            require_metrics(update, "accuracy")
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over all clients, and credit the bandits."""
+        for update in updates if self.ratios == "bandit" else ():
+            self._observe(server, update)
+        return mean(server, updates)
+
+    def _observe(self, server: ServerContext, update: Update) -> None:
+        """Credit an arm with the utility gained per second."""
+        memory = server.memory.setdefault(str(update.client_id), {})
+        accuracy = update.metrics["accuracy"]
+        before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
+        memory["accuracy"] = accuracy
+        if memory.get("pull") is None:
+            return
+        id, drawn = memory["pull"]
+        pull = Pull(id, drawn if self.credit == "drawn" else max(update.ratio, self.low))
+        gain, seconds = utility(accuracy) - utility(before), max(update.cost.seconds, 1e-9)
+        bandit: Any = self._bandit(server, memory, seed=0)
+        drop = "below" if accuracy - before < self.threshold else None
+        if "cost" in inspect.signature(bandit.tell).parameters:
+            bandit.tell(pull, gain, cost=seconds, drop=drop)
+        else:
+            bandit.tell(pull, gain / seconds, drop=drop)
+        memory["bandit"], memory["pull"] = bandit.state_dict(), None
+
+    # On a client
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and keep the model if it is to be deployed.
+
+        Returns:
+            The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the client's
+            submodel of the global state of round 0, on a few of its training examples, a⁻¹ in the paper.
+
+        Raises:
+            InvalidValueError: the importance diverged.
+        """
+        client = with_epochs(client, self.epochs_factor)
+        result = self._learned(client, task) if self.pattern == "learned" else self._chosen(client, task)
+        keep_model(client, result, self.keep, task.ratio)
+        return result
+
+    def _learned(self, client: ClientContext, task: Task) -> Result:
+        metrics: Mapping[str, float] = {}
+        if "importance" not in client.memory:
+            metrics = initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
+        masked = self._loaded(client, task.state, task.ratio)
+        leaves = trained_leaves(masked)
+        adjusts = [learning(masked)]
+        batches = client.batches()
+        if self.mu:
+            pull = self._pull(task.state, masked)
+            adjusts.append(PullToReceived(masked, leaves, task.state, pull, client.training))
+        log = train_leaves(client, leaves, batches, adjusts)
+        final = masked.unit_mask()
+        client.memory["importance"] = masked.importance_vector().cpu()
+        return Result.of(client, final, log, metrics=metrics)
+
+    def _chosen(self, client: ClientContext, task: Task) -> Result:
+        """Train under units that a criterion chooses: what is left of FedLPS if the pattern is not learned."""
+        mask = units(client, _PATTERNS[self.pattern], task.ratio, task.state)
+        metrics: Mapping[str, float] = {}
+        if "seen" not in client.memory:
+            client.memory["seen"] = True
+            client.load(client.initial_state(), mask)
+            metrics = initial_accuracy(client, client.masked.model)
+        result = sgd(client, replace(task, mask=mask), pull=self._pull(task.state, client.masked))
+        return replace(result, metrics=metrics)
+
+    def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
+        """Load the client's mask, with its importance."""
+        rate = client.training.lr if self.importance_lr is None else self.importance_lr
+        term = ImportanceRegularizer(strength=self.strength, target=self.target, reduction=self.reduction)
+        rule = GradientImportance(regularizer=term, explore=0.0, lr=rate)
+        importance = client.memory.get("importance")
+        if importance is not None:
+            importance = torch.as_tensor(importance)
+        client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
+        if importance is None and self.noise:
+            targets = client.masked.importance_vector()
+            noise = torch.from_numpy(client.rng.uniform(0.0, self.noise, targets.numel()))
+            client.masked.load(start, importance=targets + noise.to(targets))
+        return client.masked
+
+    def _pull(self, start: StateDict, masked: LearnableMask) -> float:
+        """Return the factor of (θ − ω) in the gradient, 2μ or 2μ / entries."""
+        entries = 1 if self.mu_reduction == "sum" else sum(start[name].numel() for name in masked.named_weights())
+        return 2.0 * self.mu / max(1, entries)
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the client's kept submodel; before its first participation, the global model."""
+        return kept_model(client) or Model(state=state)
 
 
-def fedlps_paper() -> Method:
+@dataclass(frozen=True, kw_only=True)
+class FedLPSPaper(FedLPS):
     """FedLPS as the paper words it: sigmoid of the plain absolute sums, mean regulariser, last personal model."""
-    return replace(
-        fedlps(),
-        name="fedlps-paper",
-        local=LearnableSgd(term=ImportanceRegularizer(target="absolute", reduction="mean"), noise=0.01),
-        personal=LocalModel(select="last"),
-    )
+
+    called: ClassVar[str] = "fedlps-paper"
+
+    importance_lr: NonNegative | None = None
+    target: Literal["standardised", "absolute"] = "absolute"
+    reduction: Literal["sum", "mean"] = "mean"
+    noise: NonNegative = 0.01
+    keep: Keep = "last"
+
+
+def _of_horizon(state: Mapping[str, Any], horizon: float) -> Mapping[str, Any]:
+    """Return the state of a bandit for another number of rounds: a run that was extended explores as the longer one would."""
+    settings = state.get("settings")
+    if not isinstance(settings, Mapping) or settings.get("horizon") is None:
+        return state
+    return {**state, "settings": {**settings, "horizon": horizon}}

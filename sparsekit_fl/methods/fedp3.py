@@ -4,106 +4,101 @@ Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-frien
 ICLR 2024 (arXiv 2404.09816). The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically
 (by group of clients there, by client here, since its groups are those of a five-layer network); the others come pruned by
 magnitude to 0.9 of their weights, and the head stays with the client. The reference code has no local pruning; of the
-paper's strategies we take ordered dropout at the client's capability. As in the reference code the weights that come as
+paper's strategies we take ordered dropout at the client's capability. As in the reference code, the weights that arrive as
 zero train like the others.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from sparsekit.allocation import select
 from sparsekit.criteria import Ordered, View
-from sparsekit.graph import Layer, StateDict, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.client.messages import Update
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.fedper import check_head
+from sparsekit_fl.methods.keep import keep_model, kept_model
+from sparsekit_fl.methods.masks import largest_weights
+from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.submodels import require_units
+from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.options import Count, Ratio
-from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, Mask, MaskPolicy, Mean, PrivateHead, ServerContext
-from sparsekit_fl.policies.mask import largest_weights, require_units
 from sparsekit_fl.problem.problem import Problem
 
 
-def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_head: bool) -> tuple[Layer, ...]:
-    """Return the `count` layers that a client owns, cyclically: client k begins at layer k modulo their number; None: all.
+@dataclass(frozen=True, kw_only=True)
+class FedP3(Method):
+    """Layer-wise sharing with pruning on both sides; each entry is averaged over the clients that send it.
 
-    A private head is left out, which nobody sends.
-    """
-    layers = graph.layers[:-1] if private_head else graph.layers
-    if count is None or count >= len(layers):
-        return tuple(layers)
-    return tuple(layers[(client_id + step) % len(layers)] for step in range(count))
-
-
-@dataclass(frozen=True)
-class PrunedOthers(MaskPolicy):
-    """The client's own layers come down whole, the others with their largest weights; the client trains a prefix of the units.
+    The client's own layers are sent whole, the others with their largest weights. The client trains the first units of every
+    group, as many as its capability allows, and uploads the trained part of its own layers.
 
     Args:
-        layers: Number of layers that a client owns; None for all.
-        kept: Share of the weights of each other layer that comes down.
-        private_head: The head stays with the client.
+        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. None:
+            all.
+        kept: Share of the weights of each other layer that is sent.
+        private_head: The head stays with the client, as in the reference code.
     """
+
+    source: ClassVar[str] = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
+    masked: ClassVar[bool] = True
 
     layers: Count | None = 2
     kept: Ratio = 0.9
     private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise if the model has no units, or no head that can stay with a client."""
         require_units(graph, "FedP3")
-
-    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        own = own_layers(ctx.graph, client_id, self.layers, private_head=self.private_head)
-        mine = {name for layer in own for name in layer.entries}
-        names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine]
-        return largest_weights(ctx.state, names, self.kept) if names and self.kept < 1.0 else None
-
-    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """Return the first units of every group, as many as the client can train."""
-        return select(Ordered(), ctx.graph, ratio, View())
-
-
-@dataclass(frozen=True)
-class OwnLayers(PrivateHead):
-    """The trained part of the client's own layers goes up, and nothing else.
-
-    Args:
-        count: Number of layers that a client owns; None for all.
-        private_head: The head stays with the client; False treats it as any other layer.
-    """
-
-    count: Count | None = 2
-    private_head: bool = True
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
         if self.private_head:
-            super().check(problem, graph)
+            check_head(graph, 1)
 
-    def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        return not self.private_head or name not in head_entries(graph.layers, self.layers)
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        """Return the entries of the head."""
+        return head_entries(graph.layers) if self.private_head else ()
 
-    def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
-        """Return a mask by entry: the units that were trained, in the client's own layers."""
-        own = own_layers(ctx.graph, ctx.client.id, self.count, private_head=self.private_head)
-        mine = {name for layer in own for name in layer.entries}
-        shared = [name for name in ctx.graph.shapes if self.is_shared(name, ctx.graph)]
-        trained = to_weights(ctx.graph, result.mask) if isinstance(result.mask, UnitMask) else {}
-        nothing = {n: torch.zeros(ctx.graph.shapes[n], dtype=torch.bool) for n in shared if n not in mine}
-        return WeightMask({**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing})
+    def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
+        """Return the layers that a client owns, cyclically: client k begins at layer k modulo their number.
 
+        A private head is left out, which is never sent.
+        """
+        layers = graph.layers[:-1] if self.private_head else graph.layers
+        if self.layers is None or self.layers >= len(layers):
+            return tuple(layers)
+        return tuple(layers[(client_id + step) % len(layers)] for step in range(self.layers))
 
-def fedp3(*, layers: int | None = 2, private_head: bool = True) -> Method:
-    """Layer-wise sharing with pruning on both sides; each entry is averaged over the clients that send it.
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the client's own layers whole, the others pruned."""
+        mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
+        names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
+        mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
+        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio)
 
-    Args:
-        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code.
-        private_head: The head stays with the client, as in the reference code.
-    """
-    return Method(
-        name="fedp3",
-        source="Yi et al., FedP3, ICLR 2024, arXiv 2404.09816",
-        ratio=ByCapability(),
-        mask=PrunedOthers(layers, private_head=private_head),
-        share=OwnLayers(count=layers, private_head=private_head),
-        aggregate=Mean("uniform", over="holders"),
-        personal=LocalModel("last"),
-    )
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the first units of every group, and upload those of the client's own layers."""
+        graph = client.graph
+        units = select(Ordered(), graph, task.ratio, View())
+        result = sgd(client, replace(task, mask=units))
+        keep_model(client, result, "last", task.ratio)
+        mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
+        shared = [name for name in graph.shapes if name not in self.private(graph)]
+        trained = to_weights(graph, units)
+        nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in shared if name not in mine}
+        upload = {**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing}
+        return replace(result, upload=WeightMask(upload))
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the clients that send an entry."""
+        return mean(server, updates, weights="uniform", over="holders")
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the client's own trained submodel."""
+        return kept_model(client) or Model(state=state)

@@ -8,35 +8,31 @@ window, and the inputs of a layer are the units that the layer before it kept.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import View
-from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.criteria import Criterion, View
+from sparsekit.errors import MissingImportanceError
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.heterofl import heterofl
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerCriterion
+from sparsekit_fl.methods.heterofl import HeteroFL
+from sparsekit_fl.options import Count
 
 
 @dataclass(frozen=True)
 class Rolling:
-    """Keep the window {round·step, …, round·step + count − 1} modulo the group's size.
-
-    Args:
-        step: Units by which the window moves each round, at least 1.
-    """
+    """Keep the window {round·step, …, round·step + count − 1} modulo the group's size; `step` is at least 1."""
 
     step: int = 1
 
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise InvalidValueError(f"step must be at least 1, got {self.step}")
-
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Score each unit by minus its distance from the start of this round's window, which the round of a `RoundView` places.
+        """Score each unit by minus its distance from the start of this round's window.
+
+        Args:
+            graph: The units.
+            view: A `RoundView`, whose round places the window.
 
         Returns:
             Group name → float64 (units,), no two equal.
@@ -55,14 +51,18 @@ class Rolling:
         }
 
 
-def fedrolex() -> Method:
-    """A window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J; averages as HeteroFL.
+@dataclass(frozen=True, kw_only=True)
+class FedRolex(HeteroFL):
+    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J.
 
-    `mask.criterion.step` is the number of units by which the window moves each round; 1 in the paper.
+    Args:
+        step: Units by which the window moves each round; 1 in the paper.
     """
-    return replace(
-        heterofl(),
-        name="fedrolex",
-        source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
-        mask=ServerCriterion(Rolling()),
-    )
+
+    source: ClassVar[str] = "Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548"
+
+    step: Count = 1
+
+    def criterion(self) -> Criterion:
+        """Return the window of the round."""
+        return Rolling(self.step)

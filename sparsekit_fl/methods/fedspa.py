@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,42 +19,17 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.rng import torch_generator
+from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options import Hint, Share
-from sparsekit_fl.policies import ClientContext, Constant, LocalResult, Mean, RememberedMask, ServerContext, Sgd, UnderOwnMask
-from sparsekit_fl.policies.mask import keep_largest_entries, layer_densities, prunable_weights, random_weights
+from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.masks import OwnMasks, keep_largest_entries, layer_densities, prunable_weights, random_weights
+from sparsekit_fl.methods.means import Over
+from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.options import Hint, Ratio, Share
 from sparsekit_fl.problem.problem import Problem
 
 _NEXT = "next_mask"
-
-
-@dataclass(frozen=True)
-class MovingMask(RememberedMask):
-    """A mask per client, at first one random mask for all; the client says with its update which one it goes on with.
-
-    Args:
-        densities: "erk" gives small layers a larger share, "uniform" all the same; the whole has the ratio either way.
-    """
-
-    densities: Literal["erk", "uniform"] = "erk"
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        prunable_weights(graph, "FedSpa")
-
-    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        memory = ctx.memory.setdefault("initial", {})
-        if not memory:
-            shapes = {name: ctx.graph.shapes[name] for name in prunable_weights(ctx.graph, "FedSpa")}
-            shares = layer_densities(shapes, proposal or 1.0, power=1.0 if self.densities == "erk" else 0.0)
-            remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(ctx.rng)))
-        return super().propose(ctx, client_id, proposal) or recall_mask(memory)
-
-    def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        if _NEXT not in extra or mask is None:
-            return mask
-        shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
-        return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
 
 
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
@@ -82,51 +57,67 @@ def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share:
     return WeightMask(moved)
 
 
-@dataclass(frozen=True)
-class SparseToSparseSgd(Sgd):
-    """SGD under the client's mask, after which the mask moves.
+@dataclass(frozen=True, kw_only=True)
+class FedSpa(OwnMasks):
+    """Sparse training of personal models; an entry moves by the sum of changes over the number of all clients.
+
+    The mask of a client is at first one random mask for all; the client sends its next one with its update.
 
     Args:
+        ratio: Share of the weights that is active; 0.5 in the paper's main comparison.
+        densities: "erk" gives small layers a larger share, "uniform" all the same; the whole has the ratio either way.
         anneal: α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the
             random masks ("RSM" in the paper).
     """
 
+    source: ClassVar[str] = "Huang et al., FedSpa, arXiv 2201.11380"
+    note: ClassVar[str] = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
+    over: ClassVar[Over] = "all"
+
+    ratio: Ratio = 0.5
+    densities: Literal["erk", "uniform"] = "erk"
     anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
 
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train, then say which mask comes next; the gradient of one batch of the dense model is counted as work."""
-        result = super().train(ctx, start, mask, ratio)
-        share = self.anneal / 2 * (1 + math.cos(math.pi * (ctx.round - 1) / ctx.rounds))
-        if not share or not isinstance(mask, WeightMask):
-            return result
-        gradients, examples = self._screen(ctx, mask)
-        # One bit per entry, each layer padded to whole bytes.
-        bits = [np.packbits(keep.reshape(-1).numpy()) for keep in move_mask(mask, result.state, gradients, share).values()]
-        work = ctx.work(mask, result.log) + ctx.work_on(examples)
-        return replace(result, extra={**result.extra, _NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if there is nothing to prune."""
+        prunable_weights(graph, "FedSpa")
 
-    def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
-        """Return the gradients of one batch in evaluation mode, and its size."""
-        module, leaves = ctx.masked.model, ctx.masked.named_weights()
-        batch = next(next(iter(ctx.batches(epochs=1))))
-        module.eval()
-        loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
-        found = torch.autograd.grad(loss, [leaves[name] for name in mask], materialize_grads=True)
-        return dict(zip(mask, found, strict=True)), batch.size
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Return the client's mask, or the random one."""
+        memory = server.memory.setdefault("initial", {})
+        if not memory:
+            shapes = {name: server.graph.shapes[name] for name in prunable_weights(server.graph, "FedSpa")}
+            shares = layer_densities(shapes, self.ratio, power=1.0 if self.densities == "erk" else 0.0)
+            remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
+        return Task(mask=super().assign(server, client_id).mask or recall_mask(memory), ratio=self.ratio)
+
+    def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+        """Return the mask that the client sent."""
+        if _NEXT not in extra or mask is None:
+            return mask
+        shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
+        return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""
+        result = sgd(client, task)
+        share = self.anneal / 2 * (1 + math.cos(math.pi * (client.round - 1) / client.rounds))
+        if share and isinstance(task.mask, WeightMask):
+            gradients, examples = _screen(client, task.mask)
+            # One bit per entry, each layer padded to whole bytes.
+            following = move_mask(task.mask, result.state, gradients, share)
+            bits = [np.packbits(keep.reshape(-1).numpy()) for keep in following.values()]
+            work = client.work(task.mask, result.log) + client.work_on(examples)
+            result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
+        self.remember(client, result, task.ratio)
+        return result
 
 
-def fedspa() -> Method:
-    """Sparse training of personal models; an entry moves by the sum of changes over the number of all clients.
-
-    Half of the weights are active, as in the paper's main comparison (`ratio.ratio`).
-    """
-    return Method(
-        name="fedspa",
-        source="Huang et al., FedSpa, arXiv 2201.11380",
-        ratio=Constant(0.5),
-        mask=MovingMask(),
-        local=SparseToSparseSgd(),
-        aggregate=Mean("uniform", over="all"),
-        personal=UnderOwnMask(),
-        note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model.",
-    )
+def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
+    """Return the gradients of one batch in evaluation mode, and its size."""
+    module, leaves = client.masked.model, client.masked.named_weights()
+    batch = next(next(iter(client.batches(epochs=1))))
+    module.eval()
+    loss = client.problem.loss(module(*batch.inputs), batch.targets)
+    found = torch.autograd.grad(loss, [leaves[name] for name in mask], materialize_grads=True)
+    return dict(zip(mask, found, strict=True)), batch.size

@@ -3,15 +3,15 @@
 Li, Sun, Li, Pu, Li, Chen: Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients, MobiCom 2021.
 The abstract says that the server averages overlapping parameters only. That can mean the entries that all clients of a
 cohort hold, with the others kept per client (so an implementation in the library Plato), or each entry over its holders.
-With cohorts that change, the first leaves an entry's value to who else happens to be there; we take the second, as the
+With cohorts that change, in the first reading the value of an entry depends on who else was sampled; we take the second, as the
 method's predecessor LotteryFL does. An entry that one client alone holds is then that client's own value, in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,36 +19,55 @@ from torch import Tensor
 from sparsekit.allocation import choose, ratio_counts
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.optimizer import Adjust
+from sparsekit_fl.client.packing import Mask
+from sparsekit_fl.methods.client import Leaves, sgd
+from sparsekit_fl.methods.masks import PruneWhenAccurate
+from sparsekit_fl.methods.submodels import require_units
+from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Hint, NonNegative
-from sparsekit_fl.policies import Adjust, ClientContext, Leaves, LocalResult, Mask, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
-from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subnetworks(PruneWhenAccurate):
-    """Prune the units of smallest L1 norm in each group, among those that are left.
+class Hermes(PruneWhenAccurate):
+    """Iterative unit pruning under a group lasso; entries are averaged over the clients that hold them.
+
+    The loss of a client has the term lasso · Σ over units ‖weights of the unit‖₂. The weights of a unit are the rows that
+    make it, in all its matrices; biases and norms are not penalised.
 
     Args:
         threshold: Validation accuracy above which a client prunes. Xue et al., ICDE 2025, run it with 0.5 on MNIST, 0.45 on
             CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit, in their released code.
         target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
-        step: Share of the remaining units that go at once.
+        step: Share of the remaining units that one pruning removes.
+        lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
+    source: ClassVar[str] = "Li et al., Hermes, MobiCom 2021"
+
+    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
+
     def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise if there is no accuracy, or if the model has no units."""
         super().check(problem, graph)
         require_units(graph, "Hermes")
 
-    def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the units of largest norm, max(1, ⌈ratio · size⌉) of each group, among those alive."""
+    def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
+        """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group, among those that are left."""
         norms: dict[str, Tensor] = {}
-        for name, group in ctx.graph.groups.items():
+        for name, group in client.graph.groups.items():
             norms[name] = unit_magnitudes(group, state)
             if isinstance(mask, UnitMask):
                 norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
-        return choose(ctx.graph, norms, ratio_counts(ctx.graph, ratio), source="norms")
+        return choose(client.graph, norms, ratio_counts(client.graph, ratio), source="norms")
+
+    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
+        """Train with the group lasso."""
+        if not self.lasso:
+            return sgd(client, task)
+        return sgd(client, task, adjusts=lambda leaves: [_group_lasso(client, leaves, self.lasso)])
 
 
 def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:
@@ -91,35 +110,3 @@ def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
         return {leaf: torch.addcmul(one, leaf, scales[leaf]) if leaf in scales else one for leaf, one in gradients.items()}
 
     return adjust
-
-
-@dataclass(frozen=True)
-class GroupLassoSgd(Sgd):
-    """SGD on the loss + lasso · Σ over units ‖weights of the unit‖₂, on the physically small model.
-
-    A unit's weights are the rows that make it, of all its matrices; biases and norms are not penalised.
-
-    Args:
-        lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
-    """
-
-    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
-
-    def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
-        own = [_group_lasso(ctx, leaves, self.lasso)] if self.lasso else []
-        return [*super().adjusts(ctx, leaves, mask), *own]
-
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        return replace(super().train(ctx, start, mask, ratio), ratio=ctx.peek("mask").get("ratio"))
-
-
-def hermes() -> Method:
-    """Iterative unit pruning under a group lasso; entries are averaged over the clients that hold them."""
-    return Method(
-        name="hermes",
-        source="Li et al., Hermes, MobiCom 2021",
-        mask=Subnetworks(),
-        local=GroupLassoSgd(),
-        aggregate=Mean("uniform", over="holders"),
-        personal=UnderOwnMask(),
-    )

@@ -3,13 +3,44 @@
 On clients that hold few classes it is a strong rival, so every table should show it.
 """
 
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import Nothing
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparsekit.graph import StateDict, UnitGraph
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.task import Model, Result, Task
 
 
-def local() -> Method:
-    """Nothing is shared; a client goes on from its own last state whenever it is sampled, and deploys that.
+@dataclass(frozen=True, kw_only=True)
+class Local(Method):
+    """Nothing is shared: a client continues from its own last state whenever it is sampled.
 
-    `personal=LocalModel`, `personal.select=best` deploys the best of its models on its own validation data.
+    Args:
+        keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
+            "loss" on its validation and training data.
     """
-    return Method(name="local", source="no federation", share=Nothing())
+
+    source: ClassVar[str] = "no federation"
+
+    keep: Keep = "last"
+
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        """Return all entries."""
+        return graph.shapes
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and keep the model if it is not the last that is deployed."""
+        result = sgd(client, task)
+        if self.keep != "last":
+            keep_model(client, result, self.keep, task.ratio)
+        return result
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the kept model, or the client's last state."""
+        return kept_model(client) or Model(state=state)

@@ -1,52 +1,42 @@
-"""make_method: a method from the text that a user wrote."""
+"""make_method(): a method from the text that a user wrote."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.method import KINDS, Method
-from sparsekit_fl.methods.settings import with_arguments, with_settings
-from sparsekit_fl.options import read_settings
-from sparsekit_fl.policies.ratio import BanditRatio
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.options import options_of, parse_value, read_settings
 
 
 def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
-    """A method by its name in the registry or as `package.module:function`.
-
-    `METHOD@BANDIT` says its bandit too, and `METHOD PATH=VALUE …` its options, as in `fedprox local.proximal=0.1`; both are
-    then part of its name, so that a comparison may have one method several times.
+    """Make a method from its name in the registry, or from `package.module:Class`; options may follow: `fedprox mu=0.1`.
 
     Args:
         text: What the user wrote.
-        settings: Further options by path; see `methods.settings`.
+        settings: Further options: name → value; text is read by the annotation of the field.
 
     Raises:
-        UnknownNameError: no such method, bandit or option.
-        InvalidValueError: what was found does not make a Method, no bandit decides its ratio, or a value is not allowed.
+        UnknownNameError: there is no such method or option; names the nearest.
+        InvalidValueError: the text does not name a method, or the value of an option is not allowed.
     """
-    words = text.split() or [text]
-    name, _, wanted = words[0].partition("@")
-    own = read_settings(words[1:])
-    given = {**own, **(settings or {})}
-    made = registry.find(name)
-    if callable(made):
-        arguments = [path for path in given if "." not in path and path not in KINDS]
-        made = with_arguments(made, {path: given.pop(path) for path in arguments}, name=name)
-    if not isinstance(made, Method):
-        raise InvalidValueError(f"{name!r} must be a Method or a function that returns one, got {type(made).__name__}")
-    made = with_settings(made, given)
-    if own:
-        made = replace(made, name=f"{made.name}[{','.join(f'{path}={value}' for path, value in own.items())}]")
-    return _with_bandit(made, wanted) if wanted else made
+    name, *own = text.split() or [text]
+    found = registry.find(name)
+    if not isinstance(found, type) or not issubclass(found, Method):
+        called = getattr(found, "__name__", type(found).__name__)
+        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, got {called}")
+    given = {**read_settings(own), **(settings or {})}
+    known = options_of(found)  # type: ignore[arg-type]  # classes are hashable
+    for option in given:
+        if option not in known:
+            raise UnknownNameError(
+                f"method {name!r} has no option {option!r}; {nearest(option, known)};"
+                f" `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
+            )
+    return found(**{option: _value(known[option].hint, value, option) for option, value in given.items()})
 
 
-def _with_bandit(method: Method, bandit: str) -> Method:
-    if not isinstance(method.ratio, BanditRatio):
-        raise InvalidValueError(
-            f"method {method.name!r} takes no bandit, as no bandit decides its ratio; fedlps and fedlps-paper take one"
-        )
-    if method.ratio.bandit == bandit:
-        return method
-    return replace(method, name=f"{method.name}@{bandit}", ratio=replace(method.ratio, bandit=bandit))
+def _value(hint: Any, value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return parse_value(hint, value, name=name) if isinstance(value, str) else value

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsekit.graph import StateDict, WeightMask, head_entries
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.policies.context import ServerContext
+from sparsekit_fl.methods.context import ServerContext
 
 Weights = Literal["examples", "uniform"]
 """How much a client counts: by its number of training examples, or equally."""

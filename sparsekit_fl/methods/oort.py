@@ -5,10 +5,11 @@ Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided P
 more clients per round than its rivals, the second would exclude everybody here, where a client trains tens of times.
 """
 
-import dataclasses
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -17,11 +18,14 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.messages import Update, require_metrics
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.context import ClientInfo, ServerContext
+from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Count, NonNegative, Positive, Share
-from sparsekit_fl.policies import ClientContext, LocalResult, Mask, SamplingPolicy, Sgd
-from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Loss
 
 _SQUARES = "mean_squared_loss"
@@ -59,23 +63,12 @@ class _RecordingLoss:
         return float(self._sum) / self._seen
 
 
-@dataclass(frozen=True)
-class SampleLossSgd(Sgd):
-    """SGD that reports the mean squared loss of single examples in its first epoch, the metric `mean_squared_loss`.
-
-    Source: Lai et al., OSDI 2021, statistical utility; its code, too, looks at the first epoch alone.
-    """
-
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        loss = _RecordingLoss(ctx.problem.loss, len(ctx.client.data.train))
-        ctx = dataclasses.replace(ctx, problem=dataclasses.replace(ctx.problem, loss=loss))
-        result = super().train(ctx, start, mask, ratio)
-        return dataclasses.replace(result, metrics={**result.metrics, _SQUARES: loss.mean_square()})
-
-
 @dataclass(frozen=True, kw_only=True)
-class GuidedSampling(SamplingPolicy):
-    """A part of the cohort exploits tried clients of high utility, the rest explores untried ones.
+class Oort(Method):
+    """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
+
+    Clients report the mean squared loss of single examples in their first epoch; the reference code, too, looks at the first
+    epoch alone.
 
     A tried client k with n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to
     [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L); where it takes longer than the preferred time T, times
@@ -99,7 +92,7 @@ class GuidedSampling(SamplingPolicy):
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
 
-    learns_from: ClassVar[tuple[str, ...]] = (_SQUARES,)
+    source: ClassVar[str] = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
 
     exploration: Share = 0.9
     decay: Share = 0.98
@@ -112,15 +105,15 @@ class GuidedSampling(SamplingPolicy):
     clip: Share = 0.95
     window: Annotated[float, Field(ge=1)] = 5.0
 
-    def sample(self, ctx: ServerContext) -> list[int]:
+    def sample(self, server: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
-        memory = ctx.memory
+        memory, rng = server.memory, server.rngs["sampling"]
         # Read once, since each access of the roster draws the client's capability.
-        roster = dict(ctx.roster)
+        roster = dict(server.roster)
         tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
         seconds = _expected_seconds(roster, tried)
         preferred = self._preferred(memory, seconds)
-        scores = self._scores(ctx.round, tried, preferred)
+        scores = self._scores(server.round, tried, preferred)
         fresh = {
             client_id: info.examples * self._late(seconds[client_id], preferred)
             for client_id, info in roster.items()
@@ -128,36 +121,49 @@ class GuidedSampling(SamplingPolicy):
         }
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
         memory["exploration"] = share
-        best, count = _ranked(scores), min(int(ctx.cohort_size * (1.0 - share)), len(scores))
+        best, count = _ranked(scores), min(int(server.cohort_size * (1.0 - share)), len(scores))
         edge = scores[best[min(count, len(best) - 1)]] * self.cut_off if best else 0.0
-        exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, ctx.rng)
-        count = min(ctx.cohort_size - len(exploited), len(fresh))
-        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(self.window * count))]}, count, ctx.rng)
+        exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
+        count = min(server.cohort_size - len(exploited), len(fresh))
+        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(self.window * count))]}, count, rng)
         memory["exploited"] = exploited
         cohort = [*exploited, *explored]
         rest = [client_id for client_id in roster if client_id not in cohort]
-        missing = ctx.cohort_size - len(cohort)
+        missing = server.cohort_size - len(cohort)
         if missing > 0:
-            cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
+            cohort += [rest[int(place)] for place in rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)
 
-    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        memory = ctx.memory
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and report the squared losses."""
+        loss = _RecordingLoss(client.problem.loss, len(client.client.data.train))
+        result = sgd(client, task, loss=loss)
+        return replace(result, metrics={_SQUARES: loss.mean_square()})
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update without the squared losses."""
+        super().validate(server, update, task)
+        require_metrics(update, _SQUARES)
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean, and learn the clients' utilities and times."""
+        memory = server.memory
         gained = []
         for update in updates:
             utility = update.examples * math.sqrt(max(0.0, update.metrics[_SQUARES]))
-            expected = _relative_time(ctx.roster[update.client_id])
+            expected = _relative_time(server.roster[update.client_id])
             memory["tried"][str(update.client_id)] = {
                 "utility": utility,
                 "seconds": update.cost.seconds,
                 "pace": update.cost.seconds / expected,
-                "round": ctx.round,
+                "round": server.round,
             }
             if update.client_id in memory["exploited"]:
                 gained.append(utility)
         history: list[float] = memory.setdefault("history", [])
         history.append(sum(gained) / len(gained) if gained else 0.0)
-        self._pace(memory, history, ctx.round)
+        self._pace(memory, history, server.round)
+        return mean(server, updates)
 
     def _pace(self, memory: dict[str, Any], history: list[float], round: int) -> None:
         step = self.pace_rounds
@@ -225,13 +231,3 @@ def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) ->
     chances = np.array([weights[client_id] for client_id in ids])
     places = rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())
     return [ids[int(place)] for place in places]
-
-
-def oort() -> Method:
-    """FedAvg with `GuidedSampling`; clients also report the squared losses of their examples."""
-    return Method(
-        name="oort",
-        source="Lai et al., Oort, OSDI 2021, arXiv 2010.06081",
-        sampling=GuidedSampling(),
-        local=SampleLossSgd(),
-    )

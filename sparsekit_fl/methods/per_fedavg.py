@@ -7,9 +7,9 @@ left out) and Hessian-free (its product with the gradient is a difference of two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,20 +18,14 @@ from sparsekit.foreach import foreach_add, foreach_add_, foreach_copy_, foreach_
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.loop import Batch, Batches
-from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.client.optimizer import SgdStep, make_step
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import Leaves, load_leaves
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount, Positive
-from sparsekit_fl.policies import Leaves, LocalPolicy, LocalResult, Mask, Mean, PersonalModel, PersonalPolicy, load_leaves
-
-Variant = Literal["first-order", "hessian-free"]
-
-
-def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float | None) -> SgdStep:
-    """Plain gradient descent at a rate of its own (None: a tenth of the run's), clipped as the run clips."""
-    rate = 0.1 * training.lr if rate is None else rate
-    return SgdStep(leaves.values(), lr=rate, clip=training.clip)
 
 
 def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
@@ -41,8 +35,8 @@ def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetaSgd(LocalPolicy):
-    """Every step adapts to one batch and descends the loss of another.
+class PerFedAvg(Method):
+    """FedAvg of meta-learned models: every step adapts to one batch and descends the loss of another. Clients count equally.
 
     With independent batches D, D′, D″ of the size of the run: w̃ = w − α ∇f(w; D), g = ∇f(w̃; D′); then w ← w − β g
     (first-order), or w ← w − β (g − α (∇f(w + δg; D″) − ∇f(w − δg; D″)) / (2δ)) (Hessian-free). β is the learning rate of
@@ -53,21 +47,34 @@ class MetaSgd(LocalPolicy):
             adaptation rate of FL-bench; at α = β = 0.1 the initial model hardly learns on clients of two classes.
         variant: Which approximation.
         delta: δ, half the distance of the two gradients; 0.001 in FL-bench.
+        steps: Number of adaptation steps before deployment; one in the paper, which the initial model is trained for.
+        largest_batch: An adaptation step before deployment sees all training examples of the client, or a batch of this size if
+            it has more.
     """
 
-    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
-    variant: Variant = "first-order"
-    delta: Positive = 1e-3
+    called: ClassVar[str] = "per-fedavg"
+    source: ClassVar[str] = "Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948"
+    note: ClassVar[str] = "Deployed after 1 step on the client's own data, as in its paper, unless `steps` says otherwise."
 
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
+    variant: Literal["first-order", "hessian-free"] = "first-order"
+    delta: Positive = 1e-3
+    steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1
+    largest_batch: Count = 256
+
+    def _adaptation(self, client: ClientContext, leaves: Leaves) -> SgdStep:
+        """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
+        rate = 0.1 * client.training.lr if self.adaptation_lr is None else self.adaptation_lr
+        return SgdStep(leaves.values(), lr=rate, clip=client.training.clip)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is two gradients (first-order) or four."""
-        self.trains_whole(mask)
-        leaves = load_leaves(ctx, start, None)
+        leaves = load_leaves(client, task.state, None)
         parameters: list[Tensor] = list(leaves.values())
-        batches, others = ctx.batches(), _forever(lambda: ctx.batches(epochs=1))
-        update = make_step(ctx.training, leaves.values(), steps=batches.steps)
-        adapt = _adaptation(ctx.training, leaves, self.adaptation_lr)
-        module, loss_of = ctx.masked.model, ctx.problem.loss
+        batches, others = client.batches(), _forever(lambda: client.batches(epochs=1))
+        update = make_step(client.training, leaves.values(), steps=batches.steps)
+        adapt = self._adaptation(client, leaves)
+        module, loss_of = client.masked.model, client.problem.loss
         further = 0  # examples of the gradients besides the one that FedAvg would take
 
         def other_loss(batch: Batch) -> Tensor:
@@ -101,51 +108,25 @@ class MetaSgd(LocalPolicy):
             update(loss, [back])
             return outputs, loss
 
-        log = ctx.fit(module, batches, step)
-        once = ctx.work(None, log)
+        log = client.fit(module, batches, step)
+        once = client.work(None, log)
         gradients_per_batch = 3 if self.variant == "hessian-free" else 1
-        compact = 3 * ctx.costs.forward_flops(None) * further
+        compact = 3 * client.costs.forward_flops(None) * further
         extra = WorkCost(flops=compact, flops_paper=once.flops_paper * gradients_per_batch)
-        return LocalResult.of(ctx, None, log, work=once + extra)
+        return Result.of(client, None, log, work=once + extra)
 
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean with equal weights, as in the paper."""
+        return mean(server, updates, weights="uniform")
 
-@dataclass(frozen=True, kw_only=True)
-class AdaptedModel(PersonalPolicy):
-    """The global model after a few steps of gradient descent on the client's training data.
-
-    Args:
-        steps: Number of steps; one in the paper, which is what the initial model is trained for.
-        adaptation_lr: α; None takes a tenth of the learning rate of the run.
-        largest_batch: A step sees all training examples of the client, or a batch of this size where it has more.
-    """
-
-    steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1
-    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
-    largest_batch: Count = 256
-
-    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        adapt = _adaptation(ctx.training, load_leaves(ctx, state, None), self.adaptation_lr)
-        module = ctx.masked.model
-        # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the global model after a few steps of gradient descent on the client's training data."""
+        adapt = self._adaptation(client, load_leaves(client, state, None))
+        module = client.masked.model
+        # Statistics of batch norm stay those of the server: a few steps are too few to learn new ones.
         module.eval()
-        batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))
+        batches = _forever(lambda: client.batches(epochs=1, batch_size=min(self.largest_batch, len(client.client.data.train))))
         for _, batch in zip(range(self.steps), batches, strict=False):
-            adapt(ctx.problem.loss(module(*batch.inputs), batch.targets))
-            ctx.deploying.append(ctx.work_on(batch.size).flops)
-        return PersonalModel(state=ctx.masked.narrow_state())
-
-
-def per_fedavg(*, adaptation_lr: float | None = None) -> Method:
-    """FedAvg of meta-learned models; clients count equally, as in the paper.
-
-    Args:
-        adaptation_lr: α; None takes a tenth of the learning rate of the run.
-    """
-    return Method(
-        name="per-fedavg",
-        source="Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948",
-        local=MetaSgd(adaptation_lr=adaptation_lr),
-        aggregate=Mean("uniform"),
-        personal=AdaptedModel(adaptation_lr=adaptation_lr),
-        note="Deployed after 1 step on the client's own data, as in its paper, unless `personal.steps` says otherwise.",
-    )
+            adapt(client.problem.loss(module(*batch.inputs), batch.targets))
+            client.deploying.append(client.work_on(batch.size).flops)
+        return Model(state=client.masked.narrow_state())

@@ -14,39 +14,30 @@ tensor per client between participations; the seconds per weight are those of a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
 from sparsekit_fl.client.loop import TrainingLog
-from sparsekit_fl.client.messages import Request, Update, WorkCost, require_metrics
-from sparsekit_fl.client.packing import Mask, mask_state, recall_mask, remember_mask
+from sparsekit_fl.client.messages import Update, WorkCost, require_metrics
+from sparsekit_fl.client.optimizer import Adjust
+from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options import Checked, Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.policies import (
-    Adjust,
-    Leaves,
-    LocalResult,
-    MaskPolicy,
-    Mean,
-    SamplingPolicy,
-    ServerContext,
-    Sgd,
-    load_leaves,
-    sgd,
-)
-from sparsekit_fl.policies.aggregate import Arrivals, Over, Rule, mean
-from sparsekit_fl.policies.mask import prunable_weights, search_weights
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import Leaves, sgd
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.masks import keep_largest_entries, prunable_weights
+from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
 
@@ -55,13 +46,13 @@ _BYTES_PER_WEIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Checked):
-    """When and how the mask is reconfigured.
+class PruneFL(Method):
+    """A searched mask for all.
 
     Args:
         every: Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps
             are as many.
-        share: Largest part of a layer's active weights that may go at once; 0.3 in the reference code.
+        share: Largest part of a layer's active weights that may be dropped at once; 0.3 in the reference code.
         half_lives: How often `share` halves over the run; 1 in the reference code (10,000 of 10,000 rounds).
         overhead: Time of a round that does not depend on the mask, over the time of all prunable weights. In the reference
             code's configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
@@ -69,7 +60,13 @@ class Search(Checked):
             ends before when the density has changed by at most `settled` this often in a row.
         settled: 0.1 in the reference code.
         settled_times: 5 in the reference code.
+
+    Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
+
+    source: ClassVar[str] = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
+    note: ClassVar[str] = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
+    masked: ClassVar[bool] = True
 
     every: Count = 5
     share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3
@@ -79,22 +76,115 @@ class Search(Checked):
     settled: NonNegative = 0.1
     settled_times: Count = 5
 
-    def due(self, round: int) -> bool:
-        """Return whether clients send gradients in this round; never in the first, which is that of the initial pruning."""
-        return round % self.every == 0 and not self.alone(round)
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if there is nothing to prune."""
+        prunable_weights(graph, "PruneFL")
 
     def alone(self, round: int) -> bool:
         """Return whether the initial pruning takes this round."""
         return round == 1 and self.initial > 0
 
+    def due(self, round: int) -> bool:
+        """Return whether clients send gradients in this round; never in that of the initial pruning."""
+        return round % self.every == 0 and not self.alone(round)
+
     def share_at(self, round: int, rounds: int) -> float:
-        """Return the share that may be dropped after `round`."""
+        """Return the share that may be dropped after a round of so many."""
         return float(self.share * 0.5 ** (self.half_lives * round / rounds))
+
+    def sample(self, server: ServerContext) -> list[int]:
+        """Sample as FedAvg does, but one client alone for the initial pruning."""
+        cohort = super().sample(server)
+        return [cohort[int(server.rngs["sampling"].integers(len(cohort)))]] if self.alone(server.round) else cohort
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the model under the common mask."""
+        return Task(mask=recall_mask(server.memory))
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train under the mask; if a reconfiguration is due, measure the gradients of dropped weights too."""
+        if self.alone(client.round):
+            return self._prune_alone(client, task)
+        result = _measured(client, task) if self.due(client.round) else sgd(client, task)
+        return replace(result, ratio=_density(task.mask))
+
+    def _prune_alone(self, client: ClientContext, task: Task) -> Result:
+        state, mask, log, work, unmoved = task.state, _whole(client.graph), TrainingLog(), WorkCost(), 0
+        for _ in range(self.initial):
+            part = _measured(client, Task(state=state, mask=mask))
+            log, work, state = log + part.log, work + client.work(mask, part.log), part.state
+            seconds = weight_seconds(client.costs, client.graph.shapes, tuple(mask), part.log.examples)
+            before = mask
+            mask = search_weights(state, mask, part.extra, seconds, share=self.share, overhead=self.overhead)
+            unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= self.settled else 0
+            if unmoved == self.settled_times:
+                break
+        return Result(state=mask_state(client.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update without the right mask, or without the gradients that are due."""
+        names = set(prunable_weights(server.graph, "PruneFL"))
+        who = f"the update of client {update.client_id}"
+        if task.mask is not None and update.mask != task.mask:
+            raise UpdateError(f"{who} has another mask than the one that it was sent")
+        if self.alone(server.round) and (update.mask is None or set(update.mask) != names):
+            raise UpdateError(f"{who} has no mask of the weights that are pruned")
+        if self.due(server.round):
+            require_metrics(update, _PROCESSED)
+            if not 0.0 < update.metrics[_PROCESSED] < float("inf"):
+                raise UpdateError(f"{who} says that it processed {update.metrics[_PROCESSED]} examples")
+            found = {name: tuple(square.shape) for name, square in update.extra.items() if square.is_floating_point()}
+            if found != {name: tuple(server.graph.shapes[name]) for name in names}:
+                raise UpdateError(f"{who} has no gradients of the weights that are pruned, or of others too")
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean; what the round's mask drops becomes zero, where a weight that comes back starts. Search the mask."""
+        mask = updates[-1].mask
+        state = mask_state(server.graph, mask, mean(server, updates))
+        if self.alone(server.round):
+            remember_mask(server.memory, mask)
+        if self.due(server.round):
+            mask = mask if isinstance(mask, WeightMask) else _whole(server.graph)
+            squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
+            examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
+            assert server.costs is not None, "the server of a run knows the costs"
+            seconds = weight_seconds(server.costs, server.graph.shapes, tuple(mask), examples)
+            share = self.share_at(server.round, server.rounds)
+            mask = search_weights(state, mask, squares, seconds, share=share, overhead=self.overhead)
+            remember_mask(server.memory, mask)
+        return state
 
 
 def _whole(graph: UnitGraph) -> WeightMask:
     names = prunable_weights(graph, "PruneFL")
     return WeightMask({name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in names})
+
+
+def _density(mask: object) -> float:
+    if not isinstance(mask, WeightMask):
+        return 1.0
+    return sum(mask.counts().values()) / sum(keep.numel() for keep in mask.values())
+
+
+def _measured(client: ClientContext, task: Task) -> Result:
+    """Train, and return the squares of the dense gradients, summed over the steps, as `extra`."""
+    sums: dict[str, Tensor] = {}
+
+    def summing(leaves: Leaves) -> list[Adjust]:
+        sums.update({name: torch.zeros_like(leaves[name]) for name in prunable_weights(client.graph, "PruneFL")})
+        wanted = {leaves[name]: total for name, total in sums.items()}
+
+        def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+            found = [leaf for leaf in gradients if leaf in wanted]
+            if found:
+                foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
+            return gradients
+
+        return [adjust]
+
+    result = sgd(client, task, adjusts=summing)
+    squares = {name: (total.square() * result.log.examples).cpu() for name, total in sums.items()}
+    return replace(result, extra=squares, metrics={_PROCESSED: float(result.log.examples)})
 
 
 def weight_seconds(
@@ -111,163 +201,47 @@ def weight_seconds(
     }
 
 
-@dataclass(frozen=True)
-class FirstAlone(SamplingPolicy):
-    """Uniformly without replacement, but one client alone in the first round, which prunes.
+def search_weights(
+    weights: StateDict, mask: WeightMask, squares: StateDict, seconds: Mapping[str, float], *, share: float, overhead: float
+) -> WeightMask:
+    """Return the mask of largest gradient² per second.
+
+    In each layer the smallest ⌊share · active⌋ active weights and all dropped ones are candidates; the others stay. The
+    candidates are taken in by descending γ_j / t_j while that is above Γ = Σ γ / (c + Σ t) of what is in so far; ties go to
+    earlier layers and lower places. A layer keeps one weight at least.
 
     Args:
-        search: Whether there is an initial pruning.
+        weights: Key → values.
+        mask: What is active.
+        squares: Key → γ, float, of every weight.
+        seconds: Key → t, of one weight.
+        share: Largest part of the active weights that may go.
+        overhead: c over the time of all weights.
+
+    Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
-
-    search: Search = field(default_factory=Search)
-
-    def sample(self, ctx: ServerContext) -> list[int]:
-        cohort = super().sample(ctx)
-        return [cohort[int(ctx.rng.integers(len(cohort)))]] if self.search.alone(ctx.round) else cohort
-
-
-@dataclass(frozen=True)
-class SearchedMask(MaskPolicy):
-    """One mask for all, in the server's memory.
-
-    Args:
-        search: When and how it is reconfigured.
-    """
-
-    search: Search = field(default_factory=Search)
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        prunable_weights(graph, "PruneFL")
-
-    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """Return the mask, reconfigured first where gradients came with the last round's updates."""
-        memory = ctx.memory
-        if "squares" in memory:
-            squares, round = memory.pop("squares"), memory.pop("round")
-            mask = recall_mask(memory) or _whole(ctx.graph)
-            assert isinstance(mask, WeightMask)
-            assert ctx.costs is not None, "the server of a run knows the costs"
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), memory.pop("examples"))
-            share = self.search.share_at(round, ctx.rounds)
-            remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
-        return recall_mask(memory)
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
-        names = set(prunable_weights(ctx.graph, "PruneFL"))
-        who = f"the update of client {update.client_id}"
-        if self.search.alone(ctx.round) and (update.mask is None or set(update.mask) != names):
-            raise UpdateError(f"{who} has no mask of the weights that are pruned")
-        if self.search.due(ctx.round):
-            require_metrics(update, _PROCESSED)
-            if not 0.0 < update.metrics[_PROCESSED] < float("inf"):
-                raise UpdateError(f"{who} says that it processed {update.metrics[_PROCESSED]} examples")
-            found = {name: tuple(square.shape) for name, square in update.extra.items() if square.is_floating_point()}
-            if found != {name: tuple(ctx.graph.shapes[name]) for name in names}:
-                raise UpdateError(f"{who} has no gradients of the weights that are pruned, or of others too")
-
-    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        memory = ctx.memory
-        if self.search.alone(ctx.round):
-            remember_mask(memory, updates[0].mask)
-        if self.search.due(ctx.round):
-            summed: dict[str, Tensor] = {}
-            for update in updates:
-                for name, square in update.extra.items():
-                    summed[name] = summed[name] + square if name in summed else square.clone()
-            examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
-            memory.update(squares=summed, round=ctx.round, examples=examples)
-
-
-def _summing(leaves: Leaves, sums: Mapping[str, Tensor]) -> Adjust:
-    """Add the dense gradients of each step to `sums`."""
-    wanted = {leaf: sums[name] for name, leaf in leaves.items() if name in sums}
-
-    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        found = [leaf for leaf in gradients if leaf in wanted]
-        if found:
-            foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
-        return gradients
-
-    return adjust
-
-
-@dataclass(frozen=True)
-class SearchingSgd(Sgd):
-    """SGD under the mask, which measures gradients of dropped weights too where the search is due.
-
-    Args:
-        search: When.
-    """
-
-    search: Search = field(default_factory=Search)
-
-    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        if mask is not None and not isinstance(mask, WeightMask):
-            raise InvalidValueError("SearchingSgd prunes by entry; use it with SearchedMask()")
-        if self.search.alone(ctx.round):
-            return self._prune_alone(ctx, start)
-        if not self.search.due(ctx.round):
-            result = super().train(ctx, start, mask, ratio)
-        else:
-            log, squares = self._measure(ctx, start, mask)
-            result = LocalResult.of(ctx, mask, log, extra=squares, metrics={_PROCESSED: float(log.examples)})
-        return replace(result, ratio=_density(mask))
-
-    def _measure(self, ctx: ClientContext, start: StateDict, mask: WeightMask | None) -> tuple[TrainingLog, dict[str, Tensor]]:
-        """Train; the squares are those of the dense gradients, summed over the steps."""
-        leaves = load_leaves(ctx, start, mask)
-        sums = {name: torch.zeros_like(leaves[name]) for name in prunable_weights(ctx.graph, "PruneFL")}
-        log = sgd(ctx, leaves, ctx.batches(), [_summing(leaves, sums), *self.adjusts(ctx, leaves, mask)])
-        return log, {name: (total.square() * log.examples).cpu() for name, total in sums.items()}
-
-    def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
-        search, mask = self.search, _whole(ctx.graph)
-        state, log, work, unmoved = start, TrainingLog(), WorkCost(), 0
-        for _ in range(search.initial):
-            part, squares = self._measure(ctx, state, mask)
-            log, work = log + part, work + ctx.work(mask, part)
-            state = ctx.masked.narrow_state()
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), part.examples)
-            before, mask = mask, search_weights(state, mask, squares, seconds, share=search.share, overhead=search.overhead)
-            unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= search.settled else 0
-            if unmoved == search.settled_times:
-                break
-        return LocalResult(state=mask_state(ctx.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
-
-
-def _density(mask: WeightMask | None) -> float:
-    if mask is None:
-        return 1.0
-    return sum(mask.counts().values()) / sum(keep.numel() for keep in mask.values())
-
-
-@dataclass(frozen=True)
-class MaskedMean(Mean):
-    """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
-
-    over: Over = "all"
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
-        if assignment.mask is not None and update.mask != assignment.mask:
-            raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
-
-    def combine(self, ctx: ServerContext, state: StateDict, arrivals: Arrivals, rule: Rule = mean) -> dict[str, Tensor]:
-        return mask_state(ctx.graph, arrivals[-1][0].mask, super().combine(ctx, state, arrivals, rule))
-
-
-def prunefl(search: Search | None = None) -> Method:
-    """A searched mask for all.
-
-    Args:
-        search: When and how the mask is reconfigured; None: as in `Search`.
-    """
-    search = Search() if search is None else search
-    return Method(
-        name="prunefl",
-        source="Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326",
-        sampling=FirstAlone(search),
-        mask=SearchedMask(search),
-        local=SearchingSgd(search=search),
-        aggregate=MaskedMean(),
-        note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model.",
-    )
+    stays: dict[str, Tensor] = {}
+    for name, active in mask.items():
+        magnitudes = torch.where(active, weights[name].detach().abs().cpu(), -1.0)
+        total = int(active.sum())
+        stays[name] = keep_largest_entries(magnitudes, max(min(1, total), total - int(share * total)))
+    gamma = sum(float(squares[name][keep].sum(dtype=torch.float64)) for name, keep in stays.items())
+    time = overhead * sum(seconds[name] * keep.numel() for name, keep in stays.items())
+    time += sum(seconds[name] * int(keep.sum()) for name, keep in stays.items())
+    places = {name: (~keep).reshape(-1).nonzero().reshape(-1) for name, keep in stays.items()}
+    values = torch.cat([squares[name].reshape(-1)[place].to(torch.float64) for name, place in places.items()])
+    times = torch.cat([torch.full((len(place),), seconds[name], dtype=torch.float64) for name, place in places.items()])
+    order = torch.sort(values / times, descending=True, stable=True).indices
+    values, times = values[order], times[order]
+    # Γ before each candidate; once one does not raise it, no later one does.
+    before = (gamma + values.cumsum(0) - values) / (time + times.cumsum(0) - times).clamp(min=1e-300)
+    count = int((values / times > before).to(torch.int8).cumprod(0).sum())
+    chosen = torch.zeros(len(order), dtype=torch.bool)
+    chosen[order[:count]] = True
+    taken = torch.split(chosen, [len(place) for place in places.values()])
+    result: dict[str, Tensor] = {}
+    for (name, keep), mine in zip(stays.items(), taken, strict=True):
+        flat = keep.reshape(-1).clone()
+        flat[places[name][mine]] = True
+        result[name] = flat.reshape(keep.shape)
+    return WeightMask(result)

@@ -13,14 +13,14 @@ from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, p
 from sparsekit_fl.results.report.comparison import TARGET, Comparison
 from sparsekit_fl.results.report.figures import bars, curve, level_figures, points_of
 from sparsekit_fl.results.report.plots import Figure
-from sparsekit_fl.results.report.trials import Level
+from sparsekit_fl.results.report.trials import Level, Trial
 
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
 _STRATEGIES: Mapping[str, str] = {
     "flst": "learned", "fedlps": "learned", "fedlps-random": "random", "fedlps-ordered": "ordered",
     "fedlps-magnitude": "magnitude",
 }  # fmt: skip
-_RATIO = re.compile(r"Constant\((?:ratio=)?([\d.]+)")
+_RATIO = re.compile(r"(?:Constant\((?:ratio=)?)?([\d.]+)")
 _WINDOWS = 10
 
 
@@ -156,12 +156,17 @@ def _against_levels(comparison: Comparison, paper: _Paper) -> Figure | None:
     return replace(figure, **paper.words)
 
 
+def _ratios(trial: Trial) -> str:
+    """Return what chooses the ratios of a FedLPS: the option `ratios`, or the policy that older results name."""
+    return str(trial.policies.get("ratios", trial.policies.get("ratio", "")))
+
+
 def _against_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make a part of Figure 9: one ratio for all clients, by how units are chosen."""
     level, points = _level(comparison), []
-    ratios = {trial.method: _RATIO.match(str(trial.policies.get("ratio", ""))) for trial, _ in comparison.results}
+    ratios = {trial.method: _RATIO.match(_ratios(trial)) for trial, _ in comparison.results}
     for row in comparison.rows:
-        strategy, ratio = _STRATEGIES.get(row.method.partition("[")[0]), ratios[row.method]
+        strategy, ratio = _STRATEGIES.get(re.split(r"[\[ ]", row.method)[0]), ratios[row.method]
         if row.level == level and strategy and ratio:
             points.append((strategy, float(ratio[1]), row.mean[paper.column], row.deviation[paper.column]))
     frame = points_of(points).dropna().drop_duplicates(["series", "x"], keep="last").sort_values(["series", "x"])
@@ -179,7 +184,7 @@ def _against_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
 def _bandit_ratios(comparison: Comparison, paper: _Paper) -> Figure | None:
     """Make the figure of FedLPS, or of the first method with bandits; a point is the mean over a tenth of the run."""
     level, own = _level(comparison), _own(comparison)
-    with_bandit = {trial.method for trial, _ in comparison.results if "Bandit" in str(trial.policies.get("ratio", ""))}
+    with_bandit = {trial.method for trial, _ in comparison.results if "bandit" in _ratios(trial).lower()}
     method = own if own in with_bandit else next((name for name in comparison.methods if name in with_bandit), "")
     executed = [
         (record["capabilities"][client], record["round"], trial.seed, ratio)

@@ -107,7 +107,7 @@ def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
         raise InvalidValueError(f"the run's method {name!r} changed its model, and is not here: {error}") from error
     found: Any = load_object(factory) if isinstance(factory, str) else factory
     make: Callable[[], nn.Module] = (lambda: found) if isinstance(found, nn.Module) else found
-    return method.local.prepare(Problem(model=make, example_inputs=example_inputs_of(recipe))).model
+    return method.prepare(Problem(model=make, example_inputs=example_inputs_of(recipe))).model
 
 
 def example_inputs_of(recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:

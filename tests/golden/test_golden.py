@@ -18,24 +18,23 @@ from sparsekit_fl.testing import StopAfter
 
 FILE = Path(__file__).with_name("methods.json")
 EXACT = ("flops", "flops_scoring", "flops_deploying", "flops_paper", "uplink_bytes", "downlink_bytes")
-ABLATIONS = {name for name in registry if registry[name].__module__ == "sparsekit_fl.paper.ablations"}
+ABLATIONS = {name for name in registry if registry[name].__module__ == "sparsekit_fl.methods.ablations"}
 RUNS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in sorted(registry)),
     # Options of methods that take another path.
-    ("cs variant=released", {}),
-    ("depthfl alpha=0.0 local.distillation=false", {}),
-    ("fedlps@e-ucb", {}),
-    ("fedlps@split-ucbv", {}),
-    ("fedmp ratio.capped=true", {}),
-    ("fedprox local.proximal=0.1 local.stragglers=0.5", {}),
-    ("fedspa local.anneal=0.0 mask.densities=uniform ratio.ratio=0.3", {}),
-    ("fjord local.distillation=true", {}),
-    ("hermes mask.threshold=0.0 mask.target=0.3", {}),
-    ("heterofl local.masked_loss=true aggregate=TouchedRowsMean aggregate.weighting=uniform", {}),
-    ("lotteryfl mask.threshold=0.0 local.rewind=false", {}),
-    ("per-fedavg local.variant=hessian-free", {}),
-    ("prunefl local.search.every=2 mask.search.every=2 sampling.search.every=2", {}),
-    ("refl sampling.target=0.3 sampling.cool_down=1", {}),
+    ("depthfl alpha=0.0 distillation=false", {}),
+    ("fedlps bandit=e-ucb", {}),
+    ("fedlps bandit=split-ucbv", {}),
+    ("fedmp capped=true", {}),
+    ("fedprox mu=0.1 stragglers=0.5", {}),
+    ("fedspa anneal=0.0 densities=uniform ratio=0.3", {}),
+    ("fjord distillation=true", {}),
+    ("hermes threshold=0.0 target=0.3", {}),
+    ("heterofl masked_loss=true", {}),
+    ("lotteryfl threshold=0.0 rewind=false", {}),
+    ("per-fedavg variant=hessian-free", {}),
+    ("prunefl every=2", {}),
+    ("refl target=0.3 cool_down=1", {}),
     # Options of runs.
     ("cs", {"upload": "bfloat16"}),
     ("fedlps", {"upload": "bfloat16"}),

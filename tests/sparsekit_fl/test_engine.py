@@ -12,8 +12,7 @@ from personal import tiny_run
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.engine import Processes
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.local import LocalPolicy, Sgd
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import EngineContract, TinyNet, tiny_problem
 
@@ -30,19 +29,19 @@ class TestThreeWorkers(EngineContract):
         return Processes(3)
 
 
-@dataclass(frozen=True)
-class SuicidalSgd(LocalPolicy):
+@dataclass(frozen=True, kw_only=True)
+class Deadly(Method):
     round: int
     signal: int
 
-    def train(self, ctx, start, mask, ratio):
-        if ctx.round == self.round:
+    def train(self, client, task):
+        if client.round == self.round:
             os.kill(os.getpid(), self.signal)
-        return Sgd().train(ctx, start, mask, ratio)
+        return super().train(client, task)
 
 
 def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
-    deadly = Method(name="m", source="", local=SuicidalSgd(3, signal.SIGKILL))
+    deadly = Deadly(round=3, signal=int(signal.SIGKILL))
     with pytest.raises(
         WorkerDiedError, match=r"a worker process died.*client \d+.* in round 3.*round 2 of 4 was finished.*--resume"
     ):

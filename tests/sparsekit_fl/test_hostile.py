@@ -29,8 +29,7 @@ from sparsekit_fl.client.messages import (
 )
 from sparsekit_fl.client.packing import Kept, pack
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import Mean
+from sparsekit_fl.methods.base import Method
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server import Server
@@ -39,7 +38,12 @@ from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
-SETUP = RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), tiny_config())
+
+class Masked(Method):
+    masked = True
+
+
+SETUP = RunSpec.build(Masked(), tiny_problem(), tiny_config())
 CLIENTS = by_id(tiny_clients())
 MASK = UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])})
 

@@ -15,10 +15,8 @@ from personal import tiny_run
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit import criteria
 from sparsekit.graph.state import digest
-from sparsekit_fl.methods import fedavg
-from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
+from sparsekit_fl.testing import OwnModels, StopAfter, tiny_clients, tiny_config
 
 
 def test_result_json_has_what_scripts_rely_on(tmp_path):
@@ -87,8 +85,8 @@ def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
         tiny_run(out=tmp_path, resume=True, config=changed)
     with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 4, now 5.*plan its course"):
         tiny_run(out=tmp_path, resume=True, rounds=5)
-    with pytest.raises(fl.errors.ResumeError, match=r"method.aggregate: was .*over='whole'.* now .*over='all'"):
-        tiny_run(replace(fedavg(), aggregate=fl.policies.Mean(over="all")), out=tmp_path, resume=True)
+    with pytest.raises(fl.errors.ResumeError, match=r'method.name: was "fedavg", now "fedprox mu=0.5"'):
+        tiny_run("fedprox mu=0.5", out=tmp_path, resume=True)
     with pytest.raises(fl.errors.ResumeError, match=r"clients.count: was 8, now 9"):
         tiny_run(clients=tiny_clients(9), out=tmp_path, resume=True)
     with pytest.raises(fl.errors.ResumeError, match="already holds a run"):
@@ -97,25 +95,25 @@ def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
 
 
 def test_old_memories_are_removed_once_a_newer_checkpoint_is_there(tmp_path):
-    result = tiny_run(replace(fedavg(), personal=fl.policies.LocalModel()), out=tmp_path)
+    result = tiny_run(OwnModels(), out=tmp_path)
     newest = {client_id: record.round for record in result.rounds for client_id in record.cohort}
     assert {path.name for path in (tmp_path / "clients").iterdir()} == {f"{i}-{r}.pt" for i, r in newest.items()}
 
 
-@dataclass(frozen=True)
-class Exploding(fl.policies.LocalPolicy):
+@dataclass(frozen=True, kw_only=True)
+class Exploding(fl.Method):
     round: int
 
-    def train(self, ctx, start, mask, ratio):
-        result = fl.policies.Sgd().train(ctx, start, mask, ratio)
-        if ctx.round == self.round:
+    def train(self, client, task):
+        result = fl.sgd(client, task)
+        if client.round == self.round:
             bias = result.state["first.bias"] * float("nan")
             return replace(result, state={**result.state, "first.bias": bias})
         return result
 
 
 def test_a_run_in_which_every_update_is_refused_stops_with_the_reason_and_can_go_on(tmp_path):
-    method = replace(fedavg(), local=Exploding(3))
+    method = Exploding(round=3)
     with pytest.raises(fl.errors.TooFewRepliesError, match="not finite; a lower learning rate"):
         tiny_run(method, out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
@@ -151,14 +149,7 @@ def test_a_model_without_units_can_still_be_averaged():
 
 
 def half_run(folder, *, resume, workers):
-    method = fl.Method(
-        name="m",
-        source="",
-        ratio=fl.policies.Constant(0.5),
-        mask=fl.policies.UnitCriterion(criteria.Random()),
-        aggregate=fl.policies.Mean(over="all"),
-        personal=fl.policies.LocalModel("best"),
-    )
+    method = "fedlps-random ratios=0.5"
     return tiny_run(method, rounds=20, out=folder, resume=resume, engine=fl.Processes(workers))
 
 

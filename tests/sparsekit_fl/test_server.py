@@ -12,15 +12,18 @@ from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.messages import encode_update, update_bytes
 from sparsekit_fl.methods import registry
-from sparsekit_fl.policies import Mean
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
+class Masked(fl.Method):
+    masked = True
+
+
 @pytest.fixture(scope="module")
 def spec():
-    return RunSpec.build(fl.Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), tiny_config())
+    return RunSpec.build(Masked(), tiny_problem(), tiny_config())
 
 
 @pytest.fixture

@@ -19,10 +19,8 @@ import sparsekit_fl as fl
 from sparsekit.version import __version__
 from sparsekit_fl import storage
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.methods import fedavg
-from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.storage import lock_folder
-from sparsekit_fl.testing import StopAfter, tiny_clients
+from sparsekit_fl.testing import OwnModels, StopAfter, tiny_clients
 
 
 def test_a_result_names_the_version_and_the_data(tmp_path: Path) -> None:
@@ -44,20 +42,18 @@ def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
         tiny_run(out=tmp_path, resume=True, clients=clients)
 
 
-@dataclass(frozen=True)
-class Forgets(LocalModel):
-    """A personal model that a client drops in its second participation."""
+@dataclass(frozen=True, kw_only=True)
+class Forgets(OwnModels):
+    """A client drops its personal model in its second participation."""
 
-    def keep(self, ctx: Any, result: Any, ratio: float) -> None:
-        if ctx.memory.pop("seen", False):
-            ctx.memory.clear()
-        else:
-            super().keep(ctx, result, ratio)
-            ctx.memory["seen"] = True
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        result, seen = super().train(client, task), client.memory.pop("seen", False)
+        client.memory.clear() if seen else client.memory.update(seen=True)
+        return result
 
 
 def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
-    result = tiny_run(replace(fedavg(), personal=Forgets()), out=tmp_path)
+    result = tiny_run(Forgets(), out=tmp_path)
     asked = Counter(client_id for record in result.rounds for client_id in record.cohort)
     memories = Memories(tmp_path / "clients", durable=False)
     last = {client_id: max(r.round for r in result.rounds if client_id in r.cohort) for client_id in asked}
@@ -150,7 +146,7 @@ def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Pa
         from local_grid import InProcess
     made = InProcess(memory="nodes") if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
     monkeypatch.setattr(Memories, "write", full)
-    method = replace(fedavg(), personal=LocalModel())
+    method = OwnModels()
     with pytest.raises(
         fl.errors.StorageError, match=r"No space left.*make room.*Round 1 of 4 was the last to be saved.*--resume"
     ):

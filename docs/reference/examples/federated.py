@@ -20,89 +20,51 @@ problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),))
 clients = [fl.Client(id=k, data=fl.ClientData(split(30), split(10), split(10))) for k in range(4)]
 config = fl.RunConfig(rounds=1, cohort=2, training=fl.TrainingConfig(local_epochs=1), seed=0)
 # --- examples ---
-# sparsekit_fl.AggregatePolicy
+# sparsekit_fl.Method, sparsekit_fl.ServerContext, sparsekit_fl.Task, sparsekit_fl.units, sparsekit_fl.mean
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class Newest(fl.AggregatePolicy):
-    """The mean of the changes, of which those that come late count half."""
+@dataclass(frozen=True, kw_only=True)
+class FedHalf(fl.Method):
+    """Slow clients train a random half of the units.
 
-    def weight(self, update, age: int) -> float:
-        return super().weight(update, age) / (2 if age else 1)
+    Args:
+        threshold: Clients whose capability is below it train half of the units.
+    """
+
+    masked = True  # clients send parts of entries
+    threshold: float = 0.5
+
+    def assign(self, server: fl.ServerContext, client_id: int) -> fl.Task:
+        slow = server.roster[client_id].capability.ratio < self.threshold
+        return fl.Task(mask=fl.units(server, sk.criteria.Random(), 0.5)) if slow else fl.Task()
+
+    def aggregate(self, server: fl.ServerContext, updates):
+        return fl.mean(server, updates, over="holders")
 
 
-fl.run(fl.Method(name="newest", source="an example", aggregate=Newest()), problem, clients, config)
+fl.run(FedHalf(), problem, clients, config)
 
-# sparsekit_fl.LocalPolicy, sparsekit_fl.LocalResult
+# sparsekit_fl.sgd, sparsekit_fl.ClientContext, sparsekit_fl.Result, sparsekit_fl.Model
 from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True)
-class Clipped(fl.LocalPolicy):
-    """Plain SGD; no trained entry is larger than 1."""
+@dataclass(frozen=True, kw_only=True)
+class HalfOwn(fl.Method):
+    """Sign SGD; a client deploys the mean of the global model and of its own last one."""
 
-    def train(self, ctx, start, mask, ratio) -> fl.LocalResult:
-        result = super().train(ctx, start, mask, ratio)
-        state = {name: value.clamp(-1, 1) for name, value in result.state.items()}
-        return replace(result, state=state, module=None)
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        signs = lambda gradients: {leaf: gradient.sign() for leaf, gradient in gradients.items()}
+        result = fl.sgd(client, task, adjusts=lambda leaves: [signs], pull=0.1)
+        client.memory["own"] = result.state
+        return replace(result, metrics={"largest": max(float(value.abs().max()) for value in result.state.values())})
 
-
-fl.run(fl.Method(name="clipped", source="an example", local=Clipped()), problem, clients, config)
-
-# sparsekit_fl.policies.Adjust, sparsekit_fl.policies.Leaves, sparsekit_fl.policies.Mask, sparsekit_fl.policies.load_leaves, sparsekit_fl.policies.pull_towards, sparsekit_fl.policies.sgd
-from dataclasses import dataclass
-
-from sparsekit_fl.policies import Adjust, Leaves, Mask, load_leaves, pull_towards, sgd
+    def deploy(self, client: fl.ClientContext, state) -> fl.Model:
+        own = client.memory.get("own", state)
+        return fl.Model(state={name: (state[name] + own[name]) / 2 for name in state})
 
 
-@dataclass(frozen=True)
-class SignedPull(fl.LocalPolicy):
-    """Steps along the sign of each gradient, pulled to where the round began."""
-
-    def train(self, ctx, start, mask: Mask | None, ratio: float) -> fl.LocalResult:
-        leaves: Leaves = load_leaves(ctx, start, mask)
-        anchors = [leaf.detach().clone() for leaf in leaves.values()]
-        signs: Adjust = lambda gradients: {leaf: gradient.sign() for leaf, gradient in gradients.items()}
-        log = sgd(ctx, leaves, ctx.batches(), [signs, pull_towards(leaves, anchors, 0.1)])
-        return fl.LocalResult.of(ctx, mask, log)
-
-
-fl.run(fl.Method(name="signed-pull", source="an example", local=SignedPull()), problem, clients, config)
-
-# sparsekit_fl.policies.Rule, sparsekit_fl.policies.mean
-from dataclasses import dataclass
-
-from sparsekit_fl.policies import Rule, mean
-
-
-@dataclass(frozen=True)
-class Halved(fl.AggregatePolicy):
-    """Half of the combined change."""
-
-    def combine(self, ctx, state, arrivals, rule: Rule = mean):
-        found = super().combine(ctx, state, arrivals, rule)
-        return {name: state[name] + ((new - state[name]) / 2).to(new.dtype) for name, new in found.items()}
-
-
-fl.run(fl.Method(name="halved", source="an example", aggregate=Halved()), problem, clients, config)
-
-# sparsekit_fl.MaskPolicy
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class FirstUnits(fl.MaskPolicy):
-    """The first units of each group, as many as the ratio says."""
-
-    def choose(self, ctx, ratio, state):
-        return sk.select(sk.criteria.Ordered(), ctx.graph, ratio, sk.View(weights=state))
-
-
-method = fl.Method(
-    name="first", source="an example", ratio=fl.policies.Constant(0.5), mask=FirstUnits(), aggregate=fl.policies.Mean("uniform", over="holders")
-)
-fl.run(method, problem, clients, config)
+fl.run(HalfOwn(), problem, clients, config)
 
 # sparsekit_fl.Partition, sparsekit_fl.partitions, sparsekit_fl.datasets
 import numpy as np
@@ -110,76 +72,6 @@ import numpy as np
 deal: fl.Partition = fl.partitions["dirichlet"]
 splits = deal(fl.datasets["digits"](), clients=10, rng=np.random.default_rng(0))
 dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
-
-# sparsekit_fl.PersonalPolicy, sparsekit_fl.PersonalModel
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class HalfOwn(fl.PersonalPolicy):
-    """The mean of the global model and of what the client trained last."""
-
-    def keep(self, ctx, result, ratio) -> None:
-        ctx.memory["own"] = result.state
-
-    def model(self, ctx, state) -> fl.PersonalModel:
-        own = ctx.memory.get("own", state)
-        return fl.PersonalModel(state={name: (state[name] + own[name]) / 2 for name in state})
-
-
-fl.run(fl.Method(name="half-own", source="an example", personal=HalfOwn()), problem, clients, config)
-
-# sparsekit_fl.SamplingPolicy, sparsekit_fl.ServerContext
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Turns(fl.SamplingPolicy):
-    """One client after the other."""
-
-    def sample(self, ctx: fl.ServerContext) -> list[int]:
-        ids = sorted(ctx.roster)
-        return sorted(ids[(ctx.round * ctx.cohort_size + place) % len(ids)] for place in range(ctx.cohort_size))
-
-
-fl.run(fl.Method(name="turns", source="an example", sampling=Turns()), problem, clients, config)
-
-# sparsekit_fl.SharePolicy
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class OwnHead(fl.SharePolicy):
-    """The last layer stays on the client."""
-
-    def is_shared(self, name, graph) -> bool:
-        return not name.startswith("2.")
-
-
-fl.run(fl.Method(name="own-head", source="an example", share=OwnHead()), problem, clients, config)
-
-
-# sparsekit_fl.RatioPolicy, sparsekit_fl.ClientContext
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class HalfWhenSlow(fl.RatioPolicy):
-    """The whole model, or half of it on slow clients."""
-
-    def choose(self, ctx: fl.ClientContext, proposal):
-        return 1.0 if ctx.capability.ratio >= 0.5 else 0.5
-
-
-method = fl.Method(
-    name="half",
-    source="mine",
-    ratio=HalfWhenSlow(),
-    mask=fl.policies.UnitCriterion(sk.criteria.Ordered()),
-    aggregate=fl.policies.Mean("uniform", over="holders"),
-)
-fl.run(method, problem, clients, config)
-
 
 # sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation
 class Sizes(fl.Callback):
@@ -260,11 +152,6 @@ source = fl.DataSource(  # a function that returns one can be named on the comma
 # sparsekit_fl.Processes, sparsekit_fl.engines.Processes
 fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Processes(workers=2))
 
-# sparsekit_fl.Method
-method = fl.Method(name="mine", source="an example", aggregate=fl.policies.Mean("uniform", over="holders"))
-fl.run(method, problem, clients, config)
-
-
 # sparsekit_fl.Problem
 problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),), metrics={"accuracy": fl.metrics.accuracy})
 
@@ -303,15 +190,12 @@ try:
 except fl.errors.ResumeError as error:
     print(error)
 
-# sparsekit_fl.methods, sparsekit_fl.methods.registry, sparsekit_fl.methods.with_settings
+# sparsekit_fl.methods, sparsekit_fl.methods.registry
 list(fl.methods.registry)
-fl.methods.with_settings(fl.methods.fedprox(), {"local.proximal": 0.1})  # the paths of --set; `sparsekit describe fedprox`
+fl.methods.fedprox(mu=0.1)  # an option is a field; `sparsekit describe fedprox` lists them
 
 # sparsekit_fl.metrics, sparsekit_fl.metrics.accuracy
 right, of = fl.metrics.accuracy(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
-
-# sparsekit_fl.policies
-fl.policies.Constant(0.5)
 
 # sparsekit_fl.run
 result = fl.run(fl.methods.fedlps(), problem, clients, config)
@@ -367,11 +251,6 @@ loss = fl.metrics.cross_entropy(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 # sparsekit_fl.metrics.log_loss
 total, of = fl.metrics.log_loss(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 
-
-# sparsekit_fl.policies.RoundView
-from sparsekit_fl.policies import RoundView  # a View that knows the round: what a criterion of UnitCriterion is given
-
-view = RoundView(round=3)
 
 # sparsekit_fl.Callback, sparsekit_fl.callbacks.Callback, sparsekit_fl.RunView, sparsekit_fl.callbacks.RunView
 class Spend(fl.Callback):

@@ -67,31 +67,28 @@ def test_a_finished_run_of_other_data_is_refused(tmp_path: Path, capsys: pytest.
 METHODS = """
 import os, signal
 from dataclasses import dataclass
-from sparsekit_fl import LocalPolicy, Method
+from sparsekit_fl import Method
 
-@dataclass(frozen=True)
-class Broken(LocalPolicy):
+@dataclass(frozen=True, kw_only=True)
+class Broken(Method):
+    note = "It breaks."
     broken: bool = True
 
-    def train(self, ctx, start, mask, ratio):
+    def train(self, client, task):
         if os.path.exists("mended"):
-            return super().train(ctx, start, mask, ratio)
-        if ctx.round < int(os.environ.get("BREAKS_IN", 1)):
-            return super().train(ctx, start, mask, ratio)
+            return super().train(client, task)
+        if client.round < int(os.environ.get("BREAKS_IN", 1)):
+            return super().train(client, task)
         raise RuntimeError("no such luck")
 
-@dataclass(frozen=True)
-class Killed(LocalPolicy):
-    def train(self, ctx, start, mask, ratio):
-        if ctx.round == 2 and not os.path.exists("mended"):
+@dataclass(frozen=True, kw_only=True)
+class Killed(Method):
+    def train(self, client, task):
+        if client.round == 2 and not os.path.exists("mended"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().train(ctx, start, mask, ratio)
+        return super().train(client, task)
 
-def broken():
-    return Method(name="broken", source="me", local=Broken(), note="It breaks.")
-
-def killed():
-    return Method(name="killed", source="me", local=Killed())
+broken, killed = Broken, Killed
 """
 
 

@@ -17,14 +17,13 @@ from sparsekit_fl.cli.listing import KINDS
 from sparsekit_fl.cli.options import RunOptions, known_options, path_of, with_run_options
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.settings import arguments_of
-from sparsekit_fl.options import parse_value, plain_type
+from sparsekit_fl.options import options_of, parse_value, plain_type
 from sparsekit_fl.paper.presets import PRESETS
 
 
 @pytest.mark.same_bits
 def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, capsys):
-    given = ["--set", "local.proximal=0.1", "--lr", "0.05", "--seed", "3"]
+    given = ["--set", "mu=0.1", "--lr", "0.05", "--seed", "3"]
     one = command(["run", "fedprox", *SMALL, *given, "--out", str(tmp_path / "a")], capsys)
     two = command(["run", "--config", str(tmp_path / "a" / "run.toml")], capsys)
     assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
@@ -124,7 +123,7 @@ def test_every_path_is_listed_and_no_argument_of_a_method_has_the_name_of_an_opt
     assert {path.partition(".")[0] for path in listed} >= {"rounds", "training", "partition"}
     assert all(setting["about"] and setting["allowed"] for setting in listed.values())
     for name in registry:
-        arguments = {setting.path for setting in arguments_of(registry.find(name))}
+        arguments = set(options_of(registry[name]))
         assert not arguments & set(known_options()), name
 
 

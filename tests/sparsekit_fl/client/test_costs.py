@@ -13,12 +13,12 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
-from sparsekit_fl.methods.per_fedavg import AdaptedModel
+from sparsekit_fl.methods import per_fedavg
 from sparsekit_fl.results.part import Cost
-from sparsekit_fl.testing import tiny_clients, tiny_problem
+from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_problem
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
-BEST = "fedavg personal=LocalModel personal.select=best"
+BEST = OwnModels(keep="best")
 
 
 def scored_to_choose(record):
@@ -53,7 +53,7 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
 
 def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     result = tiny_run("per-fedavg", rounds=1)
-    steps = sum(min(AdaptedModel().largest_batch, len(client.data.train)) for client in tiny_clients())
+    steps = sum(min(per_fedavg().largest_batch, len(client.data.train)) for client in tiny_clients())
     assert result.cost.flops_deploying == steps * 3 * DENSE
     assert result.rounds[-1].cost.flops_deploying == 0
     assert result.cost.flops == result.rounds[-1].cost.flops

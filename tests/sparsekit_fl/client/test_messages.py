@@ -25,7 +25,7 @@ from sparsekit_fl.testing import tiny_config, tiny_problem
 
 @pytest.fixture(scope="module")
 def spec():
-    return RunSpec.build(fl.Method(name="m", source=""), tiny_problem(), tiny_config())
+    return RunSpec.build(fl.Method(), tiny_problem(), tiny_config())
 
 
 MASKS = {

@@ -1,12 +1,133 @@
-"""Methods of one class."""
+"""Methods: one class, whose fields are its options; read from text, listed, refused; its hooks in the written order."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.methods import base, registry
+from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.options import described, options_of
 
 
-def test_the_defaults_are_fedavg():
-    ours, theirs = (fl.run(one, tiny_problem(), tiny_clients(), tiny_config()) for one in (Method(), fl.methods.fedavg()))
-    assert ours.final.state_sha256 == theirs.final.state_sha256
-    assert ours.final.per_client == theirs.final.per_client
-    assert ours.cost.downlink_bytes == theirs.cost.downlink_bytes
+def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
+    for name in registry:
+        method = registry[name]()
+        assert method.name == name
+        assert make_method(method.name) == method
+    method = make_method("fjord levels=1.0,0.5 distillation=true")
+    assert method.name == "fjord levels=1.0,0.5 distillation=True"
+    assert make_method(method.name) == method
+    assert make_method("fedprox", settings={"mu": 0.01}).name == "fedprox"
+
+
+def test_a_description_names_every_option():
+    found = make_method("fedprox mu=0.5").describe()
+    assert found == {"name": "fedprox mu=0.5", "source": fl.methods.fedprox.source, "mu": "0.5", "stragglers": "0.0"}
+    assert make_method("rcr-fix").describe()["capability"] == "fixed"
+
+
+def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
+    class Noted(fl.Method):
+        note = "It saves bytes."
+
+    for method, note in ((Noted(), "It saves bytes."), (fl.Method(), "")):
+        result = tiny_run(method, rounds=1)
+        assert result.to_dict().get("note", "") == note
+        assert ("note" in result.to_dict()) == bool(note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(fl.Method):
+    """Notes each call of its hooks."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
+            Recorded.calls.append(name)
+        return super().__getattribute__(name)
+
+
+HOOKS = {"configure", "prepare", "check", "private", "sample", "assign", "train", "validate", "aggregate", "seconds", "deploy"}
+
+
+def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
+    rounds, before = base.__doc__.split("To score a client")
+    before = re.findall(r"`(\w+)`", before.split("Before the first round")[1].split("\n\n")[0])
+    written = [*before, *[name for name in re.findall(r"`(\w+)`", rounds) if name in HOOKS], "deploy"]
+    assert set(written) == HOOKS
+    Recorded.calls.clear()
+    tiny_run(Recorded(), rounds=1, cohort=1)
+    assert list(dict.fromkeys(Recorded.calls)) == written
+
+
+def test_a_method_may_refuse_a_problem_before_the_run():
+    class Picky(fl.Method):
+        def check(self, problem, graph):
+            raise InvalidValueError("cannot work with this problem")
+
+    with pytest.raises(InvalidValueError, match="cannot work"):
+        tiny_run(Picky(), rounds=1)
+
+
+def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is() -> None:
+    for name in registry:
+        for option in options_of(registry[name]).values():
+            assert make_method(name, settings={option.name: option.default}) == make_method(name), option.name
+            assert option.about, (name, option.name)
+            assert described(option.hint), (name, option.name)
+
+
+ALLOWED = Path(__file__).parents[2] / "golden" / "options.json"
+
+
+def test_what_every_option_allows_is_what_is_written_down() -> None:
+    """A range that moves or goes is for the author to explain; this file, run as a program, writes them down again."""
+    assert json.loads(ALLOWED.read_text(encoding="utf-8")) == allowed()
+
+
+def allowed() -> dict[str, dict[str, str]]:
+    """Run, training or method → option → what it allows, in the words of its refusal."""
+    kinds = {
+        "RunConfig": fl.RunConfig,
+        "TrainingConfig": fl.TrainingConfig,
+        **{name: registry[name] for name in sorted(registry)},
+    }
+    return {title: {name: described(one.hint) for name, one in options_of(kind).items()} for title, kind in kinds.items()}
+
+
+def test_text_is_read_by_the_annotation():
+    assert make_method("fedprox", settings={"mu": "0.5"}).mu == 0.5
+    assert make_method("fedlps", settings={"target": "absolute"}).target == "absolute"
+    assert make_method("fedlps", settings={"importance_lr": "none"}).importance_lr is None
+    assert [make_method("fedlps", settings={"ratios": text}).ratios for text in ("capability", "0.5")] == ["capability", 0.5]
+    assert make_method("fjord", settings={"levels": "1, 0.5"}).levels == (1.0, 0.5)
+    assert make_method("heterofl", settings={"scaler": "false"}).scaler is False
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
+        ("fedprox mu=-1", InvalidValueError, "mu must be a finite number >= 0, got -1.0; 0 is plain SGD"),
+        ("fedprox mu=much", InvalidValueError, "mu must be a finite number >= 0, got 'much'"),
+        ("fedlps pattern=best", InvalidValueError, "pattern must be one of learned, ordered, magnitude, random, got 'best'"),
+        ("fedlps ratios=2", InvalidValueError, "ratios must be"),
+        ("fedprx", UnknownNameError, "fedprox"),
+        ("sparsekit_fl.testing:tiny_problem", InvalidValueError, "must be a subclass of sparsekit_fl.Method"),
+    ],
+)
+def test_what_is_wrong_is_said(text, error, message):
+    with pytest.raises(error, match=message):
+        make_method(text)
+
+
+if __name__ == "__main__":
+    ALLOWED.write_text(json.dumps(allowed(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

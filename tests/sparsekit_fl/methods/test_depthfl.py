@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, combine, deep_problem, server_context, update, watched
+from personal import ONE_STEP, client_context, deep_problem, server_context, update, watched
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.methods import depthfl, fedavg
-from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
-from sparsekit_fl.policies.exits import place_exits
+from sparsekit_fl.methods import depthfl
+from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss
+from sparsekit_fl.methods.exits import place_exits
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
@@ -131,35 +132,28 @@ def test_clients_receive_train_and_send_a_prefix() -> None:
             assert (item.delta[name].numel() > 0) == (name in entries[depth - 1])
         assert item.cost.flops == 3 * depth_flops(spec.graph, spec.costs)[depth - 1] * 2 * item.examples
     assert len(seen) > 1
-    plain = watched(dataclasses.replace(depthfl(), mask=fedavg().mask, ratio=fedavg().ratio), problem=long_problem())[0]
+    plain = watched(depthfl(), problem=long_problem(), capability_levels=(1.0,))[0]
     assert result.cost.flops < plain.cost.flops
     assert result.cost.downlink_bytes < plain.cost.downlink_bytes
 
 
+def drifting():
+    return dataclasses.replace(server_context(clients=10), parameters=frozenset({"w", "b", "out"}))
+
+
 def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() -> None:
-    ctx = server_context(clients=10, memory={})
+    ctx = drifting()
     first, second = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
-    found = combine(DynamicMean(alpha=0.1), first, second, ctx=ctx)
+    found = depthfl(alpha=0.1).aggregate(ctx, [first, second])
     # One holder of ten moved w by 3: h = -0.1 · 0.1 · 3, and the entry moves by 3 - h / 0.1 = 3.3.
     assert torch.allclose(found["w"], torch.tensor([[4.3, 5.3, 6.3]]))
     # Two holders, mean 3: 3 + 0.6.
     assert torch.allclose(found["b"], torch.tensor([13.6]))
-    again = combine(DynamicMean(alpha=0.1), first, ctx=dataclasses.replace(ctx, state=found))
+    again = depthfl(alpha=0.1).aggregate(dataclasses.replace(ctx, state=found), [first])
     assert torch.allclose(again["w"], torch.tensor([[4.3, 5.3, 6.3]]) + 3.0 + 0.6)
     # Without FedDyn it is the plain mean, and what nobody holds stays.
-    assert combine(DynamicMean(alpha=0.0), first, second)["w"].tolist() == [[4.0, 5.0, 6.0]]
-    assert combine(DynamicMean(), second)["w"].tolist() == [[1.0, 2.0, 3.0]]
-
-
-def test_examples_weigh_in_the_mean_and_not_in_the_number_of_holders() -> None:
-    ctx = server_context(clients=10, memory={})
-    first = update(0, [3.0, 3.0, 3.0], b=4.0, examples=30)
-    second = update(1, [], keep=[False, False, False], b=0.0, examples=10)
-    found = combine(DynamicMean("examples", alpha=0.1), first, second, ctx=ctx)
-    # As with equal weights, one holder of ten: 3 + 3 / 10.
-    assert torch.allclose(found["w"], torch.tensor([[4.3, 5.3, 6.3]]))
-    # Two holders, mean (30 · 4 + 10 · 0) / 40 = 3: 3 + 2 · 3 / 10.
-    assert torch.allclose(found["b"], torch.tensor([13.6]))
+    assert depthfl(alpha=0.0).aggregate(drifting(), [first, second])["w"].tolist() == [[4.0, 5.0, 6.0]]
+    assert depthfl().aggregate(drifting(), [second])["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 
 def test_distillation_by_hand() -> None:
@@ -195,7 +189,7 @@ def test_one_step_by_hand() -> None:
     parameters = [name for name in spec.initial if spec.initial[name].is_floating_point()]
     ctx.memory["drift"] = {name: torch.full_like(spec.initial[name], drift) for name in parameters}
     start = {name: tensor.clone() for name, tensor in spec.initial.items()}
-    result = ExitSgd().train(ctx, start, None, 1.0)
+    result = depthfl().train(ctx, Task(state=start))
     model = spec.problem.model()
     model.load_state_dict(spec.initial)
     data = client.data.train

@@ -15,17 +15,12 @@ import sparsekit_fl as fl
 from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.client_round import run_client
-from sparsekit_fl.methods import cs, prunefl, registry
-from sparsekit_fl.methods.prunefl import Search
+from sparsekit_fl.methods import prunefl, registry
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
 from sparsekit_fl.spec import RunSpec
 
-METHODS = {
-    **registry,
-    "cs-released": partial(cs, variant="released"),
-    "prunefl-often": lambda: prunefl(Search(every=2)),
-}
-BY_ENTRY = {"cs", "cs-released", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
+METHODS = {**registry, "prunefl-often": partial(prunefl, every=2)}
+BY_ENTRY = {"cs", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
 
 
 def _frozen() -> nn.Module:
@@ -95,7 +90,7 @@ def spoiled(monkeypatch):
     return start
 
 
-GRAPH = RunSpec.build(fl.Method(name="m", source=""), tiny_problem(), tiny_config()).graph
+GRAPH = RunSpec.build(fl.Method(), tiny_problem(), tiny_config()).graph
 HOSTILE = (1, 4)
 STRANGE = WeightMask({"first.weight": torch.arange(48).view(8, 6) % 5 == 0})
 EXTREMES = (1.7e308, -1.7e308, 5e-324, 0.0, math.inf, -math.inf, math.nan)
@@ -122,7 +117,7 @@ def _extreme(update, turn):
 
 # PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
 # Ablations of FedLPS are made of its policies.
-OTHERS = sorted(name for name in set(registry) - {"prunefl"} if registry[name].__module__ != "sparsekit_fl.paper.ablations")
+OTHERS = sorted(name for name in set(registry) - {"prunefl"} if registry[name].__module__ != "sparsekit_fl.methods.ablations")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -155,7 +150,7 @@ def _another_mask(update):
     ],
 )
 def test_prunefl_refuses_gradients_that_are_not_of_its_weights_and_a_mask_that_it_did_not_send(spoiled, change, reason):
-    reasons = spoiled(prunefl(Search(every=1, initial=0)), change)
+    reasons = spoiled(prunefl(every=1, initial=0), change)
     assert reasons
     assert all(reason in found for found in reasons)
 

@@ -7,54 +7,53 @@ from typing import Any
 
 import pytest
 import torch
-from personal import server_context, tiny_run, training, watched
+from personal import STATE, server_context, tiny_run, training, watched
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitMask
+from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods import fedavg, fedlps
-from sparsekit_fl.policies import Constant, Everything, LearnableSgd, OwnClasses, TouchedRowsMean
-from sparsekit_fl.policies.context import ClientInfo
-from sparsekit_fl.policies.ratio import BanditRatio, utility
+from sparsekit_fl.methods.context import ClientInfo
+from sparsekit_fl.methods.fedlps import utility
+from sparsekit_fl.methods.local_classes import FedLPSLocalClasses, LocalClassMask
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def server(round: int, capability: float, memory: dict) -> fl.ServerContext:
     roster = {7: ClientInfo(examples=10, capability=fl.Capability(ratio=capability))}
-    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], kind="ratio", memory=memory)
+    return server_context(round=round, rounds=100, roster=roster, cohort=10, rng=[0, round], memory=memory)
 
 
 def answer(ratio: float, accuracy: float, **metrics: float) -> fl.Update:
     return fl.Update(
-        round=1, client_id=7, examples=10, delta={}, ratio=ratio,
+        round=1, client_id=7, examples=10, delta={name: torch.zeros_like(one) for name, one in STATE.items()}, ratio=ratio,
         metrics={"accuracy": accuracy, **metrics}, cost=fl.WorkCost(seconds=2.0),
     )  # fmt: skip
 
 
 def test_proposals_never_exceed_the_capability_of_the_round() -> None:
-    policy, memory = BanditRatio(), {}
+    method, memory = fedlps(), {}
     for round in range(1, 60):
         level = (1.0, 0.5, 0.25, 0.125, 0.0625)[round % 5]
         ctx = server(round, level, memory)
-        proposal = policy.propose(ctx, 7)
-        assert proposal is not None
+        proposal = method.assign(ctx, 7).ratio
         assert 1 / 16 <= proposal <= max(level, 1 / 16)
         if round % 3:
-            policy.observe(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
+            method.aggregate(ctx, [answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1)])
 
 
 def test_a_proposal_that_was_never_answered_is_made_again() -> None:
-    policy, memory = BanditRatio(), {}
-    first = policy.propose(server(1, 1.0, memory), 7)
-    assert policy.propose(server(2, 1.0, memory), 7) == first
+    memory: dict = {}
+    first = fedlps().assign(server(1, 1.0, memory), 7).ratio
+    assert fedlps().assign(server(2, 1.0, memory), 7).ratio == first
 
 
 def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
     def flops(epochs_factor: float, epochs: int) -> int:
         config = training(tiny_config(rounds=1), local_epochs=epochs)
-        method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(epochs_factor=epochs_factor))
-        return tiny_run(method, config=config).cost.flops_training
+        return tiny_run(fedlps(ratios=0.5, epochs_factor=epochs_factor), config=config).cost.flops_training
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
@@ -82,19 +81,21 @@ def client_of(labels: list[int], dtype: torch.dtype = torch.int64) -> Any:
 def test_the_bias_of_classes_without_an_example_is_lower_and_nothing_else_changes() -> None:
     state = {name: tensor.clone() for name, tensor in TinyNet().state_dict().items()}
     state["last.bias"] = torch.tensor([1.0, 2.0, 3.0])
-    entered = OwnClasses(10.0).enter(client_of([0, 2, 0]), state)
+    entered = LocalClassMask(client_of([0, 2, 0]), 10.0).lowered(state)
     assert entered["last.bias"].tolist() == [1.0, -8.0, 3.0]
     assert state["last.bias"].tolist() == [1.0, 2.0, 3.0]
     assert all(entered[name] is state[name] for name in state if name != "last.bias")
 
 
 def test_rows_of_other_classes_go_up_as_they_came() -> None:
-    policy, ctx = OwnClasses(10.0), client_of([0, 2])
-    start, value = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.5, -7.0, 2.0])
-    assert policy.leave(ctx, "last.bias", value, start).tolist() == [1.5, 2.0, 2.0]
-    start, value = torch.zeros(3, 4), torch.ones(3, 4)  # a narrow head: four units are kept
-    assert policy.leave(ctx, "last.weight", value, start).tolist() == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
-    assert policy.leave(ctx, "first.bias", value, start) is value
+    names, narrow = ("last.bias", "last.weight", "first.bias"), UnitMask({"first": torch.arange(8) < 4})
+    start = {name: torch.zeros_like(tensor) for name, tensor in TinyNet().state_dict().items()}
+    start["last.bias"] = torch.tensor([1.0, 2.0, 3.0])
+    state = {"last.bias": torch.tensor([1.5, -7.0, 2.0]), "last.weight": torch.ones(3, 4), "first.bias": torch.ones(4)}
+    result = fl.Result(state=state, mask=narrow, log=TrainingLog())
+    found = LocalClassMask(client_of([0, 2]), 10.0).restored(result, start).state
+    assert [found[name].tolist() for name in names] == [[1.5, 2.0, 2.0], [[1.0] * 4, [0.0] * 4, [1.0] * 4], [1.0] * 4]
+    assert state["last.bias"].tolist() == [1.5, -7.0, 2.0], "the model that is kept has the lower bias"
 
 
 def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) -> None:
@@ -102,27 +103,11 @@ def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) ->
         model=lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3, bias=False)),
         example_inputs=(torch.zeros(2, 6),),
     )
-    states = [
-        tiny_run(dataclasses.replace(fedavg(), share=share), problem=problem, rounds=1).final.state_sha256
-        for share in (Everything(), OwnClasses())
-    ]
-    assert states[0] == states[1]
+    tiny_run(FedLPSLocalClasses(), problem=problem, rounds=1)
     assert "the output layer has no bias of its own" in caplog.text
-    with pytest.raises(InvalidValueError, match="depth must be a finite number > 0"):
-        OwnClasses(depth=0.0)
-
-
-def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it() -> None:
-    state = {"last.bias": torch.zeros(3), "first.bias": torch.zeros(8)}
-    first = {"last.bias": torch.tensor([2.0, 0.0, 0.0]), "first.bias": torch.ones(8)}
-    second = {"last.bias": torch.tensor([4.0, 6.0, 0.0]), "first.bias": torch.zeros(8)}
-    policy, ctx = TouchedRowsMean(), server_context(graph=GRAPH)
-    sent = ((0, 10, first), (1, 30, second))
-    arrivals = [(fl.Update(round=1, client_id=id, examples=examples, delta=delta), 0) for id, examples, delta in sent]
-    found = policy.combine(ctx, state, arrivals)
-    # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
-    assert found["last.bias"].tolist() == [3.5, 6.0, 0.0]
-    assert found["first.bias"].tolist() == [0.25] * 8
+    spec = RunSpec.build(FedLPSLocalClasses(), problem, tiny_config())
+    client: Any = SimpleNamespace(graph=spec.graph, frozen=frozenset(), memory={})
+    assert LocalClassMask(client, 30.0).lowered(spec.initial) is spec.initial
 
 
 def one_class_less(client: fl.Client) -> fl.Client:
@@ -140,8 +125,7 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     from sparsekit.surgery.saving import load_compact
 
     clients = [one_class_less(client) for client in tiny_clients()]
-    method = dataclasses.replace(fedlps(), share=OwnClasses(), aggregate=TouchedRowsMean())
-    _, updates = watched(method, clients=clients, out=tmp_path)
+    _, updates = watched(FedLPSLocalClasses(), clients=clients, out=tmp_path)
     for update in updates:
         assert not update.delta["last.weight"][1].any()
         assert not update.delta["last.bias"][1].any()

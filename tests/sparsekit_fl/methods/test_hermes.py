@@ -8,8 +8,8 @@ from torch import nn
 from sparsekit.allocation import select
 from sparsekit.criteria import Ordered, View
 from sparsekit_fl.methods import hermes
-from sparsekit_fl.methods.hermes import GroupLassoSgd
-from sparsekit_fl.policies.local import load_leaves
+from sparsekit_fl.methods.client import load_leaves
+from sparsekit_fl.methods.hermes import _group_lasso
 from sparsekit_fl.problem.problem import Problem
 
 
@@ -38,8 +38,7 @@ def test_the_lassos_gradient_is_autograds(ratio) -> None:
     spec, _, ctx = client_context(hermes(), mixed())
     mask = select(Ordered(), spec.graph, ratio, View())
     leaves = load_leaves(ctx, spec.initial, mask)
-    lasso = GroupLassoSgd(lasso=0.3)
-    (adjust,) = lasso.adjusts(ctx, leaves, mask)
+    adjust = _group_lasso(ctx, leaves, 0.3)
     with torch.no_grad():
         changed = adjust({leaf: torch.zeros_like(leaf) for leaf in leaves.values()})
     found = {name: changed[leaf] for name, leaf in leaves.items()}

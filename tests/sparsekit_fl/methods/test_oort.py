@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import server_context
+from personal import STATE, server_context
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.oort import GuidedSampling, _RecordingLoss
-from sparsekit_fl.policies.context import ClientInfo
+from sparsekit_fl.methods.context import ClientInfo
+from sparsekit_fl.methods.oort import Oort, _RecordingLoss
 
 
 def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> fl.ServerContext:
@@ -18,42 +18,47 @@ def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed
     return server_context(round=round, rounds=1000, roster=roster, cohort=size, memory=memory, rng=[7, round])
 
 
+NOTHING = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+
+
 def answer(client_id: int, *, loss: float = 1.0, seconds: float = 1.0) -> fl.Update:
     metrics = {"mean_squared_loss": loss**2}
-    return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=fl.WorkCost(seconds=seconds))
+    return fl.Update(
+        round=1, client_id=client_id, examples=100, delta=NOTHING, metrics=metrics, cost=fl.WorkCost(seconds=seconds)
+    )
 
 
-def played(rounds: int, policy: GuidedSampling, *, loss=lambda _: 1.0, seconds=lambda _: 1.0, **options):
+def played(rounds: int, method: Oort, *, loss=lambda _: 1.0, seconds=lambda _: 1.0, **options):
     memory, counts = {}, np.zeros(options.get("clients", 30), dtype=int)
     for round in range(1, rounds + 1):
         ctx = context(round, memory, **options)
-        cohort = policy.sample(ctx)
+        cohort = method.sample(ctx)
         assert len(set(cohort)) == ctx.cohort_size
-        policy.observe(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
+        method.aggregate(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
         counts[cohort] += 1
     return memory, counts
 
 
 def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit() -> None:
-    _, counts = played(1500, GuidedSampling())
+    _, counts = played(1500, Oort())
     # 300 each; uniform sampling has a standard deviation of about 15.
     assert counts.min() > 240
     assert counts.max() < 360
 
 
 def test_clients_of_high_loss_are_chosen_more_often() -> None:
-    _, counts = played(200, GuidedSampling(), loss=lambda k: 3.0 if k < 6 else 0.5)
+    _, counts = played(200, Oort(), loss=lambda k: 3.0 if k < 6 else 0.5)
     assert counts[:6].mean() > 1.5 * counts[6:].mean()
 
 
 def test_scores_are_those_of_the_paper() -> None:
-    policy = GuidedSampling()
+    method = Oort()
     tried = {
         "0": {"utility": 10.0, "seconds": 1.0, "pace": 1.0, "round": 2},
         "1": {"utility": 20.0, "seconds": 4.0, "pace": 1.0, "round": 1},
         "2": {"utility": 15.0, "seconds": 1.0, "pace": 1.0, "round": 4},
     }
-    found = policy._scores(5, tried, preferred=2.0)
+    found = method._scores(5, tried, preferred=2.0)
     low = 10.0 * 0.999
 
     def score(utility: float, last: int) -> float:
@@ -65,18 +70,18 @@ def test_scores_are_those_of_the_paper() -> None:
 
 
 def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still() -> None:
-    memory, _ = played(41, GuidedSampling(pace_rounds=10))
+    memory, _ = played(41, Oort(pace_rounds=10))
     # In the first window hardly anybody is exploited yet; after rounds 30 and 40 nothing has changed.
     assert memory["percentile"] == 30 + 2 * 5
 
 
 def test_exploration_decays_to_its_least_value() -> None:
     memory: dict = {}
-    policy = GuidedSampling(exploration=0.9, decay=0.5, least=0.2)
+    method = Oort(exploration=0.9, decay=0.5, least=0.2)
     shares = []
     for round in range(1, 5):
         ctx = context(round, memory, clients=200)
-        policy.observe(ctx, [answer(k) for k in policy.sample(ctx)])
+        method.aggregate(ctx, [answer(k) for k in method.sample(ctx)])
         shares.append(memory["exploration"])
     assert shares == pytest.approx([0.45, 0.225, 0.2, 0.2])
 

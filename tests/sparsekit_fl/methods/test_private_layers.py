@@ -1,5 +1,7 @@
 """FedPer, FedRep and FedP3: what travels, what stays, who trains when, and which models have no head."""
 
+import sys
+
 import pytest
 import torch
 from personal import client_context, tiny_run, training, watched
@@ -7,13 +9,13 @@ from torch import nn
 
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.methods import fedp3, fedper, fedrep
-from sparsekit_fl.methods.fedp3 import own_layers
-from sparsekit_fl.methods.fedrep import HeadThenBody
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
+fedrep_module = sys.modules["sparsekit_fl.methods.fedrep"]
 HEAD = {"last.weight", "last.bias"}
 
 
@@ -27,19 +29,19 @@ def test_the_head_never_travels(method) -> None:
     assert result.final.personal["loss"] < result.final.shared["loss"]
 
 
-def test_fedrep_trains_the_head_first_and_the_body_after() -> None:
+def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch) -> None:
     spec, _, ctx = client_context(fedrep(), config=training(tiny_config(), local_epochs=5))
-    seen = []
+    seen, phase = [], fedrep_module._phase
 
-    class Spy(HeadThenBody):
-        def _phase(self, ctx, trained, frozen, epochs):
-            before = {name: leaf.detach().clone() for name, leaf in ctx.masked.named_weights().items()}
-            log = super()._phase(ctx, trained, frozen, epochs)
-            moved = {n for n, leaf in ctx.masked.named_weights().items() if not torch.equal(before[n], leaf)}
-            seen.append((moved, epochs, log.examples))
-            return log
+    def watched_phase(ctx, trained, frozen, epochs):
+        before = {name: leaf.detach().clone() for name, leaf in ctx.masked.named_weights().items()}
+        log = phase(ctx, trained, frozen, epochs)
+        moved = {n for n, leaf in ctx.masked.named_weights().items() if not torch.equal(before[n], leaf)}
+        seen.append((moved, epochs, log.examples))
+        return log
 
-    result = Spy().train(ctx, spec.initial, None, 1.0)
+    monkeypatch.setattr(fedrep_module, "_phase", watched_phase)
+    result = fedrep().train(ctx, Task(state=spec.initial))
     assert [(epochs, examples) for _, epochs, examples in seen] == [(2, 48), (3, 72)]
     assert seen[0][0] == HEAD
     # A bias in front of batch norm has no gradient.
@@ -61,7 +63,7 @@ def test_layers_are_dealt_cyclically() -> None:
     graph = RunSpec.build(fedp3(), four(), tiny_config()).graph
 
     def names(client_id, count, private_head=True):
-        return [layer.name for layer in own_layers(graph, client_id, count, private_head=private_head)]
+        return [layer.name for layer in fedp3(layers=count, private_head=private_head).own_layers(graph, client_id)]
 
     assert [names(k, 2) for k in range(4)] == [["0", "2"], ["2", "4"], ["4", "0"], ["0", "2"]]
     assert names(1, 1) == ["2"]
@@ -74,7 +76,7 @@ def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
     server = Server(spec, {client.id: client for client in tiny_clients()})
     for assignment in server.assign(1):
         assert "6.weight" not in assignment.state
-        own = {layer.name for layer in own_layers(spec.graph, assignment.client_id, 2, private_head=True)}
+        own = {layer.name for layer in fedp3().own_layers(spec.graph, assignment.client_id)}
         (other,) = {"0", "2", "4"} - own
         size = spec.graph.shapes[f"{other}.weight"].numel()
         assert assignment.mask.counts() == {f"{other}.weight": keep_count(0.9, size)}

@@ -10,8 +10,8 @@ from personal import ONE_STEP, client_context, deep_problem, watched
 
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import prunefl
-from sparsekit_fl.methods.prunefl import Search, weight_seconds
-from sparsekit_fl.policies.mask import search_weights
+from sparsekit_fl.methods.prunefl import search_weights, weight_seconds
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -62,7 +62,7 @@ def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
 
 
 def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
-    result, updates = watched(prunefl(Search(every=99)))
+    result, updates = watched(prunefl(every=99))
     assert [len(record.cohort) for record in result.rounds] == [1, 4, 4, 4]
     mask = updates[0].mask
     assert 0.0 < updates[0].ratio < 1.0
@@ -75,9 +75,10 @@ def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
 
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
-    spec, client, ctx = client_context(prunefl(Search(every=2)), deep_problem(), ONE_STEP, round=2)
+    spec, client, ctx = client_context(prunefl(every=2), deep_problem(), ONE_STEP, round=2)
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    result = spec.method.local.train(ctx, spec.initial, mask, 1.0)
+    start = {**spec.initial, "0.weight": spec.initial["0.weight"] * mask["0.weight"]}
+    result = spec.method.train(ctx, Task(state=start, mask=mask))
     model = deep_problem().model()
     model.load_state_dict(spec.initial)
     with torch.no_grad():
@@ -90,6 +91,6 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
 
 
 def test_shares_halve_over_the_run() -> None:
-    assert Search().share_at(0, 100) == 0.3
-    assert Search().share_at(100, 100) == 0.15
-    assert Search(half_lives=2).share_at(50, 100) == 0.15
+    assert prunefl().share_at(0, 100) == 0.3
+    assert prunefl().share_at(100, 100) == 0.15
+    assert prunefl(half_lives=2.0).share_at(50, 100) == 0.15

@@ -10,8 +10,8 @@ from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
-from sparsekit_fl.policies.aggregate import Mean
+from sparsekit_fl.methods.means import weighted
+from sparsekit_fl.methods.refl import REFL, _boosts, _packed
 from sparsekit_fl.testing import tiny_clients
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
@@ -22,8 +22,8 @@ def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
     # Devices on which computing, not sending, takes the time.
     clients = [dataclasses.replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
     slow, fast = (
-        tiny_run(f"refl {asked} sampling.cool_down=0 sampling.availability=none", clients=clients, rounds=8)
-        for asked in ("sampling.target=1.0", "sampling.target=0.5 sampling.adaptive=false")
+        tiny_run(f"refl {asked} cool_down=0 always_available=true", clients=clients, rounds=8)
+        for asked in ("target=1.0", "target=0.5 adaptive=false")
     )
     assert fast.cost.seconds < 0.8 * slow.cost.seconds
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
@@ -38,62 +38,65 @@ def update(client_id, value, *, seconds=1.0, round=1):
     return fl.Update(round=round, client_id=client_id, examples=10, delta=delta, cost=fl.WorkCost(seconds=seconds))
 
 
+def ids(arrived):
+    return tuple([item.client_id for item in part] for part in arrived)
+
+
 def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
-    policy, memory = LeastAvailable(target=0.5, cool_down=0, availability=None), {}
+    method, memory = REFL(target=0.5, cool_down=0, always_available=True), {}
     first = context(1, memory)
-    policy.sample(first)
+    method.sample(first)
     answers = [update(0, [1.0] * 3, seconds=1.0), update(1, [1.0] * 3, seconds=2.0),
                update(2, [1.0] * 3, seconds=3.5), update(3, [2.0] * 3, seconds=9.0)]  # fmt: skip
-    assert [(u.client_id, age) for u, age in policy.arrivals(first, answers)] == [(0, 0), (1, 0)]
-    assert policy.seconds(first) == 2.0
+    assert ids(method._arrivals(first, answers)) == ([0, 1], [])
+    assert method.seconds(first) == 2.0
     # Clock 2 to 4: client 2 is ready at 3.5, client 3 not before 9.
     second = context(2, memory)
-    assert not {2, 3} & set(policy.sample(second))
-    arrived = policy.arrivals(second, [update(4, [1.0] * 3, seconds=2.0, round=2)])
-    assert [(u.client_id, age) for u, age in arrived] == [(4, 0), (2, 1)]
+    assert not {2, 3} & set(method.sample(second))
+    assert ids(method._arrivals(second, [update(4, [1.0] * 3, seconds=2.0, round=2)])) == ([4], [2])
     for round in range(3, 6):
         later = context(round, memory)
-        policy.sample(later)
-        arrived = policy.arrivals(later, [update(5, [1.0] * 3, seconds=2.0, round=round)])
-    assert [(u.client_id, age) for u, age in arrived] == [(5, 0), (3, 4)]
-    assert torch.equal(arrived[1][0].delta["w"], torch.tensor([2.0] * 3))
+        method.sample(later)
+        arrived = method._arrivals(later, [update(5, [1.0] * 3, seconds=2.0, round=round)])
+    assert ids(arrived) == ([5], [3])
+    assert (arrived[1][0].round, arrived[1][0].delta["w"].tolist()) == (1, [2.0] * 3)
     assert memory["late"] == []
 
 
 def test_the_average_round_is_a_moving_one() -> None:
-    policy, memory = LeastAvailable(target=1.0, alpha=0.25, cool_down=0, availability=None), {}
+    method, memory = REFL(target=1.0, alpha=0.25, cool_down=0, always_available=True), {}
     for round, seconds in ((1, 4.0), (2, 8.0)):
         ctx = context(round, memory)
-        policy.sample(ctx)
-        policy.arrivals(ctx, [update(0, [1.0] * 3, seconds=seconds, round=round)])
+        method.sample(ctx)
+        method._arrivals(ctx, [update(0, [1.0] * 3, seconds=seconds, round=round)])
     assert memory["window"] == pytest.approx(0.25 * 4.0 + 0.75 * 8.0)
 
 
 def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
     here = [True] * 8 + [False] * 2
     likely = [True] * 5 + [False] * 5
-    monkeypatch.setattr(ComingAndGoing, "advance", lambda self, memory, count, rng: (here, likely))
-    policy = LeastAvailable(cool_down=2)
+    monkeypatch.setattr(REFL, "_presence", lambda self, server, count: (here, likely))
+    method = REFL(cool_down=2)
     memory: dict = {}
-    assert set(policy.sample(context(1, memory))) > {5, 6, 7}
-    assert not {8, 9} & set(policy.sample(context(2, memory)))
+    assert set(method.sample(context(1, memory))) > {5, 6, 7}
+    assert not {8, 9} & set(method.sample(context(2, memory)))
 
 
 def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
-    policy, memory = LeastAvailable(cool_down=2, availability=None), {}
-    first, second = policy.sample(context(1, memory)), policy.sample(context(2, memory))
+    method, memory = REFL(cool_down=2, always_available=True), {}
+    first, second = method.sample(context(1, memory)), method.sample(context(2, memory))
     assert not set(first) & set(second)
-    assert len(policy.sample(context(3, memory))) == 4
-    crowd = LeastAvailable(cool_down=5, availability=None)
+    assert len(method.sample(context(3, memory))) == 4
+    crowd = REFL(cool_down=5, always_available=True)
     memory = {}
     assert all(len(crowd.sample(context(round, memory))) == 4 for round in range(1, 6))
 
 
 def test_clients_stay_as_they_are_with_their_own_probability() -> None:
     memory, changes, right, before = {}, np.zeros(200), 0.0, None
-    chain, rng = ComingAndGoing(stay_low=0.7, stay_high=0.9, accuracy=0.8), np.random.default_rng(0)
+    method, ctx = REFL(stay_low=0.7, stay_high=0.9, forecast=0.8), context(1, memory)
     for _ in range(300):
-        now, expected = chain.advance(memory, 200, rng)
+        now, expected = method._presence(ctx, 200)
         changes += 0 if before is None else np.array(now) != before
         before = np.array(now)
         right += np.mean(np.array(expected) == memory["next"].numpy())
@@ -103,24 +106,28 @@ def test_clients_stay_as_they_are_with_their_own_probability() -> None:
     assert right / 300 == pytest.approx(0.8, abs=0.01)
 
 
-def combine(policy, *pairs):
-    return policy.combine(context(5, {}), STATE, pairs)["w"].tolist()
+def combine(method, late, fresh):
+    memory = {"late": [{"client": u.client_id, "arrives": 0.0, "update": _packed(u, 0.0)["update"]} for u in late]}
+    return method.aggregate(context(5, memory), fresh)["w"].tolist()
 
 
-FRESH = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
+FRESH = [update(0, [1.0, 0.0, 0.0], round=5), update(1, [3.0, 0.0, 0.0], round=5)]
 
 
 def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() -> None:
-    late = [(update(2, [2.0, 6.0, 0.0]), 1), (update(3, [2.0, 0.0, 3.0]), 2)]
+    late = [update(2, [2.0, 6.0, 0.0], round=4), update(3, [2.0, 0.0, 3.0], round=3)]
     # ū = (2, 0, 0); gaps 36 and 9 over (n + 1)² · ‖ū‖² = 36: Λ = 1 and 1/4.
     first = 0.65 / 2 + 0.35 * (1 - math.exp(-1.0))
     second = 0.65 / 3 + 0.35 * (1 - math.exp(-0.25))
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
-    assert combine(StaleMean(beta=0.35), *late, *FRESH) == pytest.approx(expected)
+    assert combine(REFL(beta=0.35), late, FRESH) == pytest.approx(expected)
 
 
-def test_without_late_updates_it_is_the_mean_and_without_fresh_ones_they_weigh_by_age_alone() -> None:
-    assert combine(StaleMean(), *FRESH) == combine(Mean("uniform"), *FRESH) == [3.0, 2.0, 3.0]
-    late = [(update(0, [1.0, 0.0, 0.0]), 1), (update(1, [4.0, 0.0, 0.0]), 3)]
-    assert combine(StaleMean(beta=0.0), *late) == pytest.approx([1.0 + (1.0 / 2 + 4.0 / 4) / (1 / 2 + 1 / 4), 2.0, 3.0])
+def test_without_late_updates_it_is_the_mean() -> None:
+    assert combine(REFL(), [], FRESH) == [3.0, 2.0, 3.0]
+
+
+def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
+    late = weighted(context(5, {}), [update(0, [1.0, 0.0, 0.0]), update(1, [4.0, 0.0, 0.0])], "uniform")
+    assert _boosts(STATE, [], late) == [0.0, 0.0]

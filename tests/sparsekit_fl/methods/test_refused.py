@@ -13,8 +13,6 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.methods.refl import ComingAndGoing
-from sparsekit_fl.policies import BanditRatio
 from sparsekit_fl.problem.metrics import log_loss
 from sparsekit_fl.testing import tiny_problem
 
@@ -44,12 +42,15 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (BanditRatio, {"low": 0.25, "high": 0.2}, r"high must be above low \(0.25\), got 0.2"),
+        (registry["fedlps"], {"low": 0.25, "high": 0.2}, r"high must be above low \(0.25\), got 0.2"),
         (registry["depthfl"], {"alpha": -1.0}, "alpha"),
         (registry["fedp3"], {"layers": 0}, "layers must be"),
         (registry["fedrep"], {"layers": 0}, "layers must be"),
         (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
-        (ComingAndGoing, {"stay_low": 0.9, "stay_high": 0.5}, "stay"),
+        *((registry[name], {"epochs_factor": -3.0}, "epochs_factor must be") for name in ("fedlps", "fedlps-magnitude")),
+        (registry["fedlps-local-classes"], {"depth": 0.0}, "depth must be a finite number > 0"),
+        (registry["fedlps"], {"ratios": 1.5}, "ratios must be"),
+        (registry["refl"], {"stay_low": 0.9, "stay_high": 0.5}, "stay"),
     ],
 )
 def test_bad_options_are_refused_by_name(make: Callable[..., object], options: dict[str, object], message: str) -> None:
@@ -66,7 +67,7 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("fedrep", TIED, "no entry of its own"),
         ("fedper", FLAT, "leaves nothing to share"),
         ("fedrep", FLAT, "leaves nothing to share"),
-        ("fedper share.layers=2", tiny_problem(), "leaves nothing to share"),
+        ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
         ("cs", FLAT, "CS has nothing to prune"),
         ("depthfl", FLAT, "no place for an exit"),
         *(
@@ -83,14 +84,15 @@ def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, probl
 @pytest.mark.parametrize(
     ("method", "who"),
     [
-        ("efd", "Random"),
-        ("fedlps", "LearnableSgd"),
-        ("fedmp", "Magnitude"),
+        ("efd", "EFD"),
+        ("fedlps", "FedLPS"),
+        ("fedlps-ordered", "FedLPSOrdered"),
+        ("fedmp", "FedMP"),
         ("fedp3", "FedP3"),
-        ("fedrolex", "Rolling"),
-        ("fjord", "Ordered"),
-        ("flst", "LearnableSgd"),
-        ("heterofl", "Ordered"),
+        ("fedrolex", "FedRolex"),
+        ("fjord", "FjORD"),
+        ("flst", "FLST"),
+        ("heterofl", "HeteroFL"),
         ("hermes", "Hermes"),
     ],
 )

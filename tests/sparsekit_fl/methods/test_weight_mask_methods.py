@@ -5,18 +5,18 @@ import math
 
 import pytest
 import torch
-from personal import STATE, client_context, combine, deep_problem, server_context, update, watched
+from personal import STATE, client_context, deep_problem, server_context, update, watched
 
 from sparsekit.graph import WeightMask
-from sparsekit_fl.methods import cs, fedspa, lotteryfl, with_settings
-from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
+from sparsekit_fl.methods import cs, fedspa, lotteryfl
 from sparsekit_fl.methods.fedspa import move_mask
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.testing import tiny_config
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
-    assert LargestOnServer().propose(server_context(round=1), 0, 1 / 3) is None
-    mask = LargestOnServer().propose(server_context(round=2), 0, 1 / 3)
+    assert cs(ratio=1 / 3).assign(server_context(round=1), 0).mask is None
+    mask = cs(ratio=1 / 3).assign(server_context(round=2), 0).mask
     assert mask == WeightMask({"w": torch.tensor([[False, False, True]])})
 
 
@@ -26,7 +26,7 @@ def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
     first = update(0, [4.0, 8.0, 0.0], keep=[True, True, False], examples=1, b=1.0)
     second = update(1, [0.0, -4.0, 0.0], keep=[True, True, False], examples=3, b=5.0)
     # Means 1 and -1, times 1.5; the smaller of two equal magnitudes' places wins the second seat.
-    found = combine(ComplementMean(ratio=2 / 3), first, second, state=state)
+    found = cs(ratio=2 / 3).aggregate(server_context(state=state), [first, second])
     assert found["w"].tolist() == [[1.5, 0.0, 3.0]]
     # Biases are a plain mean, the output layer is neither pruned nor sped up.
     assert found["b"].tolist() == [14.0]
@@ -34,14 +34,8 @@ def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
 
 
 def test_the_first_round_is_a_plain_mean_and_then_pruned() -> None:
-    found = combine(ComplementMean(ratio=1 / 3), update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0]))
+    found = cs(ratio=1 / 3).aggregate(server_context(), [update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0])])
     assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
-
-
-def test_the_released_variant_adds_the_mean_change_to_what_was_sent() -> None:
-    first, second = update(0, [0.0, 4.0, 0.0], keep=[False, True, False]), update(1, [2.0, 0.0, 0.0], keep=[True, False, False])
-    found = combine(ChangeMean(ratio=1 / 3), first, second)
-    assert found["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 
 def test_what_comes_down_and_what_goes_up_are_complements() -> None:
@@ -88,43 +82,37 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
     assert any(mask != first for mask, _ in last.values())
 
 
-def trained(*, received, mask, state):
-    spec, _, ctx = client_context(lotteryfl(), deep_problem(), round=3, received=received)
-    return spec, spec.method.local.train(ctx, state(spec), mask, 1.0)
-
-
 @pytest.mark.same_bits
 def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_values() -> None:
-    keep = torch.arange(48).view(8, 6) % 2 == 0
-    mask = WeightMask({"0.weight": keep})
+    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
 
-    def doubled(spec):
-        return {name: 2 * tensor for name, tensor in spec.initial.items()}
+    def fit(factor, *, pruned):
+        spec, _, ctx = client_context(lotteryfl(), deep_problem(), round=3)
+        state = {name: factor * tensor for name, tensor in spec.initial.items()}
+        return spec.method.fit(ctx, Task(state=state, mask=mask), pruned=pruned).state
 
-    spec, rewound = trained(received=None, mask=mask, state=doubled)
-    _, expected = trained(received=mask, mask=mask, state=lambda spec: spec.initial)
-    assert all(torch.equal(rewound.state[name], expected.state[name]) for name in spec.initial)
-    _, onward = trained(received=mask, mask=mask, state=doubled)
-    assert not torch.equal(onward.state["4.bias"], rewound.state["4.bias"])
-    assert not bool(rewound.state["0.weight"][~keep].any())
+    rewound, initial, onward = fit(2, pruned=True), fit(1, pruned=False), fit(2, pruned=False)
+    assert all(torch.equal(rewound[name], tensor) for name, tensor in initial.items())
+    assert not torch.equal(onward["4.bias"], rewound["4.bias"])
+    assert not bool(rewound["0.weight"][~mask["0.weight"]].any())
 
 
-def test_the_gate_asks_the_received_model_on_validation_data() -> None:
-    for shift, pruned in ((0.0, None), (100.0, True)):
-        spec, client, ctx = client_context(with_settings(lotteryfl(), {"mask.threshold": 0.4}), kind="mask")
-        label = int(client.data.val.targets.mode().values)
-        state = {name: tensor.clone() for name, tensor in spec.initial.items()}
-        state["last.bias"] = torch.zeros(3)
-        state["last.bias"][label if shift else (label + 1) % 3] = 100.0
-        share = float((client.data.val.targets == (label if shift else (label + 1) % 3)).float().mean())
-        mask = spec.method.mask.choose(ctx, 1.0, state)
-        assert (mask is not None) == (share > 0.4)
-        assert pruned is None or share > 0.4
+@pytest.mark.parametrize("right", [True, False])
+def test_the_received_model_decides_on_validation_data_whether_a_client_prunes(right) -> None:
+    spec, client, ctx = client_context(lotteryfl(threshold=0.4))
+    label = int(client.data.val.targets.mode().values)
+    label = label if right else (label + 1) % 3
+    state = {name: tensor.clone() for name, tensor in spec.initial.items()}
+    state["last.bias"] = 100.0 * torch.nn.functional.one_hot(torch.tensor(label), 3)
+    result = spec.method.train(ctx, Task(state=state))
+    assert float((client.data.val.targets == label).float().mean() > 0.4) == right
+    assert (result.mask is not None) == right
+    assert result.ratio == (0.9 if right else 1.0)
 
 
 @pytest.mark.parametrize(("method", "entry", "count"), [("lotteryfl", "first.weight", 48), ("hermes", "first", 8)])
 def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entry, count) -> None:
-    _, updates = watched(f"{method} mask.threshold=0.0", rounds=20)
+    _, updates = watched(f"{method} threshold=0.0", rounds=20)
     assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
     for client_id in range(8):
         history = [item for item in updates if item.client_id == client_id]

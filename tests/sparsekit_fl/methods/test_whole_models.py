@@ -1,22 +1,15 @@
-"""Methods that train whole models: FedAvg and SCAFFOLD by hand, local training, FedProx, Ditto, Per-FedAvg."""
-
-from dataclasses import replace
+"""Methods that train whole models: FedAvg by hand, local training, FedProx, Ditto, Per-FedAvg."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import ONE_STEP, client_context, deep_problem, server_context, tiny_run, training, watched
+from personal import ONE_STEP, client_context, deep_problem, tiny_run, training, watched
 
-import sparsekit_fl as fl
 from sparsekit.rng import torch_scope
-from sparsekit_fl.client.context import RngsByKind
-from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods import ditto, fedavg, fedlps, fedprox, local, per_fedavg, scaffold, with_settings
-from sparsekit_fl.methods.ditto import TwoModels
-from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
-from sparsekit_fl.methods.scaffold import ControlledMean
-from sparsekit_fl.policies import Constant, LearnableSgd, Mean, Request, Update
+from sparsekit_fl.client.context import Rngs
+from sparsekit_fl.methods import ditto, fedlps, fedprox, local, per_fedavg
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
@@ -31,12 +24,12 @@ def test_equals_a_loop_written_by_hand():
         model = TinyNet()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for round in range(1, 4):
-        rng = RngsByKind(streams.server(round))["sampling"]
+        rng = Rngs(streams.server(round))["sampling"]
         cohort = sorted(rng.choice(8, size=4, replace=False).tolist())
         sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
         for client_id in cohort:
             data = clients[client_id].data.train
-            rng = RngsByKind(streams.client(round, client_id))["local"]
+            rng = Rngs(streams.client(round, client_id))["local"]
             orders = [rng.permutation(len(data)) for _ in range(2)]
             model.load_state_dict(state)
             model.train()
@@ -68,10 +61,10 @@ def test_the_global_model_never_moves_and_personal_models_learn():
     assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
 
 
-LEARNED = replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(proximal=0.3, proximal_reduction="sum", importance_lr=0.1))
+LEARNED = fedlps(ratios=0.5, mu=0.3, mu_reduction="sum", importance_lr=0.1)
 
 
-@pytest.mark.parametrize("method", [with_settings(fedprox(), {"local.proximal": 0.5}), LEARNED], ids=["fedprox", "fedlps"])
+@pytest.mark.parametrize("method", [fedprox(mu=0.5), LEARNED], ids=["fedprox", "fedlps"])
 def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
     """Plain SGD interpolates the leaves, in fedlps under a moving mask; weight decay of almost nothing takes the other way."""
     near, far = (tiny_run(method, config=training(tiny_config(rounds=2), weight_decay=decay)).state for decay in (0.0, 1e-30))
@@ -79,7 +72,7 @@ def test_the_shortcut_in_place_equals_the_longer_gradient(method) -> None:
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
-    ours, alone = watched(with_settings(ditto(), {"local.strength": 0.0}))[0], watched(local())[0]
+    ours, alone = watched(ditto(lam=0.0))[0], watched(local())[0]
     assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
 
 
@@ -96,10 +89,10 @@ def moved(weights, direction, rate):
 
 def test_one_step_by_hand() -> None:
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
-    spec, client, ctx = client_context(with_settings(ditto(), {"local.strength": 0.5}), deep_problem(), ONE_STEP)
+    spec, client, ctx = client_context(ditto(lam=0.5), deep_problem(), ONE_STEP)
     own = {name: tensor + 0.1 for name, tensor in spec.initial.items()}
     ctx.memory["model"] = own
-    TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
+    spec.method.train(ctx, Task(state=spec.initial))
     slope = gradient(own, client.data.train)
     for name, value in own.items():
         expected = value - 0.1 * (slope[name] + 0.5 * (value - spec.initial[name]))
@@ -109,7 +102,7 @@ def test_one_step_by_hand() -> None:
 def test_a_first_order_step_by_hand() -> None:
     """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
     spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
-    result = MetaSgd(adaptation_lr=0.3).train(ctx, spec.initial, None, 1.0)
+    result = per_fedavg(adaptation_lr=0.3).train(ctx, Task(state=spec.initial))
     data, start = client.data.train, dict(spec.initial)
     adapted = moved(start, gradient(start, data), 0.3)
     expected = moved(start, gradient(adapted, data), 0.1)
@@ -119,7 +112,7 @@ def test_a_first_order_step_by_hand() -> None:
 
 def test_a_hessian_free_step_by_hand() -> None:
     spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
-    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx, spec.initial, None, 1.0)
+    result = per_fedavg(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx, Task(state=spec.initial))
     data, start = client.data.train, dict(spec.initial)
     first = gradient(moved(start, gradient(start, data), 0.3), data)
     plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
@@ -129,73 +122,9 @@ def test_a_hessian_free_step_by_hand() -> None:
 
 
 def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
-    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP, kind="personal")
-    found = AdaptedModel(adaptation_lr=0.2).model(ctx, spec.initial)
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP, purpose="personal")
+    found = per_fedavg(adaptation_lr=0.2).deploy(ctx, spec.initial)
     expected = moved(dict(spec.initial), gradient(dict(spec.initial), client.data.train), 0.2)
     for name, value in expected.items():
         assert torch.allclose(found.state[name], value, atol=1e-6), name
-    assert AdaptedModel(steps=0).model(ctx, spec.initial).state["0.weight"].equal(spec.initial["0.weight"])
-
-
-LR, STEPS = 0.2, 3
-# Each epoch is one batch of all examples, so that nothing is drawn but the cohorts.
-CONFIG = fl.RunConfig(rounds=4, cohort=2, training=fl.TrainingConfig(local_epochs=STEPS, batch_size=99, lr=LR), seed=3)
-
-
-def by_hand(cohorts, clients):
-    """Algorithm 1 of the paper with option II, word for word; returns x."""
-    model = deep_problem().model()
-    x = client_context(scaffold(), deep_problem(), CONFIG)[0].initial
-    c = {name: torch.zeros_like(value) for name, value in x.items()}
-    own = {client.id: dict(c) for client in clients}
-    for cohort in cohorts:
-        moved, controls = [], []
-        for k in cohort:
-            data = clients[k].data.train
-            model.load_state_dict(x)
-            for _ in range(STEPS):
-                loss = F.cross_entropy(model(data.inputs[0]), data.targets)
-                gradients = torch.autograd.grad(loss, list(model.parameters()))
-                with torch.no_grad():
-                    for (name, y), gradient in zip(model.named_parameters(), gradients, strict=True):
-                        y -= LR * (gradient - own[k][name] + c[name])
-            y = {name: value.clone() for name, value in model.state_dict().items()}
-            new = {name: own[k][name] - c[name] + (x[name] - y[name]) / (STEPS * LR) for name in x}
-            moved.append({name: y[name] - x[name] for name in x})
-            controls.append({name: new[name] - own[k][name] for name in x})
-            own[k] = new
-        x = {name: x[name] + sum(delta[name] for delta in moved) / len(moved) for name in x}
-        c = {name: c[name] + sum(delta[name] for delta in controls) / len(clients) for name in x}
-    return x
-
-
-def test_a_run_equals_the_algorithm_of_the_paper_in_plain_torch():
-    clients = tiny_clients(4)
-    given = {"problem": deep_problem(), "clients": clients, "config": CONFIG}
-    result, plain = (tiny_run(method, **given) for method in (scaffold(), replace(fedavg(), aggregate=Mean("uniform"))))
-    expected = by_hand([record.cohort for record in result.rounds], clients)
-    for name, value in expected.items():
-        torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
-        assert float((plain.state[name] - value).abs().max()) > 1e-3, "the correction is there to be seen"
-
-
-def test_control_variates_go_down_and_up_and_count_on_the_wire():
-    result, updates = watched(scaffold())
-    plain, _ = watched(replace(fedavg(), aggregate=Mean("uniform")))
-    parameters = [name for name, _ in tiny_problem().model().named_parameters()]
-    assert all(sorted(item.extra) == sorted(parameters) for item in updates)
-    assert result.rounds[0].loss == plain.rounds[0].loss  # all are zero in the first round
-    assert result.cost.uplink_bytes > 1.5 * plain.cost.uplink_bytes
-    assert result.cost.downlink_bytes > 1.5 * plain.cost.downlink_bytes
-    assert result.cost.flops == plain.cost.flops
-
-
-@pytest.mark.parametrize("extra", [{}, {"w": torch.zeros(1)}, {"w": torch.zeros(1, 3), "b": torch.zeros(1)}])
-def test_an_update_without_the_control_variates_that_were_sent_is_refused(extra):
-    ctx = replace(server_context(), parameters=frozenset({"w"}))
-    policy = ControlledMean("uniform")
-    sent = Request(round=2, client_id=1, state=ctx.state, extra=policy.broadcast(ctx, 1))
-    update = Update(round=2, client_id=1, examples=1, delta=ctx.state, extra={"w": torch.ones(1, 3)})
-    policy.validate(ctx, update, sent)
-    with pytest.raises(UpdateError, match="client 1 lacks control variates"):
-        policy.validate(ctx, replace(update, extra=extra), sent)
+    assert per_fedavg(steps=0).deploy(ctx, spec.initial).state["0.weight"].equal(spec.initial["0.weight"])

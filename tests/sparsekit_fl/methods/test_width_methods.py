@@ -10,11 +10,10 @@ from sparsekit import UnitMask, trace_units
 from sparsekit.allocation import choose, ratio_counts, select
 from sparsekit.allocation.shares import keep_count
 from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
-from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, rcr_dyn
 from sparsekit_fl.methods.fedrolex import Rolling
-from sparsekit_fl.methods.fjord import OrderedDropoutSgd
-from sparsekit_fl.paper.ablations import rcr_dyn
-from sparsekit_fl.policies import RoundView
+from sparsekit_fl.methods.submodels import RoundView
+from sparsekit_fl.methods.task import Task
 from sparsekit_fl.testing import TinyNet, tiny_config
 
 WIDTHS = {
@@ -49,7 +48,7 @@ def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
-    criterion = fedrolex().mask.criterion
+    criterion = fedrolex().criterion()
     counts = torch.zeros(8, dtype=torch.int64)
     for round in range(1, 9):
         counts += select(criterion, graph, ratio, RoundView(round=round))["first"]
@@ -79,10 +78,9 @@ def test_efd_draws_other_units_for_every_client_and_round() -> None:
 def test_fjord_equals_masked_training_written_by_hand(momentum, distillation, schedule) -> None:
     """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step."""
     config = training(tiny_config(rounds=1), momentum=momentum, local_schedule=schedule)
-    local = OrderedDropoutSgd(levels=(0.25, 0.5), distillation=distillation)
-    method = dataclasses.replace(fjord(), local=local)
+    method = fjord(levels=(0.25, 0.5), distillation=distillation)
     spec, _, ctx = client_context(method, deep_problem(), config)
-    ours = local.train(ctx, spec.initial, None, 1.0)
+    ours = method.train(ctx, Task(state=spec.initial))
     _, _, ctx = client_context(method, deep_problem(), config)
     model = deep_problem().model()
     model.load_state_dict(spec.initial)

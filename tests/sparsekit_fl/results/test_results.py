@@ -11,20 +11,18 @@ import pytest
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.client.messages import Evaluation, WorkCost
-from sparsekit_fl.methods import fedavg
-from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.scores import RoundRecord, RoundScores, mean_scores, weighted_scores, worst_decile_scores
 from sparsekit_fl.rounds import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")
 def finished() -> fl.RunResult:
     config = replace(tiny_config(), eval_global_every=2)
-    return run(replace(fedavg(), personal=LocalModel()), tiny_problem(), tiny_clients(), config)
+    return run(OwnModels(), tiny_problem(), tiny_clients(), config)
 
 
 def test_the_three_means_of_three_clients() -> None:

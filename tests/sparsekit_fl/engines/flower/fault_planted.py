@@ -9,14 +9,12 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from sparsekit_fl import policies
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+import sparsekit_fl as fl
+from sparsekit_fl.testing import OwnModels
 
 
 def events() -> Path:
@@ -32,27 +30,27 @@ def say(name: str, text: str) -> None:
     hidden.replace(path)
 
 
-@dataclass(frozen=True)
-class Obedient(LocalPolicy):
-    """SGD that counts its rounds in its memory, and does as the files tell it."""
+@dataclass(frozen=True, kw_only=True)
+class Planted(OwnModels):
+    """FedAvg whose clients keep models of their own, count their rounds in their memories, and do as the files tell them."""
 
-    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Raise, wait, or train."""
-        spot = f"{ctx.client.id}-{ctx.round}"
-        ctx.memory["count"] = ctx.memory.get("count", 0) + 1
+        spot = f"{client.client.id}-{client.round}"
+        client.memory["count"] = client.memory.get("count", 0) + 1
         if (events() / f"raise-{spot}").exists():
             raise ArithmeticError(f"planted in {spot}")
         say(f"began-{spot}", str(os.getpid()))
         while (events() / f"hold-{spot}").exists():
             time.sleep(0.1)
-        result = Sgd().train(ctx, start, mask, ratio)
-        say(f"done-{spot}", str(ctx.memory["count"]))
+        result = super().train(client, task)
+        say(f"done-{spot}", str(client.memory["count"]))
         return result
 
 
-def method() -> Method:
-    """FedAvg over obedient clients, which also keep a model of their own."""
-    return Method(name="planted", source="", local=Obedient(), personal=policies.LocalModel("best"))
+def method() -> fl.Method:
+    """Return the method."""
+    return Planted(keep="best")
 
 
 server = ServerApp()

@@ -1,7 +1,5 @@
 """The bytes that a result reports are those that cross Flower's wire, up and down."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from local_grid import InProcess
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
-from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.problem.models.networks import Vgg
 from sparsekit_fl.rounds import run
 
@@ -87,7 +84,7 @@ def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
 
 def test_vgg11_at_a_quarter_uploads_less_than_two_and_a_half_megabytes() -> None:
     problem = fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
-    method = dataclasses.replace(registry["fedlps"](), ratio=Constant(0.25))
+    method = registry["fedlps"](ratios=0.25)
     result, wire = _run(method, problem, _clients(1, (3, 32, 32), examples=4), batch=4)
     assert result.rounds[0].ratios == {0: 0.25}
     assert wire.up[0] < 2.5e6

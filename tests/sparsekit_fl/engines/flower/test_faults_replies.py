@@ -20,24 +20,22 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.engines.flower.wire import content
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.testing import tiny_config
+from sparsekit_fl.testing import OwnModels, tiny_config
 
 ENGINES: dict[str, Callable[[], fl.Engine]] = {"processes": fl.Processes, "flower": lambda: InProcess(nodes=3, devices=True)}
 _left: Counter[tuple[int, int]] = Counter()
 _FOR_EVER = 99
 
 
-@dataclass(frozen=True)
-class Flaky(LocalPolicy):
-    """SGD that raises as often as `_left` says of a client and a round."""
+@dataclass(frozen=True, kw_only=True)
+class Flaky(OwnModels):
+    """A method that raises as often as `_left` says of a client and a round."""
 
-    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
-        if _left[ctx.client.id, ctx.round] > 0:
-            _left[ctx.client.id, ctx.round] -= 1
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        if _left[client.client.id, client.round] > 0:
+            _left[client.client.id, client.round] -= 1
             raise ArithmeticError("not today")
-        return Sgd().train(ctx, start, mask, ratio)
+        return super().train(client, task)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +51,7 @@ def engine(request: pytest.FixtureRequest) -> fl.Engine:
 
 
 def _run(engine: fl.Engine | None = None, *, min_replies: int | None = None, **options: Any) -> fl.RunResult:
-    method = fl.Method(name="flaky", source="", local=Flaky(), personal=LocalModel("best"))
+    method = Flaky(keep="best")
     config = replace(tiny_config(), min_replies=min_replies)
     return tiny_run(method, config=config, engine=engine, **options)
 

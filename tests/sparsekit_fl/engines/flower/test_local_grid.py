@@ -19,9 +19,8 @@ from sparsekit_fl.client.messages import decode_update, encode_update
 from sparsekit_fl.engines.flower import pool
 from sparsekit_fl.engines.flower.post import Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.methods import with_settings
-from sparsekit_fl.methods.local import local
-from sparsekit_fl.testing import EngineContract, FailingSgd, tiny_clients
+from sparsekit_fl.methods.local import Local
+from sparsekit_fl.testing import EngineContract, Failing, tiny_clients
 
 
 class TestInProcess(EngineContract):
@@ -37,7 +36,7 @@ class TestGrouped(EngineContract):
 
 
 def _run(engine: fl.Engine | None = None, method: fl.Method | None = None, rounds: int = 2) -> fl.RunResult:
-    return tiny_run(method or fl.Method(name="plain", source=""), rounds=rounds, engine=engine)
+    return tiny_run(method or fl.Method(), rounds=rounds, engine=engine)
 
 
 def _of_another_round(message: Message, reply: Message) -> Message:
@@ -74,7 +73,7 @@ class StillClock:
 def _without_its_victim() -> tuple[int, fl.RunResult]:
     """A client of the first round, and the run in which it fails by itself."""
     victim = _run().rounds[0].cohort[0]
-    return victim, _run(method=fl.Method(name="plain", source="", local=FailingSgd((victim,))))
+    return victim, _run(method=Failing(clients=(victim,)))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -145,7 +144,7 @@ def test_what_was_open_is_sent_again_where_the_grid_is_started_anew_whoever_sent
     assert not any(isinstance(reply, str) or reply.has_error() for found in answers for reply in found.values())
 
 
-KEEPS = with_settings(local(), {"personal": "LocalModel", "personal.select": "best"})
+KEEPS = Local(keep="best")
 
 
 def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:

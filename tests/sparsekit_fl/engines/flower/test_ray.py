@@ -20,8 +20,8 @@ from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit_fl.engines.flower.simulation import Flower
-from sparsekit_fl.methods import registry, with_settings
-from sparsekit_fl.methods.local import local
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.local import Local
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -100,7 +100,7 @@ class _Kill(fl.Callback):
 @pytest.mark.same_bits
 def test_a_killed_actor_costs_time_and_nothing_else() -> None:
     killer = _Kill()
-    method = with_settings(local(), {"personal": "LocalModel", "personal.select": "best"})
+    method = Local(keep="best")
     given = (method, tiny_problem(), tiny_clients(), tiny_config())
     here, there = run(*given), run(*given, engine=Flower(workers=2), callbacks=[killer])
     assert killer.killed

@@ -1,21 +1,18 @@
-"""Policy: the base of all policies; ServerContext: what one reads on the server, and where it keeps its state."""
+"""ServerContext: what a method sees on the server, and where it keeps its state."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import Memory, PolicyContext, PolicyKind
-from sparsekit_fl.client.messages import Request, Update, require_metrics
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
@@ -65,19 +62,18 @@ class Roster(Mapping[int, ClientInfo]):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ServerContext(PolicyContext):
-    """What a policy sees on the server.
+class ServerContext:
+    """What a method sees on the server.
 
     Args:
         round: The round, counted from 1.
         rounds: Number of rounds of the run.
         roster: Client id → examples and capability of this round.
         cohort_size: Number of clients to sample, C.
-        rngs: Kind of policy → its generator in this round; the kinds draw independently.
-        memories: Kind of policy → its state, which lives from round to round.
+        rngs: Purpose, such as "sampling", "ratio" and "mask" → its generator in this round; they draw independently.
+        memory: State of the method, which lives from round to round.
         graph: The units of the model.
         state: The shared global state at the start of the round.
-        kind: The kind of policy that this context is for.
         costs: FLOPs of the model; None in a context that no run made.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
         unreachable: Clients of the run that are not in the roster, since they cannot be reached in this round.
@@ -88,10 +84,9 @@ class ServerContext(PolicyContext):
     roster: Mapping[int, ClientInfo]
     cohort_size: int
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
-    memories: dict[str, Memory]
+    memory: Memory
     graph: UnitGraph
     state: StateDict
-    kind: PolicyKind = "sampling"
     costs: CostModel | None = None
     parameters: frozenset[str] = frozenset()
     unreachable: frozenset[int] = frozenset()
@@ -108,30 +103,10 @@ class ServerContext(PolicyContext):
         return dataclasses.replace(self, roster=roster, cohort_size=min(self.cohort_size, len(roster)), unreachable=away)
 
 
-class Policy(Checked):
-    """One choice of a method: a frozen dataclass of options, whose ranges are in their annotations.
-
-    What a policy learns is in the `memory` of its context.
-    """
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
-
-    learns_from: ClassVar[tuple[str, ...]] = ()
-    """Metrics that every update must report."""
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Request) -> None:
-        """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed.
-
-        The default refuses an update without the metrics that the policy learns from.
-        """
-        require_metrics(update, *self.learns_from)
-
-
 def require_accuracy(problem: Problem, who: str) -> None:
     """Raise InvalidValueError unless the problem has the metric "accuracy"; `who` says who needs it, and for what."""
     if "accuracy" not in problem.metrics:
         raise InvalidValueError(
             f"{who}, and the problem has the metrics {sorted(problem.metrics)};"
-            " give it one named 'accuracy', or choose another policy"
+            " give it one named 'accuracy', or choose another method"
         )

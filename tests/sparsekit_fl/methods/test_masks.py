@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit_fl.policies.mask import (
+from sparsekit_fl.methods.masks import (
     keep_largest_entries,
     largest_weights,
     layer_densities,

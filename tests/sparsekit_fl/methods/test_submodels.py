@@ -14,12 +14,11 @@ from personal import client_context, equals, tiny_run, watched
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.criteria import Ordered
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods import fedavg, heterofl
-from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.policies import ClientContext, LocalModel, LocalResult, RecalibratedBatchNorm, Sgd, SubmodelSgd
+from sparsekit_fl.methods.keep import _sample, keep_model
+from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
@@ -41,13 +40,11 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             scored=[],
             score=lambda module, split, scores=scores, **_: scores[split],
             client=SimpleNamespace(data=SimpleNamespace(train=range(90), val=range(10))),
-            rng=np.random.default_rng(number),
+            rngs={"personal": np.random.default_rng(number)},
         )
         state = {"number": torch.tensor(number)}
-        LocalModel(select).keep(
-            ctx, LocalResult(state=state, mask=None, log=TrainingLog(examples=450), module=nn.Identity()), 1.0
-        )
-    return int(memory["state"]["number"])
+        keep_model(ctx, fl.Result(state=state, mask=None, log=TrainingLog(examples=450), module=nn.Identity()), select, 1.0)
+    return int(memory["kept"]["state"]["number"])
 
 
 @pytest.mark.parametrize(
@@ -70,16 +67,15 @@ def test_the_last_the_best_or_the_one_of_least_loss_stays(metric, select, number
 @pytest.mark.parametrize("select", ["best", "loss"])
 def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(select, monkeypatch) -> None:
     asked: dict[int, list[Any]] = {}
-    score = ClientContext.score
+    score = fl.ClientContext.score
 
-    def heard(ctx: ClientContext, module: Any, split: Any, **options: Any) -> Any:
+    def heard(ctx: fl.ClientContext, module: Any, split: Any, **options: Any) -> Any:
         if split == "train":
             asked.setdefault(ctx.client.id, []).append(options["positions"].tolist())
         return score(ctx, module, split, **options)
 
-    monkeypatch.setattr(ClientContext, "score", heard)
-    method = make_method("fedavg", settings={"personal": "LocalModel", "personal.select": select})
-    watched(method, clients=equals(40))
+    monkeypatch.setattr(fl.ClientContext, "score", heard)
+    watched(f"local keep={select}", clients=equals(40))
     assert any(len(samples) > 1 for samples in asked.values())
     for samples in asked.values():
         assert all(sample == samples[0] for sample in samples)
@@ -89,10 +85,10 @@ def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_
 
 def test_a_client_without_validation_data_decides_by_training_data_however_little_it_trains() -> None:
     for examples, count in ((1, 1), (10**6, 24)):
-        _, client, ctx = client_context(make_method("fedavg"), kind="personal")
+        _, client, ctx = client_context(fedavg())
         assert len(client.data.train) == 24
         ctx = replace(ctx, client=replace(client, data=replace(client.data, val=client.data.val.take(np.arange(0)))))
-        assert len(LocalModel("best")._sample(ctx, TrainingLog(examples=examples))) == count
+        assert len(_sample(ctx, {}, TrainingLog(examples=examples))) == count
 
 
 class Line(nn.Module):
@@ -119,32 +115,33 @@ def one_client(labels, *, capability=0.5, model=Line, inputs=None):
     return client, problem, config
 
 
-def trained(local, labels, *, ratio=0.5):
+PLAIN = heterofl(clip=None, scaler=False)
+
+
+def trained(method, labels, *, ratio=0.5):
     client, problem, config = one_client(labels)
-    method = dataclasses.replace(heterofl(), local=local)
     spec, _, ctx = client_context(method, problem, config, client=client)
-    keep = torch.tensor([True, ratio == 1.0])
-    result = local.train(ctx, spec.initial, UnitMask({"first": keep}), ratio)
-    return result, ctx
+    mask = UnitMask({"first": torch.tensor([True, ratio == 1.0])})
+    return method.train(ctx, fl.Task(state=spec.initial, mask=mask, ratio=ratio)), ctx
 
 
 def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
     # Unit 0 alone is kept: it gives 1, the scaler makes it 2, and every logit is 2. The gradient of each logit is
     # 1/3 − [class], times the scaled activation.
-    result, ctx = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
+    result, ctx = trained(heterofl(clip=None), [0, 0])
     expected = torch.ones(3, 1) - 2.0 * (torch.full((3, 1), 1 / 3) - torch.tensor([[1.0], [0.0], [0.0]]))
     assert torch.allclose(result.state["last.weight"], expected)
-    plain, _ = trained(Sgd(), [0, 0])
+    plain, _ = trained(PLAIN, [0, 0])
     assert not torch.allclose(plain.state["last.weight"], expected)
     hidden = ctx.masked.model.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
 
 
 def test_classes_without_examples_are_not_unlearned() -> None:
-    result, _ = trained(SubmodelSgd(clip=None, scaler=False, masked_loss=True), [0, 2])
+    result, _ = trained(heterofl(clip=None, scaler=False, masked_loss=True), [0, 2])
     assert torch.equal(result.state["last.weight"][1], torch.ones(1))
     assert not torch.equal(result.state["last.weight"][0], torch.ones(1))
-    plain, _ = trained(Sgd(), [0, 2])
+    plain, _ = trained(PLAIN, [0, 2])
     assert not torch.equal(plain.state["last.weight"][1], torch.ones(1))
 
 
@@ -156,8 +153,7 @@ def test_targets_that_are_no_classes_are_left_alone() -> None:
         return (outputs - targets).square().sum(), torch.tensor(len(targets))
 
     problem = dataclasses.replace(tiny_problem(), loss=F.mse_loss, metrics={"error": error})
-    measures = "local.scaler=true local.masked_loss=true aggregate=TouchedRowsMean aggregate.weighting=uniform"
-    result = tiny_run(f"heterofl {measures}", problem=problem, clients=clients, rounds=2, cohort=2)
+    result = tiny_run("heterofl masked_loss=true", problem=problem, clients=clients, rounds=2, cohort=2)
     assert np.isfinite(result.final.personal["error"])
 
 
@@ -174,9 +170,9 @@ class Normed(nn.Module):
 def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
-    spec, _, ctx = client_context(fedavg(), problem, config, client=client, kind="personal")
+    spec, _, ctx = client_context(fedavg(), problem, config, client=client, purpose="personal")
     module = ctx.masked.model
-    RecalibratedBatchNorm().calibrate(ctx, module)
+    assert calibrate(ctx, module)
     assert module.norm.running_mean.tolist() == [4.0, 25.0]
     assert torch.allclose(module.norm.running_var, x.var(0))
     assert module.norm.momentum == 0.1
@@ -184,10 +180,14 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     assert torch.equal(spec.initial["norm.running_mean"], torch.zeros(2))
 
 
+class Recalibrated(fl.Method):
+    recalibrates = True
+
+
 @pytest.mark.same_bits
 def test_statistics_reach_both_scores_and_not_the_state() -> None:
     plain = tiny_run("fedavg", rounds=2)
-    own = tiny_run(fl.Method(name="own", source="", personal=RecalibratedBatchNorm()), rounds=2)
+    own = tiny_run(Recalibrated(), rounds=2)
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
 
@@ -204,8 +204,7 @@ def test_a_client_s_saved_model_is_the_one_that_was_scored(method, tmp_path) -> 
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
-    method = fl.Method(name="narrow", source="", personal=RecalibratedBatchNorm(criterion=Ordered()))
-    result = tiny_run(method, rounds=2)
+    result = tiny_run("fjord", rounds=2)
     whole = [score for score in result.final.per_client if score.ratio is None]
     narrow = [score for score in result.final.per_client if score.ratio is not None]
     assert narrow
@@ -215,11 +214,11 @@ def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
 
 def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
     start = Line().state_dict()
-    free, _ = trained(Sgd(), [0, 0])
+    free, _ = trained(PLAIN, [0, 0])
     before = {name: value[:, :1] if name == "last.weight" else value[:1] for name, value in start.items()}
     full = math.sqrt(sum(float((free.state[name] - before[name]).square().sum()) for name in before))
-    clipped, _ = trained(SubmodelSgd(clip=full / 4, scaler=False), [0, 0])
+    clipped, _ = trained(heterofl(clip=full / 4, scaler=False), [0, 0])
     moved = math.sqrt(sum(float((clipped.state[name] - before[name]).square().sum()) for name in before))
     assert moved == pytest.approx(full / 4, rel=1e-3)
-    loose, _ = trained(SubmodelSgd(clip=1e6, scaler=False), [0, 0])
+    loose, _ = trained(heterofl(clip=1e6, scaler=False), [0, 0])
     assert all(torch.allclose(loose.state[name], free.state[name]) for name in before)

@@ -1,0 +1,142 @@
+"""FedLPS for clients of few classes: `fedlps-local-classes`.
+
+`docs/evidence/fedlps.md` has the measurements of its parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, head_entries
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.messages import Update
+from sparsekit_fl.client.packing import Kept
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.fedlps import FedLPS
+from sparsekit_fl.methods.keep import Keep
+from sparsekit_fl.methods.means import changed_rows, mean_change, moved, weighted
+from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.options import Fraction, Hint, Positive, Ratio
+from sparsekit_fl.problem.problem import Problem
+
+_log = logging.getLogger(__name__)
+
+
+class LocalClassMask:
+    """A client trains and deploys an output layer without the classes of which it has no example.
+
+    A client of few classes would spend its first steps on unlearning all others, in rows of the output layer that the clients
+    of those classes must then learn again; only then would it learn its own task. Here the bias of the classes without an
+    example is lower by `depth` while the client trains, so that the softmax is over its own classes, and in the model that it
+    deploys. The upload is as if it had not been lowered: the rows of those classes do not change.
+
+    A client is then never right on a class that it had no training example of. If targets are not one class per example, as
+    with tokens, or if the output layer has no bias of its own or a frozen one, nothing is changed.
+
+    Args:
+        client: The client's context.
+        depth: How much lower the bias is. e^-30 is below float32 precision.
+
+    Source: Li and Zhan, FedRS, KDD 2021 (restricted softmax), with a scale of 0; as a part of the personal model it is ours.
+    """
+
+    def __init__(self, client: ClientContext, depth: float) -> None:
+        self._client, self._depth = client, depth
+        self._bias = bias_of(client.graph)
+        self._others = self._without_examples()
+
+    def _without_examples(self) -> Tensor | None:
+        """Return bool (classes,), True if the client has no training example; None: targets are not classes."""
+        client = self._client
+        if self._bias is None or self._bias in client.frozen:
+            return None
+        # Examples that are decoded when they are read are read once in a run, and not in every round.
+        if "classes" not in client.memory:
+            client.memory["classes"] = self._classes()
+        if client.memory["classes"] is None:
+            return None
+        others = torch.ones(client.graph.shapes[self._bias], dtype=torch.bool)
+        others[client.memory["classes"]] = False
+        return others
+
+    def _classes(self) -> Tensor | None:
+        """Return the classes of the client's training examples, int64, ascending; None: targets are not classes."""
+        examples = self._client.examples("train")
+        targets = next(examples.batches(None, [(0, len(examples))])).targets
+        return None if targets.ndim != 1 or targets.is_floating_point() else targets[targets >= 0].unique().cpu()
+
+    def lowered(self, state: StateDict) -> StateDict:
+        """Return a dense state with a lower bias for the classes of which the client has no example."""
+        if self._others is None or not bool(self._others.any()):
+            return state
+        assert self._bias is not None
+        return {**state, self._bias: torch.where(self._others, state[self._bias] - self._depth, state[self._bias])}
+
+    def restored(self, result: Result, start: StateDict) -> Result:
+        """Return a result whose rows of these classes are as they came, in the dense state `start`."""
+        if self._others is None:
+            return result
+        kept = Kept(self._client.graph, result.mask if isinstance(result.mask, UnitMask) else None)
+        state = dict(result.state)
+        for name in head(self._client.graph):
+            value = state[name].detach().cpu()
+            if name not in self._client.frozen and value.shape[0] == self._others.numel():
+                state[name] = torch.where(along(self._others, 0, value.ndim), kept.gather(name, start[name]), value)
+        return replace(result, state=state)
+
+
+def head(graph: UnitGraph) -> Sequence[str]:
+    """Return the entries of the output layer whose first axis has one position per output, such as its weight and bias."""
+    return [name for name in head_entries(graph.layers) if graph.shapes[name]]
+
+
+def bias_of(graph: UnitGraph) -> str | None:
+    """Return the key of the bias of the output layer; None if it has none of its own."""
+    return next((name for name in head(graph) if len(graph.shapes[name]) == 1), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSLocalClasses(FedLPS):
+    """FedLPS whose personal patterns reach the output layer, with means over holders and arms from 1/4 to 0.4.
+
+    For clients of few classes each, tested only on their training classes: a client never predicts a class that it
+    had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
+    of `fedlps`.
+
+    Args:
+        depth: How much lower the bias of a class is of which a client has no example. e^-30 is below float32 precision.
+
+    Source: Li and Zhan, FedRS, KDD 2021; see `LocalClassMask`.
+    """
+
+    called: ClassVar[str] = "fedlps-local-classes"
+
+    low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 0.25
+    high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 0.4
+    keep: Keep = "loss"
+    depth: Annotated[Positive, Hint("a logit that is 30 lower has no share in the softmax")] = 30.0
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Check as FedLPS does; warn if the output layer has no bias of its own."""
+        super().check(problem, graph)
+        if bias_of(graph) is None:
+            _log.warning("the output layer has no bias of its own, so clients train and deploy it with all classes")
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train as FedLPS does, without the classes of which the client has no example."""
+        classes = LocalClassMask(client, self.depth)
+        result = super().train(client, replace(task, state=classes.lowered(task.state)))
+        return classes.restored(result, task.state)
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the clients that hold an entry; a row of the output layer counts only if it changed."""
+        super().aggregate(server, updates)  # credits the bandits
+        found = weighted(server, updates, "examples")
+        found = [changed_rows(server, update, one) for update, one in zip(updates, found, strict=True)]
+        return moved(server.state, mean_change(server.state, found, "holders"))

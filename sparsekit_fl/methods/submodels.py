@@ -1,0 +1,156 @@
+"""Submodels: the server sends each client as many units as it can train; each entry is averaged over the clients that hold it.
+
+`units` chooses them by a criterion. `scaled_outputs` is the measure of HeteroFL against activations whose size depends on the
+width of a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from sparsekit.allocation import select
+from sparsekit.criteria import Criterion, Ordered, View
+from sparsekit.errors import NoUnitsError
+from sparsekit.finetuning import recalibrate_batchnorm
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
+from sparsekit.layers import is_convolution
+from sparsekit.rng import torch_generator
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.messages import Update
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.means import Over, Weights, mean
+from sparsekit_fl.methods.task import Task
+from sparsekit_fl.problem.problem import Problem
+
+_LARGEST_BATCH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundView(View):
+    """What a criterion may look at in a federated run.
+
+    Args:
+        round: The server round, counted from 1; 0 is before training.
+    """
+
+    round: int
+
+
+def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:
+    """Return the mask of the units that a criterion ranks first.
+
+    Args:
+        side: The context of the server, or of a client; random criteria draw from its generator "mask".
+        criterion: Computes importance; it sees the round and the weights.
+        ratio: Share of the units that stays in each group, in (0, 1].
+        state: The weights, dense; None: the global state, on the server.
+    """
+    if state is None:
+        assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
+        state = side.state
+    view = RoundView(round=side.round, weights=state, generator=torch_generator(side.rngs["mask"]))
+    return select(criterion, side.graph, ratio, view)
+
+
+def require_units(graph: UnitGraph, who: str) -> None:
+    """Raise NoUnitsError unless the graph has units; `who` needs them."""
+    if not graph.groups:
+        raise NoUnitsError(
+            f"the model has no units, so {who} has nothing to choose from;"
+            " `sparsekit units` shows why; or run a method that trains the whole model"
+        )
+
+
+@contextmanager
+def scaled_outputs(client: ClientContext, ratio: float) -> Iterator[None]:
+    """Within the block, divide the outputs of every convolution and linear layer whose outputs are units by `ratio`."""
+
+    def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
+        return output / ratio
+
+    handles = []
+    for name, pieces in client.graph.slices_of.items() if ratio < 1.0 else ():
+        owner, _, attribute = name.rpartition(".")
+        layer = client.masked.model.get_submodule(owner)
+        if not isinstance(layer, nn.Linear) and not is_convolution(layer):
+            continue
+        if attribute == "weight" and any(piece.side == "out" for _, piece in pieces):
+            handles.append(layer.register_forward_hook(divide))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def calibrate(client: ClientContext, module: nn.Module) -> bool:
+    """Replace the batch norm statistics of a module by the mean over a few large batches of the client's training data.
+
+    Statistics averaged over submodels of several widths fit none of them. HeteroFL passes the data of all clients through the
+    global model once before it is scored; here each client uses its own training data, which stay where they are, and never
+    those of the test batch.
+
+    Args:
+        client: The client's context.
+        module: Adjusted in place.
+
+    Returns:
+        Whether it was adjusted; not if it has no batch norm, or if the client has one example.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalisation; the client's own data are our choice.
+    """
+    count = len(client.client.data.train)
+    if count < 2:
+        return False
+
+    def inputs() -> Iterator[tuple[Any, ...]]:
+        for epoch in client.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH))):
+            # With targets, since the last item of a batch is not an input.
+            yield from ((*batch.inputs, batch.targets) for batch in epoch)
+
+    found = bool(recalibrate_batchnorm(module, inputs()))
+    if found:
+        client.deploying.append(count * client.costs.forward_flops(client.masked.unit_mask()))
+    module.eval()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submodels(Method):
+    """The server chooses units by a criterion, as many as the client's capability allows, and sends the submodel alone.
+
+    Entries are averaged over the clients that hold them.
+    """
+
+    masked: ClassVar[bool] = True
+    recalibrates: ClassVar[bool] = True
+    weights: ClassVar[Weights] = "uniform"
+    over: ClassVar[Over] = "holders"
+
+    def criterion(self) -> Criterion:
+        """Return what ranks the units; by default the first units of each group come first."""
+        return Ordered()
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise NoUnitsError if the model has no units."""
+        require_units(graph, type(self).__name__)
+
+    def ratio_of(self, server: ServerContext, client_id: int) -> float:
+        """Return the ratio of one client in this round; by default its capability's."""
+        return server.roster[client_id].capability.ratio
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Return the submodel."""
+        ratio = self.ratio_of(server, client_id)
+        return Task(mask=units(server, self.criterion(), ratio), ratio=ratio)
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean over the holders of each entry."""
+        return mean(server, updates, weights=self.weights, over=self.over)

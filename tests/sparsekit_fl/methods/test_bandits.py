@@ -1,0 +1,87 @@
+"""FedLPS with any bandit; FedMP's ratios and their reward."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from personal import STATE, server_context
+
+import sparsekit_fl as fl
+from sparsekit.bandit import registry
+from sparsekit_fl.methods.context import ClientInfo
+from sparsekit_fl.methods.fedlps import FedLPS, utility
+from sparsekit_fl.methods.fedmp import FedMP
+
+
+def told(name: str) -> list[tuple[float, float]]:
+    """Value and reward of the pulls of a client that gained 0.5 in accuracy in 2 simulated seconds, then lost 0.1."""
+    method, memory = FedLPS(bandit=name), {}
+    info = SimpleNamespace(capability=SimpleNamespace(ratio=1.0))
+    for round, accuracy in ((1, 0.6), (2, 0.5)):
+        rngs = {"ratio": np.random.default_rng(round)}
+        ctx: Any = SimpleNamespace(
+            round=round, rounds=10, cohort_size=1, roster={7: info}, memory=memory, rngs=rngs, state={}, graph=None
+        )
+        ratio = method.assign(ctx, 7).ratio
+        update: Any = SimpleNamespace(
+            client_id=7, ratio=ratio, metrics={"accuracy": accuracy, "initial_accuracy": 0.1}, cost=SimpleNamespace(seconds=2.0)
+        )
+        method._observe(ctx, update)
+    return [(pull.value, reward) for pull, reward in method._bandit(ctx, memory["7"], seed=0).told]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_bandit_learns_the_utility_gained_per_second(name: str) -> None:
+    rewards = [reward for _, reward in told(name)]
+    assert rewards == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0, (utility(0.5) - utility(0.6)) / 2.0])
+
+
+def context(round: int, memory: dict, *, capability: float = 1.0) -> fl.ServerContext:
+    roster = {k: ClientInfo(examples=10, capability=fl.Capability(ratio=capability)) for k in range(2)}
+    return server_context(round=round, rounds=100, roster=roster, rng=[5, round], memory=memory)
+
+
+def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
+    cost = fl.WorkCost(seconds=seconds)
+    delta = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    return fl.Update(round=1, client_id=client_id, examples=10, delta=delta, metrics={"loss": loss}, cost=cost)
+
+
+def play(method: FedMP, memory: dict, round: int, *answers: fl.Update, **options: float) -> list[float]:
+    """One round; returns the ratios."""
+    ctx = context(round, memory, **options)
+    ratios = [method.ratio_of(ctx, client_id) for client_id in range(len(answers))]
+    method.aggregate(ctx, answers)
+    return ratios
+
+
+def rewards(method: FedMP, memory: dict, client_id: int) -> list[float]:
+    return [reward for _, reward in method._bandit(memory[str(client_id)], seed=0).told]
+
+
+def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None:
+    method, memory = FedMP(), {}
+    for round, losses in ((1, (2.0, 3.0)), (2, (1.5, 3.5))):
+        play(method, memory, round, answer(0, losses[0], 1.0), answer(1, losses[1], 3.0))
+    # Times 1 and 3 have a mean of 2: both gaps are a half. A worse loss is a negative reward, slow or fast.
+    assert rewards(method, memory, 0) == pytest.approx([0.5 / 0.5])
+    assert rewards(method, memory, 1) == pytest.approx([-0.5 / 0.5])
+
+
+def test_finishing_on_time_is_no_infinite_reward() -> None:
+    method, memory = FedMP(floor=0.1), {}
+    for round, loss in ((1, 2.0), (2, 1.0)):
+        play(method, memory, round, answer(0, loss, 1.0))
+    assert rewards(method, memory, 0) == pytest.approx([1.0 / 0.1])
+
+
+def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> None:
+    for capped in (False, True):
+        method, memory, seen = FedMP(capped=capped), {}, []
+        for round in range(1, 60):
+            seen += play(method, memory, round, answer(0, 1.0 / round, 1.0), capability=0.5)
+        assert min(seen) >= 0.2
+        assert max(seen) <= (0.5 if capped else 1.0)
+        assert max(seen) > (0.45 if capped else 0.8)

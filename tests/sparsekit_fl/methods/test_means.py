@@ -1,0 +1,131 @@
+"""Means on a model of three numbers, exactly."""
+
+import numpy as np
+import pytest
+import torch
+from personal import server_context
+
+import sparsekit_fl as fl
+from sparsekit.graph import Layer, UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
+from sparsekit_fl.client.packing import Kept
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.heterofl import HeteroFL
+from sparsekit_fl.methods.means import changed_rows, mean_change, weighted
+
+INDEX = torch.arange(3).view(3, 1)
+GRAPH = UnitGraph(
+    groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 0, INDEX, "out", False),))},
+    shapes={"w": torch.Size([3]), "n": torch.Size([])},
+)
+STATE = {"w": torch.zeros(3), "n": torch.tensor(10)}
+
+
+def update(client_id, delta, *, keep=None, examples=1, count=0):
+    mask = None if keep is None else UnitMask({"a": torch.tensor(keep)})
+    kept = Kept(GRAPH, mask)
+    entries = {"w": kept.gather("w", torch.tensor(delta)), "n": torch.tensor(count)}
+    return fl.Update(round=1, client_id=client_id, examples=examples, delta=entries, mask=mask)
+
+
+def combine(how, updates, state=STATE):
+    weights, over = how
+    return fl.mean(server_context(graph=GRAPH, state=state), updates, weights=weights, over=over)
+
+
+START = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
+ALL, UNIFORM, HOLDERS, BY_EXAMPLES = (
+    (weights, over)
+    for weights, over in (("examples", "all"), ("uniform", "all"), ("uniform", "holders"), ("examples", "holders"))
+)
+SIZES = [update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3)]
+DISJOINT = [update(0, [2.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 4.0, 0.0], keep=[False, True, False])]
+ALIKE = [update(k, [2.0 + k, 8.0, 4.0 - k], keep=[True, False, True]) for k in range(2)]
+UNEVEN = [
+    update(0, [1.0, 3.0, 0.0], keep=[True, True, False], examples=1),
+    update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=3),
+]
+ALONE = [
+    update(0, [1.0, 0.0, 0.0], keep=[True, False, False], examples=3),
+    update(1, [0.0, 4.0, 0.0], keep=[False, True, False], examples=1),
+]
+BY_ENTRY = fl.Update(
+    round=1,
+    client_id=0,
+    examples=1,
+    mask=WeightMask({"w": torch.tensor([False, True, True])}),
+    delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)},
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "updates", "expected"),
+    [
+        (ALL, SIZES, [5.0, 5.0, 4.0]),
+        (UNIFORM, SIZES, [4.0, 4.0, 5.0]),
+        (ALL, ALIKE, [3.5, 2.0, 6.5]),
+        (HOLDERS, ALIKE, [3.5, 2.0, 6.5]),
+        (HOLDERS, DISJOINT, [3.0, 6.0, 3.0]),
+        (ALL, DISJOINT, [2.0, 4.0, 3.0]),
+        (BY_EXAMPLES, UNEVEN, [5.0, 5.0, 3.0]),
+        (BY_EXAMPLES, ALONE, [2.0, 6.0, 3.0]),  # a holder of few examples counts in full where it is alone
+        (HOLDERS, [update(0, [2.0] * 3), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])], [4.0, 4.0, 5.0]),
+        (HOLDERS, [BY_ENTRY, update(1, [1.0, 1.0, 1.0])], [2.0, 4.0, 6.0]),
+    ],
+)
+def test_a_mean_is_over_all_clients_or_the_holders_alike_or_by_examples(how, updates, expected):
+    assert combine(how, updates, START)["w"].tolist() == expected
+
+
+def test_a_method_of_whole_entries_refuses_masked_updates():
+    ctx, part = server_context(graph=GRAPH, state=START), update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
+    with pytest.raises(fl.errors.UpdateError, match="method needs whole entries, but client 0 sent masked ones; set masked"):
+        Method().validate(ctx, part, fl.Task())
+    HeteroFL().validate(ctx, part, fl.Task())
+
+
+@pytest.mark.same_bits
+def test_a_full_mask_gives_the_bits_of_no_mask():
+    deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
+    plain = combine(ALL, [update(k, delta, examples=7) for k, delta in enumerate(deltas)], START)
+    for how in (ALL, UNIFORM, HOLDERS, BY_EXAMPLES):
+        masked = [update(k, delta, keep=[True] * 3, examples=7) for k, delta in enumerate(deltas)]
+        assert torch.equal(combine(how, masked, START)["w"], plain["w"])
+
+
+@pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])
+def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, expected):
+    result = combine(ALL, [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)])
+    assert result["n"].item() == expected
+    assert result["n"].dtype == torch.int64
+
+
+def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it() -> None:
+    graph = UnitGraph({}, {"b": torch.Size([3]), "w": torch.Size([8])}, layers=(Layer("last", ("b",), ("b",)),))
+    state = {"b": torch.zeros(3), "w": torch.zeros(8)}
+    first, second = (
+        {"b": torch.tensor([2.0, 0.0, 0.0]), "w": torch.ones(8)},
+        {"b": torch.tensor([4.0, 6.0, 0.0]), "w": torch.zeros(8)},
+    )
+    ctx = server_context(graph=graph, state=state)
+    sent = [fl.Update(round=1, client_id=k, examples=10 + 20 * k, delta=delta) for k, delta in enumerate((first, second))]
+    rows = [changed_rows(ctx, one, part) for one, part in zip(sent, weighted(ctx, sent, "examples"), strict=True)]
+    found = mean_change(state, rows, "holders")
+    # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
+    assert found["b"].tolist() == [3.5, 6.0, 0.0]
+    assert found["w"].tolist() == [0.25] * 8
+
+
+@pytest.mark.parametrize("clients", [3, 5, 8, 40])
+@pytest.mark.same_bits
+def test_an_entry_does_not_depend_on_those_next_to_it(clients):
+    """Sums over clients are taken in one order, whatever the width and the processor."""
+    numbers = torch.from_numpy(np.random.default_rng(clients).normal(size=(clients, 90)))
+
+    def averaged(columns):
+        graph, state = UnitGraph({}, {"w": columns[0].shape}), {"w": torch.zeros_like(columns[0])}
+        updates = [fl.Update(round=1, client_id=k, examples=1, delta={"w": row}) for k, row in enumerate(columns)]
+        return mean_change(state, weighted(server_context(graph=graph, state=state), updates, "examples"))["w"]
+
+    whole = averaged(numbers)
+    for size in (1, 7, 20):
+        assert torch.equal(torch.cat([averaged(piece) for piece in numbers.split(size, dim=1)]), whole)
