@@ -72,6 +72,12 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Name → buffer, of those that are part of the state."""
+    passing = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in passing}
+
+
 def pre_hooks(module: nn.Module) -> list[Any]:
     """The forward pre-hooks of a module."""
     return list(module._forward_pre_hooks.values())
@@ -149,6 +155,8 @@ def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def storage_id(tensor: Tensor) -> int:
     """What tells the memory of a tensor from that of others, as long as one of its tensors is alive."""
+    if tensor.layout is not torch.strided:  # a sparse tensor has several
+        return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -27,6 +27,7 @@ from sparsekit.pruning.reconstruction import Reconstruct, recalibrate_batchnorm,
 from sparsekit.pruning.report import CandidateReport
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import check_runs
 
 _STARVED = 0.15
 
@@ -173,8 +174,11 @@ class Cutter:
             if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
                 _warn_of_starved(graph, counts)
             mask = choose(graph, scores.values, counts, source=f"{scores.name} scores")
-            # Who cuts by herself, perhaps in place, has no memory for a second model.
-            return mask, model if dry and limit_ms is None else compact(model, graph, mask, rules=self.rules)
+            if dry and limit_ms is None:  # who cuts by herself, perhaps in place, has no memory for a second model
+                return mask, model
+            small = compact(model, graph, mask, rules=self.rules)
+            check_runs(small, self.call)
+            return mask, small
 
         def timed(budget: Budget | None) -> tuple[tuple[UnitMask, nn.Module], float]:
             found = to(budget)

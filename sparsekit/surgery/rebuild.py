@@ -2,13 +2,13 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import refresh_flat_weights
+from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather
@@ -18,12 +18,15 @@ from sparsekit.surgery.safe_convolution import guard_convolutions
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
-    """State-dict key → the parameter or buffer itself (not a detached view); tied ones are the same object."""
+    """State-dict key → the parameter or persistent buffer itself; tied ones are the same object.
+
+    The modules are asked, not `state_dict()`, whose hooks may copy tensors and which may hold values that are no tensors.
+    """
     found: dict[str, Tensor] = {}
-    keys = model.state_dict(keep_vars=True)
-    for name, value in keys.items():
-        if isinstance(value, Tensor):
-            found[name] = value
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: entry for name, entry in parameters_of(module).items() if entry is not None}
+        found |= {prefix + name: entry for name, entry in persistent_buffers(module).items()}
     return found
 
 
@@ -51,8 +54,8 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
     for name, own in named_entries(model).items():
-        if name in tensors and id(own) not in memo:
-            new = tensors[name].detach()
+        if id(own) not in memo and (name in tensors or _is_bare(own)):
+            new = tensors[name].detach() if name in tensors else own.detach().clone()
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}
@@ -60,6 +63,13 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
         twin.__setstate__({name: v if type(v) in _ATOMS else copy.deepcopy(v, memo) for name, v in state.items()})
     return copy.deepcopy(model, memo)
+
+
+def _is_bare(tensor: Tensor) -> bool:
+    """Whether a clone of a tensor is all that deepcopy makes of it, in twenty times the time."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter) and tensor.grad is None and not vars(tensor) and tensor.layout is torch.strided
+    )
 
 
 _PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__")
@@ -107,14 +117,19 @@ def narrow_state(
 
 
 def narrow_module(
-    model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None = None
+    model: nn.Module,
+    graph: UnitGraph,
+    keep: Mapping[str, Tensor],
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    indices: Mapping[str, Mapping[int, Tensor]] | None = None,
 ) -> nn.Module:
     """A copy of `model` without the dropped units, its size attributes set.
+
+    `indices` are the positions kept of each entry along each axis, if they are to be in another order than that of the model.
 
     Raises:
         ForeignMaskError: an entry of the copy does not have the shape that the graph expects.
     """
-    indices = graph.kept_indices(keep)
     small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
     _fit(small, graph, keep, rules)
     return small
@@ -158,11 +173,31 @@ def _fit(
     rules: Mapping[type[nn.Module], LayerRule] | None,
 ) -> None:
     """Set all sizes of a module whose entries are narrow, and check its shapes."""
+    for module in _grouped_convolutions(small, graph):
+        module.in_channels = 0  # with one channel left in each group it would look like a depthwise one, whose groups go
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
     guard_convolutions(small)
     # A fused kernel that gets wrong shapes reads past its buffers, so all shapes are checked.
     graph.check_state(named_entries(small), keep, what=f"the compacted {type(small).__name__}")
+
+
+def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd]:
+    """The convolutions that are no depthwise ones in the graph: it cuts the channels within their groups."""
+    for name, module in model.named_modules():
+        if isinstance(module, ConvNd) and module.groups > 1 and not module.transposed:
+            own = (graph.slices_of.get(f"{name}.{entry}" if name else entry, ()) for entry in _WEIGHTS)
+            if any(piece.dim == 1 for pieces in own for _, piece in pieces):
+                yield module
+
+
+# As it is, parametrised, weight-normed (both ways), and by the older spectral norm or torch's own pruning.
+_WEIGHTS = (
+    "weight",
+    "weight_v",
+    "weight_orig",
+    *(f"parametrizations.weight.original{number}" for number in ("", "0", "1")),
+)
 
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from sparsekit._torch import DispatchMode, operator_schema, storage_id
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.labels.views import written_over
-from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
+from sparsekit.tracing.ops import MAKE_CONSTANTS, SAME_IN_TRAIN_MODE, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs, tensors_of
 from sparsekit.tracing.passes import arguments_of
 
@@ -51,10 +51,46 @@ class Dispatcher(DispatchMode):
         return result
 
     def _propagate(self, call: Call, mutates: bool) -> None:
+        key = self._key(call)
+        if key is not None and key in self.tracer.answers:
+            self._attach(call, self.tracer.answers[key][1], mutates)
+            return
+        entering = [self.tracer.known(tensor) for tensor in call.tensors]
+        found = self._ask(call)
+        if found is None:
+            return
+        if key is not None:
+            self.tracer.answers[key] = entering, found
+        self._attach(call, found, mutates)
+
+    def _key(self, call: Call) -> tuple[Any, ...] | None:
+        """What the answer of a handler depends on; None where it may depend on values, as of an index."""
+        key: list[Any] = [call.func, self.tracer.module]
+        for name, value in call.arguments.items():
+            if isinstance(value, Tensor):
+                labels = self.tracer.known(value)
+                if labels is None and not value.is_floating_point():
+                    return None
+                key.append((name, id(labels), value.shape))
+            elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+                known = [self.tracer.known(item) if isinstance(item, Tensor) else None for item in value]
+                if None in known:
+                    return None
+                key.append((name, tuple((id(each), item.shape) for each, item in zip(known, value, strict=True))))
+            elif call.name not in SAME_IN_TRAIN_MODE:
+                key.append((name, tuple(value) if isinstance(value, list) else value))
+        try:
+            hash(found := tuple(key))
+        except TypeError:
+            return None
+        return found
+
+    def _ask(self, call: Call) -> list[TensorLabels | None] | None:
+        """What the handler of a call says of its outputs; None where following units was given up."""
         handler = find_handler(call.func, call.name)
         entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
         if self._exhausted(entering):
-            return
+            return None
         stacked = any(labels.parts is not None for labels in entering)
         units = any(labels.has_units for labels in entering)
         for each in entering:
@@ -75,6 +111,9 @@ class Dispatcher(DispatchMode):
         found = list(answer) if isinstance(answer, Sequence) else [answer] * len(call.outputs)
         if all(labels.entry is not None or labels.from_state for labels in entering):
             found = [None if labels is None else replace(labels, from_state=True) for labels in found]
+        return found
+
+    def _attach(self, call: Call, found: Sequence[TensorLabels | None], mutates: bool) -> None:
         if not mutates:
             for tensor, labels in zip(call.outputs, found, strict=False):
                 self.tracer.set(tensor, labels)

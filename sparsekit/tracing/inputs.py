@@ -48,6 +48,21 @@ def find_tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def find_numbers(value: Any) -> list[bool | int | float | complex]:
+    """All plain numbers in nested tuples, lists, mappings and dataclasses, in a fixed order."""
+    if type(value) in (bool, int, float, complex):
+        return [value]
+    if isinstance(value, Mapping):
+        children: Sequence[Any] = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return []
+    return [number for child in children for number in find_numbers(child)]
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every tensor replaced, in nested tuples, lists, mappings, dataclasses and packed sequences.
 

@@ -51,12 +51,16 @@ class ReadOnly(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.protected(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def protected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with copies in place of the values of the model that it would write to."""
         names, written = arguments_of(func)
         if written:
             args = tuple(self._apart(v) if name in written else v for name, v in zip(names, args, strict=False))
             kwargs = {name: self._apart(v) if name in written else v for name, v in kwargs.items()}
-        return func(*args, **kwargs)
+        return args, kwargs
 
     def _apart(self, value: Any) -> Any:
         if not any(storage_id(tensor) in self._storages for tensor in tensors_of((value,))):

@@ -14,8 +14,8 @@ from sparsekit.surgery.removed import Block, Blocks, Part, remove_blocks
 from sparsekit.tracing.blocks import is_large
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes, train_without_dropout
+from sparsekit.tracing.perturbed import PerturbedState
 from sparsekit.tracing.values import ModuleCall, Values, WithZeros
-from sparsekit.tracing.verify import LiveEntries
 
 _HALVES = 2  # times that the branches are halved at random, to remove one half for a test and then the other
 
@@ -191,7 +191,7 @@ class _Tester:
     """Compares a model without branches with one that adds zeros in their place."""
 
     def __init__(self, model: nn.Module, entries: dict[str, Tensor], calls: Sequence[ModelInputs]) -> None:
-        live = entries if is_large(model) else LiveEntries(entries, None, torch.Generator().manual_seed(1)).values
+        live = entries if is_large(model) else PerturbedState(entries, None, torch.Generator().manual_seed(1)).values
         self.model, self.calls = copy_with(model, live).eval(), calls
         self._has_fast_path = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
 

@@ -141,6 +141,22 @@ def trace_units(
     return built.graph
 
 
+def check_runs(small: nn.Module, call: ModelInputs) -> None:
+    """Run a copy of a compact model once, so that one that cannot run is never returned.
+
+    Raises:
+        UnsupportedModelError: it fails.
+    """
+    try:
+        with private_passes():
+            replace(call, guard=ReadOnly(small)).call(lent_copy(small).eval())
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the compact {type(small).__name__} does not run on the example inputs ({type(error).__name__}: {error});"
+            " name the layers in the message in keep=, and please report it"
+        ) from error
+
+
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {type(model).__name__}")

@@ -1,97 +1,86 @@
-"""The last word on every group: a model under gates must equal the model without the units."""
+"""Verifier: checks every group numerically. The model under gates must equal the model without the units."""
 
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import buffers_of, persistent_buffers
+from sparsekit.graph.edit import narrow as narrow_graph
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.layers.labels.values import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
-from sparsekit.tracing.passes import train_without_dropout
+from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_floor
+from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
+from sparsekit.tracing.passes import ReadOnly, train_without_dropout
+from sparsekit.tracing.perturbed import PerturbedState, dropped_positions
+from sparsekit.tracing.record import PassRecord
 
-_RATIOS = (0.5, 0.3, 0.8, 0.5, 0.3, 0.6)  # share kept in successive random masks
-_MASKS, _FEWEST, _MANY_NUMBERS = 6, 2, 2_000_000  # masks tried, and fewer of them on large models; never by the clock
+_MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
 _TRIALS = 64  # bound on the work of finding the groups at fault
-# Allowed errors: a share of what the mask has changed, and a share of the values for what rounding does.
-_ALLOWED = {torch.float64: (1e-5, 1e-10), torch.bfloat16: (1e-1, 3e-2), torch.float16: (5e-2, 5e-3)}
-_LOOSE = (1e-3, 1e-5)
+
+
+class _Trial(NamedTuple):
+    """A mask to compare under, for every group.
+
+    Args:
+        order: Number of the random order of the units, of which the first are kept.
+        share: Share of the units kept, at least one; 0 for the least width.
+        rest: Keep the other units instead, so that with both masks each unit is kept once and dropped once.
+        training: Compare in train mode, where the model accepts it.
+        twice: Cut once more what a mask of the same order over half of the units has left, as the steps of a schedule do.
+        bit: Keep the units in whose number this bit is not set instead.
+        mixed: Give the narrow model its units in another order, in every tensor alike, so that each unit must have its own
+            positions. Kept sets alone do not tell two kept units apart.
+    """
+
+    order: int
+    share: float
+    rest: bool = False
+    training: bool = False
+    twice: bool = False
+    bit: int | None = None
+    mixed: bool = True
+
+
+_HALF, _LEAST = _Trial(0, 0.5), _Trial(0, 0.0)
+_FEW = (_HALF, _LEAST._replace(twice=True), _HALF._replace(rest=True, training=True))
+_MANY = (*_FEW, _Trial(1, 0.3, training=True), _Trial(1, 0.3, rest=True), _Trial(2, 0.0))
+
+
+class _Pair(NamedTuple):
+    """A model whose dropped units are gated, and the same model without them.
+
+    Args:
+        dense: The gated model.
+        small: The narrow one.
+        graph: The units of `dense`.
+        keep: Group name → bool (units,).
+        whole: Records a pass of `dense` with all units: train mode → record.
+    """
+
+    dense: nn.Module
+    small: nn.Module
+    graph: UnitGraph
+    keep: Mapping[str, Tensor]
+    whole: Callable[[bool], PassRecord]
+
+
+def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def _finite(outputs: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point())
-
-
-class LiveEntries:
-    """Entries with live statistics, scales and biases, so that a fresh zero cannot hide an error.
-
-    Floating ones have `dtype`, or their own for None. Those of the model are read only.
-    """
-
-    def __init__(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> None:
-        self.values: dict[str, Tensor] = {}
-        self._origin: dict[int, Tensor] = {}  # by the id of the value: what it is restored from
-        self._silenced: dict[int, Tensor] = {}
-        self._buffers: list[Tensor] = []
-        done: dict[int, Tensor] = {}
-        for name, own in entries.items():
-            if id(own) not in done:
-                done[id(own)] = self._one(name, own.detach(), dtype, generator)
-                if not isinstance(own, nn.Parameter):
-                    self._buffers.append(done[id(own)])
-            self.values[name] = done[id(own)]
-
-    def _one(self, name: str, own: Tensor, dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:
-        value = own.to(dtype if own.is_floating_point() and dtype is not None else own.dtype, copy=True)
-        self._origin[id(value)] = own
-        if own.is_floating_point() and (own.dim() <= 1 or not _any(own)):
-            noise = torch.empty(own.shape, dtype=value.dtype).uniform_(-1.0, 1.0, generator=generator).to(own.device)
-            if name.endswith("running_var"):
-                value.copy_(1.0 + 0.5 * noise)
-            elif name.endswith("running_mean"):
-                value.copy_(0.5 * noise)
-            else:
-                value.add_(0.3 * noise)
-            self._origin[id(value)] = value.clone()
-        return value
-
-    def restore_buffers(self) -> None:
-        """Undo what a pass in train mode does to statistics."""
-        self._restore(self._buffers)
-
-    def silence(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
-        """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
-
-        In place, since a gated copy of every entry is most of the cost of verifying a large model. `keep`: group name → bool.
-        """
-        self.restore()
-        for name, stays in keep.items():
-            for piece in graph.groups[name].slices if not bool(stays.all()) else ():
-                if piece.gated:
-                    value = self.values[piece.name]
-                    self._silenced[id(value)] = value
-                    value.index_fill_(piece.dim, piece.index[~stays].reshape(-1).to(value.device), 0)
-
-    def restore(self) -> None:
-        """Put back what was zeroed."""
-        self._restore(self._silenced.values())
-        self._silenced = {}
-
-    def _restore(self, values: Iterable[Tensor]) -> None:
-        for value in values:
-            value.copy_(self._origin[id(value)])
-
-
-def _any(tensor: Tensor) -> bool:
-    # The first numbers nearly always tell.
-    return bool(tensor.reshape(-1)[:8].any()) or bool(tensor.any())
 
 
 @dataclass
@@ -117,25 +106,42 @@ class Verifier:
         self._generator = torch.Generator().manual_seed(20130)
         entries = named_entries(self.model)
         self._refusal: str | None = None
-        for dtype in (self.dtype, None):  # a model may fix its dtype, or its device may lack float64
-            self._live = LiveEntries(entries, dtype, self._generator)
-            self._dense = copy_with(self.model, self._live.values)
-            if self._accepts(with_tokens(self.model, self.calls, self._generator), dtype) or self._accepts(self.calls, dtype):
-                break
-        self._masks = _MASKS if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEWEST
+        self._schedule = _MANY if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEW
+        self._by_module = False  # whether passes are recorded by module, since operators differ somewhere
+        self._orders: dict[tuple[int, str], Tensor] = {}
+        self._first_cut: tuple[Mapping[str, Tensor], nn.Module] | None = None
+        self._prepare(entries, self.dtype)
+        self._calls = [inputs.prepared(self.dtype, self._generator) for inputs in self._drawn()]
+        self._is_accepted = False  # the first pass of a trial says whether the model runs on these inputs
         self.trials = 0
+
+    def _prepare(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        """Make the dense copy, in a dtype or in its own."""
+        own = (t.dtype for t in entries.values() if t.is_floating_point())
+        self._precision = dtype or next(own, torch.float32)
+        self._state = PerturbedState(entries, dtype, self._generator)
+        self._dense = copy_with(self.model, self._state.values)
+        _convert_loose_tensors(self._dense, dtype)
+
+    def _drawn(self) -> Sequence[ModelInputs]:
+        return with_tokens(self.model, self.calls, self._generator)
+
+    def _find_inputs(self) -> None:
+        """Find a dtype and inputs that the model accepts: disturbed, or as they are where that breaks it."""
+        self._is_accepted = True
+        entries = named_entries(self.model)
+        for dtype in (self.dtype, None):  # a model may fix its dtype, or its device may lack float64
+            self._prepare(entries, dtype)
+            if self._accepts(self._drawn(), dtype) or self._accepts(self.calls, dtype):
+                return
 
     def _accepts(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> bool:
         """Whether the model runs on `calls`, which are used from now on: disturbed, or as they are where that breaks it."""
         self._calls = [inputs.prepared(dtype, self._generator) for inputs in calls]
         try:
-            self._whole = self._run(self._dense)
-            if not _finite(self._whole):
+            if not _finite(self._run(self._dense)):
                 disturbed, self._calls = self._calls, [inputs.prepared(dtype, None) for inputs in calls]
-                plain = self._run(self._dense)
-                if _finite(plain):
-                    self._whole = plain
-                else:
+                if not _finite(self._run(self._dense)):
                     self._calls = disturbed
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
             self._refusal = f"the model fails: {_described(error)}"
@@ -143,7 +149,9 @@ class Verifier:
         self._refusal = None
         return True
 
-    def _run(self, model: nn.Module, *, training: bool = False, seed: int = 0) -> list[Tensor]:
+    def _run(
+        self, model: nn.Module, *, training: bool = False, seed: int = 0, record: PassRecord | None = None
+    ) -> list[Tensor]:
         calls = self._calls
         if training:
             train_without_dropout(model)
@@ -151,9 +159,27 @@ class Verifier:
         else:
             model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self._live.restore_buffers()
+            self._state.restore_buffers()
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the accelerators, for good
-            return [tensor for inputs in calls for tensor in find_tensors(inputs.call(model))]
+            outputs: list[Tensor] = []
+            for inputs in calls:
+                # A record guards what is written to itself: two modes take twice the time.
+                returned = (inputs if record is None else replace(inputs, guard=nullcontext())).call(model, record)
+                outputs += find_tensors(returned)
+                outputs += [
+                    torch.tensor(n, dtype=self._precision if type(n) is float else None) for n in find_numbers(returned)
+                ]
+        return outputs
+
+    def _record(self, model: nn.Module, training: bool) -> PassRecord:
+        guard = self._calls[0].guard
+        record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self._by_module else None)
+        outputs: list[Tensor] = []
+        try:
+            outputs = self._run(model, training=training, record=record)
+        finally:
+            record.finish(outputs)
+        return record
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:
         """Find the groups whose removal is not exact.
@@ -166,19 +192,34 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner where it lies together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
+        for trial in self._schedule:
+            if trial.order:
+                self._state.redraw(self._generator)
+            bad = self._guilty(graph, units, trial)
+            if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
+                return bad
+        return {}
+
+    def _guilty(self, graph: UnitGraph, units: Sequence[tuple[str, ...]], trial: _Trial) -> dict[str, str]:
         bad: dict[str, str] = {}
-        for number, ratio in enumerate(_RATIOS[: self._masks]):
-            self._bisect(graph, units, bad, functools.partial(self._trial, graph, ratio, bool(number % 2)))
-            if bad:
-                break
+        self._bisect(units, bad, functools.partial(self._try, graph, trial))
         return bad
 
+    def _confirmed(self, graph: UnitGraph, units: Sequence[tuple[str, ...]]) -> dict[str, str]:
+        """Which groups are wrong with their units in order: some models look at the order of units, not at which there are."""
+        largest = max(graph.groups[name].size for names in units for name in names)
+        bits = [_HALF._replace(bit=bit) for bit in range((largest - 1).bit_length())]
+        for trial in (*self._schedule, *bits):
+            if bad := self._guilty(graph, units, trial._replace(mixed=False)):
+                return bad
+        return {}
+
     def _bisect(
-        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: dict[str, str], trial: Callable[[list[str]], str | None]
+        self, units: Sequence[tuple[str, ...]], bad: dict[str, str], compare: Callable[[list[str]], str | None]
     ) -> None:
         if not units:
             return
-        reason = trial([name for tied in units for name in tied])
+        reason = compare([name for tied in units for name in tied])
         if reason is None:
             return
         if len(units) == 1 or self.trials >= _TRIALS:
@@ -186,112 +227,204 @@ class Verifier:
             return
         half = len(units) // 2
         before = len(bad)
-        self._bisect(graph, units[:half], bad, trial)
-        self._bisect(graph, units[half:], bad, trial)
+        self._bisect(units[:half], bad, compare)
+        self._bisect(units[half:], bad, compare)
         if len(bad) == before:
             bad |= dict.fromkeys((name for tied in units for name in tied), f"only jointly: {reason}")
             return
 
-    def _trial(self, graph: UnitGraph, ratio: float, training: bool, names: Sequence[str]) -> str | None:
-        """Why a random mask over some groups is not exact, in eval mode or in train mode, or None if it is."""
-        self.trials += 1
-        keep = self._mask(graph, set(names), ratio)
-        self._live.silence(graph, keep)
-        self._live.restore_buffers()
-        try:
-            # What is silenced is what is cut away, so the narrow copy can be taken from the silenced one.
-            small = narrow_module(self._dense, graph, keep, self.rules)
-        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
-            return f"the compacted model fails: {_described(error)}"
-        if not training or not self.training:
-            return self._compare(graph, keep, small)
-        reason = self._compare(graph, keep, small, training=True)
-        # A model that is random in train mode is taken to be well there.
-        return None if reason is None or self._is_random_in_training() else f"in training, {reason}"
+    def _try(self, graph: UnitGraph, trial: _Trial, names: Sequence[str]) -> str | None:
+        """Why a mask over some groups is not exact, or None if it is."""
+        reason, exact = self._compare(graph, trial, names)
+        sets = [tied for tied in graph.tied_sets if set(tied) <= set(names)]
+        if reason is not None or exact or len(sets) == 1:
+            return reason
+        # What other groups change may hide an error: each group is judged by what it changes itself.
+        alone = (self._compare(graph, trial, tied)[0] for tied in sets)
+        return next((why for why in alone if why is not None), None)
 
-    def _compare(self, graph: UnitGraph, keep: Mapping[str, Tensor], small: nn.Module, *, training: bool = False) -> str | None:
-        """Why the outputs of the gated and the narrow model differ, or None if they do not."""
+    def _compare(self, graph: UnitGraph, trial: _Trial, names: Sequence[str]) -> tuple[str | None, bool]:
+        """Why the gated and the narrow model differ under a mask over some groups, or None if they do not.
+
+        Returns:
+            The reason, and whether the two are equal up to rounding, whatever the mask has changed.
+        """
+        self.trials += 1
+        if trial.training and not self.training:
+            trial = trial._replace(training=False)
+        if self._refusal is not None:
+            return self._refusal, False
         try:
-            with kept_norms(self._dense, graph, keep):
-                expected = self._run(self._dense, training=training)
-        except Exception as error:  # noqa: BLE001
-            return f"the gated model fails: {_described(error)}"
+            pair = self._cut_twice(graph, trial, names) if trial.twice else self._cut(graph, trial, names)
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+            return f"the compacted model fails: {_described(error)}", False
         try:
-            found = self._run(small, training=training)
+            with kept_norms(pair.dense, pair.graph, pair.keep):
+                expected = self._record(pair.dense, trial.training)
+            accepted = self._is_accepted or _finite(expected.outputs)
         except Exception as error:  # noqa: BLE001
-            return f"the compacted model fails: {_described(error)}"
-        if [t.shape for t in expected] != [t.shape for t in found]:
-            return "removing units changes the shape of the output"
-        if _first_difference(expected, expected, found) is None:
-            return None  # whatever the mask has changed
-        whole = self._whole_in_training if training else self._whole
-        agree = whole is not None and [t.shape for t in whole] == [t.shape for t in expected]
-        return _first_difference(whole if whole is not None and agree else expected, expected, found)
+            if self._is_accepted:
+                why = f"the gated model fails: {_described(error)}"
+                return self._told(graph, trial, names, why, exact=False)
+            accepted = False
+        if not accepted:
+            self._find_inputs()
+            return self._compare(graph, trial, names)
+        self._is_accepted = True
+        try:
+            found = self._record(pair.small, trial.training)
+        except Exception as error:  # noqa: BLE001
+            return self._told(graph, trial, names, f"the compacted model fails: {_described(error)}", exact=False)
+        if not self._by_module and not expected.has_operators_of(found):
+            self._by_module = True
+            return self._compare(graph, trial, names)
+        if trial._replace(mixed=True) == _HALF and len(names) == len(graph.groups):
+            self._first_cut = pair.keep, pair.small
+        return self._told(graph, trial, names, *self._judge(pair, trial, expected, found))
+
+    def _told(
+        self, graph: UnitGraph, trial: _Trial, names: Sequence[str], reason: str | None, exact: bool
+    ) -> tuple[str | None, bool]:
+        """The answer of a trial; in train mode it counts only if the model can be compared there."""
+        if reason is None or not trial.training:
+            return reason, exact
+        if not self._compares_training:
+            return self._compare(graph, trial._replace(training=False), names)
+        return f"in training, {reason}", exact
+
+    def _cut(self, graph: UnitGraph, trial: _Trial, names: Sequence[str]) -> _Pair:
+        keep = self._mask(graph, set(names), trial)
+        self._state.zero_dropped(graph, keep)
+        self._state.restore_buffers()
+        # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
+        small = self._narrow(self._dense, graph, keep, trial)
+        return _Pair(self._dense, small, graph, keep, self._whole)
+
+    def _narrow(self, model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], trial: _Trial) -> nn.Module:
+        indices = graph.kept_indices(keep)
+        return narrow_module(model, graph, keep, self.rules, _mixed(graph, keep, indices) if trial.mixed else indices)
+
+    def _whole(self, training: bool) -> PassRecord:
+        self._state.restore()
+        return self._record(self._dense, training)
+
+    def _cut_twice(self, graph: UnitGraph, trial: _Trial, names: Sequence[str]) -> _Pair:
+        """Cut what is left of a first cut, which then is the one to be gated."""
+        first, least = (self._mask(graph, set(names), each) for each in (_HALF, trial))
+        if self._first_cut is not None and len(names) == len(graph.groups) and _equal(first, self._first_cut[0]):
+            between = self._first_cut[1]
+        else:
+            between = self._cut(graph, _HALF._replace(mixed=trial.mixed), names).small
+        rest = narrow_graph(graph, UnitMask(first))
+        keep = {name: stays[first[name]] for name, stays in least.items()}
+        small = self._narrow(between, rest, keep, trial)
+        before: dict[Tensor, Tensor] = {}
+        entries = named_entries(between)
+        for name, axes in dropped_positions(rest, keep).items():
+            value = entries[name].detach()
+            before.setdefault(entries[name], value.clone())
+            for dim, positions in axes.items():
+                value.index_fill_(dim, positions.to(value.device), 0)
+
+        def whole(training: bool) -> PassRecord:
+            for entry, value in before.items():
+                entry.detach().copy_(value)
+            return self._record(between, training)
+
+        self._first_cut = None  # its entries are zeroed
+        return _Pair(between, small, rest, keep, whole)
+
+    def _judge(self, pair: _Pair, trial: _Trial, expected: PassRecord, found: PassRecord) -> tuple[str | None, bool]:
+        if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
+            return "removing units changes the shape of the output", False
+        loosely = bool(pair.graph.norms)
+        inside = list(expected.pairs(found, loosely=loosely))
+        outside = list(zip(expected.outputs, found.outputs, strict=True))
+        if not any(t.is_floating_point() or t.is_complex() for t, _ in (*inside, *outside)):
+            return "no floating-point value reaches the output, so nothing can be compared", False
+        defined = [trial.share > 0 or not (is_undefined(a) and is_undefined(b)) for a, b in outside]
+        outside = [both for both, counts in zip(outside, defined, strict=True) if counts]
+        floor = rounding_floor(a for a, _ in inside)
+        if all(compare_tensors(a, a, b) is None for a, b in outside) and all(
+            compare_tensors(a, a, b, floor) is None for a, b in inside
+        ):
+            return None, True
+        try:
+            whole = pair.whole(trial.training)
+        except Exception:  # noqa: BLE001
+            whole = expected  # train mode refuses the inputs, as a batch norm may one example
+        if [t.shape for t in whole.outputs] != [t.shape for t in expected.outputs]:
+            whole = expected
+        outputs = [output for output, counts in zip(whole.outputs, defined, strict=True) if counts]
+        for before, (a, b) in zip(outputs, outside, strict=True):
+            if (reason := compare_tensors(before, a, b)) is not None:
+                return reason, False
+        triples = list(expected.pairs(found, whole, loosely=loosely))
+        if len(triples) != len(inside):
+            triples = [(a, b, a) for a, b in inside]
+        for a, b, before in triples:
+            if (reason := compare_tensors(before, a, b, floor)) is not None:
+                return f"{reason}, inside the model", False
+        return None, False
 
     @functools.cached_property
-    def _whole_in_training(self) -> list[Tensor] | None:
-        """Outputs with all units in train mode; None where the model refuses the inputs, as a batch norm may one example."""
-        self._live.restore()
+    def _compares_training(self) -> bool:
+        """Whether outputs in train mode can be compared: the model accepts it, and draws nothing at random there."""
+        if not self.training:
+            return False
+        self._state.restore()
         try:
-            return self._run(self._dense, training=True)
+            whole, again = (self._run(self._dense, training=True, seed=seed) for seed in (0, 1))
         except Exception:  # noqa: BLE001
-            return None
+            return False
+        return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
 
-    def _is_random_in_training(self) -> bool:
-        """Whether outputs depend on what the model draws in train mode; true as well where it refuses that mode."""
-        whole = self._whole_in_training
-        if whole is None:
-            return True
-        self._live.restore()
-        again = self._run(self._dense, training=True, seed=1)
-        return any(not torch.allclose(a, b, equal_nan=True) for a, b in zip(whole, again, strict=False))
-
-    def _mask(self, graph: UnitGraph, names: set[str], ratio: float) -> dict[str, Tensor]:
+    def _mask(self, graph: UnitGraph, names: set[str], trial: _Trial) -> dict[str, Tensor]:
         keep: dict[str, Tensor] = {}
         for name, group in graph.groups.items():
+            key = (trial.order, name)
+            if key not in self._orders or len(self._orders[key]) != group.size:
+                self._orders[key] = torch.randperm(group.size, generator=self._generator)
+            count = max(1, math.ceil(trial.share * group.size))
+            if trial.share == _HALF.share and group.size in (4, 5):
+                count = group.size - 1  # two kept units may have each other's positions in whichever order they are
             chosen = torch.ones(group.size, dtype=torch.bool)
             if name in names:
-                order = torch.randperm(group.size, generator=self._generator)
-                chosen[order[max(1, math.ceil(ratio * group.size)) :]] = False
+                if trial.bit is not None:
+                    chosen = (torch.arange(group.size) >> trial.bit) % 2 == 0
+                    keep[name] = chosen
+                    continue
+                dropped = self._orders[key][:count] if trial.rest and count < group.size else self._orders[key][count:]
+                chosen[dropped] = False
             keep[name] = chosen
         return keep
+
+
+def _mixed(
+    graph: UnitGraph, keep: Mapping[str, Tensor], indices: Mapping[str, Mapping[int, Tensor]]
+) -> Mapping[str, Mapping[int, Tensor]]:
+    """The indices of kept positions with the kept units of each group moved on by one, where it loses any."""
+    found = {name: dict(axes) for name, axes in indices.items()}
+    for name, stays in keep.items():
+        for piece in graph.groups[name].slices if not bool(stays.all()) else ():
+            kept, own = found[piece.name][piece.dim], piece.index.cpu()[stays]
+            place = torch.searchsorted(indices[piece.name][piece.dim], own.reshape(-1))
+            if kept is indices[piece.name][piece.dim]:
+                kept = found[piece.name][piece.dim] = kept.clone()
+            kept[place] = own.roll(1, 0).reshape(-1)
+    return found
+
+
+def _convert_loose_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give floating tensors outside the state `dtype` too: in a product with others they would be refused."""
+    for module in model.modules() if dtype is not None else ():
+        state = persistent_buffers(module)
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.is_floating_point() and name not in state:
+                buffers_of(module)[name] = buffer.to(dtype)
 
 
 def _described(error: Exception) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}{user_line(frames)}"
-
-
-def _first_difference(wholes: Sequence[Tensor], expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
-    reasons = (_judged(*tensors) for tensors in zip(wholes, expected, found, strict=True))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _judged(whole: Tensor, expected: Tensor, found: Tensor) -> str | None:
-    """Why an output of the compacted model is not that of the gated one, or None if it is.
-
-    Errors are judged channel by channel against what the mask has changed there: beside one channel of a residual stream with
-    values in the thousands, the errors of all others would be nothing. Any axis may be the one of the channels.
-    """
-    if expected.is_complex():
-        return _judged(*(torch.view_as_real(t) for t in (whole, expected, found)))
-    if not expected.is_floating_point():
-        return None if torch.equal(expected, found) else "removing units changes the output"
-    if not expected.numel():
-        return None
-    live = torch.isfinite(expected)
-    if not bool(live.any()):
-        return "the output is infinite or NaN on the example inputs, so nothing can be compared"
-    if not torch.equal(live, torch.isfinite(found)):
-        return "removing units makes values infinite or NaN"
-    share, rounding = _ALLOWED.get(expected.dtype, _LOOSE)
-    error, size, change = (
-        torch.where(live & torch.isfinite(t), t, 0).abs().double() for t in (found - expected, expected, whole - expected)
-    )
-    for axis in range(max(1, expected.dim())):
-        others = [other for other in range(expected.dim()) if other != axis]
-        worst, scale, changed = (t.amax(others) if others else t for t in (error, size, change))
-        if bool((worst > share * changed + rounding * scale).any()):
-            return f"removing units changes the output by {float((worst / scale.clamp(min=1e-30)).max()):.1e} of its size"
-    return None

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Tracer:
         counts: (nodes, module, attribute) of sizes that no parameter tells, such as those of a norm without a scale.
         norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
         used: Numbers of the entries that some operator has met.
+        answers: What handlers have said: call → (labels of its inputs, labels of its outputs), for another pass over the code.
         watching: False while an opaque layer runs, whose rule says what its operators do.
     """
 
@@ -66,6 +68,8 @@ class Tracer:
         self.counts: list[tuple[IntArray, str, str]] = []
         self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
         self.used: set[int] = set()
+        self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
+        self._entry_labels: dict[int, TensorLabels] = {}
         self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
         self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
         self._model = nn.Module()
@@ -171,7 +175,12 @@ class Tracer:
         return entry
 
     def labels_of(self, entry: Entry) -> TensorLabels:
-        """The labels of an entry as it is."""
+        """The labels of an entry as it is, the same object in every pass."""
+        if entry.number not in self._entry_labels:
+            self._entry_labels[entry.number] = self._fresh_labels(entry)
+        return self._entry_labels[entry.number]
+
+    def _fresh_labels(self, entry: Entry) -> TensorLabels:
         axes: list[Labels | None] = []
         for dim, (start, size) in enumerate(zip(entry.first, entry.shape, strict=True)):
             if start is None:

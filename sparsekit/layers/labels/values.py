@@ -237,7 +237,7 @@ class TensorLabels:
 
     def computed(self) -> TensorLabels:
         """The same units on a tensor that is no mere rearrangement of an entry."""
-        return replace(self, entry=None)
+        return self if self.entry is None else replace(self, entry=None)
 
     def same(self, other: TensorLabels | None) -> bool:
         """Equal labels on every axis."""

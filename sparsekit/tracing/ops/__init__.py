@@ -5,12 +5,15 @@ from typing import Any
 from sparsekit.tracing.ops import joining, movement, normalisation, pointwise, products, reduction, reshape
 from sparsekit.tracing.ops.call import HANDLERS, Handler
 
-__all__ = ["MAKE_CONSTANTS", "find_handler"]
+__all__ = ["MAKE_CONSTANTS", "SAME_IN_TRAIN_MODE", "find_handler"]
 
-del movement, normalisation, products, reduction, reshape  # whose functions have entered the table
+del movement, products, reduction, reshape  # whose functions have entered the table
 
 MAKE_CONSTANTS = joining.CREATORS | {"expand"}
 """Operators that make an axis of equal values even of inputs without labels, and so must always be looked at."""
+
+SAME_IN_TRAIN_MODE = frozenset(normalisation.BATCH_NORMS.split())
+"""Operators whose numbers and flags, such as whether they train, say nothing about units."""
 
 
 def find_handler(func: Any, name: str) -> Handler | None:

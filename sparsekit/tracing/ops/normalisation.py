@@ -6,11 +6,13 @@ from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.parametrised import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, handles
 
-
-@handles(
+BATCH_NORMS = (
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm batch_norm "
     "_batch_norm_no_update miopen_batch_norm _batch_norm_with_update"
 )
+
+
+@handles(BATCH_NORMS)
 def _batch_norm(call: Call) -> Outputs:
     x = call.labels("input")
     made = call.tracer.scaled(x.units[1], *map(call.arguments.get, ("weight", "bias", "running_mean", "running_var")))

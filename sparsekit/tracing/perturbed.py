@@ -1,0 +1,108 @@
+"""PerturbedState: entries of a model that are far from what they are initialised to, and that can be zeroed and put back."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import foreach_copy_
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import along
+
+_TINY = 1e-3
+
+
+class PerturbedState:
+    """Entries with statistics, scales and biases of order one, so that a fresh zero or a tiny scale cannot hide an error.
+
+    Floating ones have `dtype`, or their own for None. Those of the model are read only.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._zeroed: dict[int, Tensor] = {}
+        self._origin: dict[int, Tensor] = {}  # id of the value → what it is restored from
+        self._drawn: list[tuple[str, Tensor, Tensor]] = []
+        done: dict[int, Tensor] = {}
+        buffers: list[Tensor] = []
+        for name, own in entries.items():
+            if id(own) not in done:
+                value = done[id(own)] = _perturbed(name, own.detach(), dtype, generator)
+                self._origin[id(value)] = value.clone() if _is_changed(own) else own.detach()
+                if _is_changed(own) and isinstance(own, nn.Parameter):
+                    self._drawn.append((name, own.detach(), value))
+                if not isinstance(own, nn.Parameter):
+                    buffers.append(value)
+            self.values[name] = done[id(own)]
+        self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
+
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draw other scales and biases, since units that an activation silences for some prove nothing."""
+        self.restore()
+        for name, own, value in self._drawn:
+            value.copy_(_perturbed(name, own, value.dtype, generator))
+            self._origin[id(value)] = value.clone()
+
+    def restore_buffers(self) -> None:
+        """Undo what a pass in train mode does to statistics."""
+        if self._buffers:
+            foreach_copy_(self._buffers, self._before)
+
+    def zero_dropped(self, graph: UnitGraph, keep: Mapping[str, Tensor]) -> None:
+        """Zero what gates of 0 would zero, in place, having put back what was zeroed before.
+
+        In place, since a gated copy of every entry is most of the cost of verifying a large model. `keep`: group name → bool.
+        """
+        gates: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}  # by value, since tied entries have several names
+        for name, axes in dropped_positions(graph, keep).items():
+            value = self.values[name]
+            gates.setdefault(id(value), (value, {}))[1].update(axes)
+        self.restore(but=gates.keys())
+        for key, (value, axes) in gates.items():
+            source = self._origin[key]
+            for dim, positions in axes.items():
+                gate = torch.ones(value.shape[dim], dtype=value.dtype)
+                gate[positions] = 0.0
+                torch.mul(source, along(gate, dim, value.dim()).to(value.device), out=value)
+                source = value
+            self._zeroed[key] = value
+
+    def restore(self, but: Collection[int] = ()) -> None:
+        """Put back what was zeroed, except for some values, given by their ids."""
+        for key in self._zeroed.keys() - but:
+            self._zeroed.pop(key).copy_(self._origin[key])
+
+
+def dropped_positions(graph: UnitGraph, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+    """State-dict key → axis → positions that gates of 0 zero, where a group loses units. `keep`: group name → bool (units,)."""
+    found: dict[str, dict[int, list[Tensor]]] = {}
+    for name, stays in keep.items():
+        for piece in graph.groups[name].slices if not bool(stays.all()) else ():
+            if piece.gated:
+                found.setdefault(piece.name, {}).setdefault(piece.dim, []).append(piece.index[~stays].reshape(-1))
+    return {name: {dim: torch.cat(pieces) for dim, pieces in axes.items()} for name, axes in found.items()}
+
+
+def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: torch.Generator) -> Tensor:
+    value = own.to(dtype if own.is_floating_point() and dtype is not None else own.dtype, copy=True)
+    if _is_changed(own):
+        noise = torch.empty(own.shape, dtype=value.dtype, device="cpu").uniform_(-1.0, 1.0, generator=generator).to(own.device)
+        if name.endswith("running_var"):
+            value.copy_(1.0 + 0.5 * noise)
+        elif name.endswith("running_mean"):
+            value.copy_(0.5 * noise)
+        else:
+            value.add_(0.3 * noise)
+    return value
+
+
+def _is_changed(own: Tensor) -> bool:
+    """Whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
+    return (
+        own.is_floating_point() and own.layout is torch.strided and (own.numel() == max(own.shape, default=1) or _is_tiny(own))
+    )
+
+
+def _is_tiny(tensor: Tensor) -> bool:
+    # The first numbers nearly always tell.
+    return not bool((tensor.reshape(-1)[:8].abs() > _TINY).any()) and not bool((tensor.abs() > _TINY).any())

@@ -1,0 +1,214 @@
+"""PassRecord: the floating-point values that one pass computes, operator by operator.
+
+Outputs alone hide errors: an argmax, a comparison, a clamp or a number taken out with `.item()` returns the same for wrong
+values. Verification therefore compares every value on which the outputs depend and whose shape does not depend on the mask.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import DispatchMode, storage_id
+from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.ops.call import tensors_of
+from sparsekit.tracing.passes import ReadOnly, arguments_of
+
+_WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
+_SAMPLE = 4_096  # numbers of a value that are compared
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Every k-th position along the longest axes, such that some thousand numbers are left; tensors of one shape are alike."""
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    total = tensor.numel()
+    while total > _SAMPLE:
+        longest = max(range(len(sizes)), key=sizes.__getitem__)
+        total = total // sizes[longest]
+        sizes[longest] = (sizes[longest] + 1) // 2
+        strides[longest] *= 2
+        total *= sizes[longest]
+    return tensor.as_strided(sizes, strides) if sizes != list(tensor.shape) else tensor
+
+
+@dataclass(slots=True)
+class _Value:
+    """A value, or a sample of it, with its shape and the number of its memory."""
+
+    tensor: Tensor
+    shape: torch.Size
+    memory: int
+
+
+@dataclass(slots=True)
+class _Op:
+    """An operator: its name, the memory that it reads and writes, and the floating-point values that it makes."""
+
+    name: str
+    frame: tuple[str, int]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    values: list[_Value]
+
+
+class PassRecord(DispatchMode):
+    """Records one pass.
+
+    Dependence is followed through memory, which gets a number when it is allocated: an operator that writes to memory makes
+    all of it depend on what the operator reads.
+
+    Args:
+        guard: What operators may not write to.
+        model: Follow the calls of its modules too, so that passes whose operators differ somewhere can be compared elsewhere.
+    """
+
+    def __init__(self, guard: ReadOnly | None = None, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self._guard = guard
+        self.outputs: list[Tensor] = []
+        self._ops: list[_Op] = []
+        self._taken_out: set[int] = set()  # memory of the numbers that Python has got
+        self._numbers: dict[int, int] = {}  # storage → number
+        self._next = 0
+        self._held: dict[int, list[_Value]] = {}  # storage → values of it that are no samples
+        self._frames: list[tuple[str, int]] = [("", 0)]
+        self._calls: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        for name, module in model.named_modules() if model is not None else ():
+            enter = functools.partial(self._enter, name)
+            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def finish(self, outputs: Iterable[Tensor]) -> None:
+        """Note what the pass has returned, once it is over."""
+        self.outputs += outputs
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._held = [], {}
+
+    def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        self._frames.append((name, self._calls[name]))
+
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        values = [self._value(tensor) for tensor in find_tensors(output) if _is_compared(tensor)]
+        self._ops.append(_Op("return", self._frames[-1], (), (), values))
+        if len(self._frames) > 1:
+            self._frames.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._guard is not None:
+            args, kwargs = self._guard.protected(func, args, kwargs)
+        entering = {storage_id(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
+        changed: set[int] = set()
+        names, written = arguments_of(func)
+        if written:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            changed = {storage_id(tensor) for name in written for tensor in tensors_of((given.get(name),))}
+            for storage in changed:
+                for value in self._held.pop(storage, ()):
+                    value.tensor = sample(value.tensor).clone()
+        result = func(*args, **kwargs)
+        reads = tuple(map(self._number, entering))
+        if func is _ITEM:
+            self._taken_out.update(reads)
+        writes, values = list(map(self._number, changed)), []
+        for tensor in tensors_of((result,)):
+            storage = storage_id(tensor)
+            if storage not in entering:  # it was allocated here
+                self._numbers[storage] = self._next
+                self._next += 1
+            writes.append(self._number(storage))
+            if not func.is_view and _is_compared(tensor):
+                values.append(self._value(tensor))
+        self._ops.append(_Op(func.name(), self._frames[-1], reads, tuple(writes), values))
+        return result
+
+    def _number(self, storage: int) -> int:
+        if storage not in self._numbers:
+            self._numbers[storage] = self._next
+            self._next += 1
+        return self._numbers[storage]
+
+    def _value(self, tensor: Tensor) -> _Value:
+        storage = storage_id(tensor)
+        if tensor.numel() > _WHOLE:
+            return _Value(sample(tensor).clone(), tensor.shape, self._number(storage))
+        value = _Value(tensor, tensor.shape, self._number(storage))
+        self._held.setdefault(storage, []).append(value)
+        return value
+
+    def _live(self) -> set[int]:
+        """Numbers of the memory on which the outputs depend, or a number that Python has got."""
+        live = {self._number(storage_id(tensor)) for tensor in self.outputs} | self._taken_out
+        for op in reversed(self._ops):
+            if not live.isdisjoint(op.writes):
+                live.update(op.reads)
+        return live
+
+    def has_operators_of(self, other: "PassRecord") -> bool:
+        """Whether two passes have run the same operators in the same order."""
+        return [op.name for op in self._ops] == [op.name for op in other._ops]
+
+    def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[Tensor, ...]]:
+        """Samples of the values on which the outputs of this pass depend, each with those that other passes have in its place.
+
+        Args:
+            others: Passes of the same code. Values of another shape have no counterpart.
+            loosely: Where the operators of a module differ, compare those before and after the difference.
+        """
+        live = self._live()
+        for ops in _aligned([self._ops, *(other._ops for other in others)], loosely):
+            for values in zip(*(op.values for op in ops), strict=False):
+                first = values[0]
+                if first.memory in live and all(value.shape == first.shape for value in values):
+                    yield tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided
+
+
+def _aligned(passes: Sequence[list[_Op]], loosely: bool) -> Iterator[tuple[_Op, ...]]:
+    """The operators that have the same place in all passes."""
+    names = [[op.name for op in ops] for ops in passes]
+    if all(own == names[0] for own in names):
+        yield from zip(*passes, strict=True)
+        return
+    frames = [_by_frame(ops) for ops in passes]
+    calls = [Counter(name for name, _ in own) for own in frames]
+    for frame, first in frames[0].items():
+        if not all(frame in own and of[frame[0]] == calls[0][frame[0]] for own, of in zip(frames, calls, strict=True)):
+            continue
+        found = [other[frame] for other in frames]
+        same = all([op.name for op in ops] == [op.name for op in first] for ops in found)
+        if same:
+            yield from zip(*found, strict=True)
+        elif loosely:
+            yield from _common_ends(found)
+
+
+def _by_frame(ops: Iterable[_Op]) -> dict[tuple[str, int], list[_Op]]:
+    found: dict[tuple[str, int], list[_Op]] = {}
+    for op in ops:
+        found.setdefault(op.frame, []).append(op)
+    return found
+
+
+def _common_ends(found: Sequence[list[_Op]]) -> Iterator[tuple[_Op, ...]]:
+    start = 0
+    for ops in zip(*found, strict=False):
+        if len({op.name for op in ops}) > 1:
+            break
+        start += 1
+        yield ops
+    for ops in zip(*(reversed(own[start:]) for own in found), strict=False):
+        if len({op.name for op in ops}) > 1:
+            break
+        yield ops

@@ -1,0 +1,211 @@
+"""Verification cannot be fooled: by outputs that say little, tiny scales, the least widths, or second cuts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import random_mask, spoiled
+from torch import Tensor, nn
+from zoo_base import Lambda
+
+import sparsekit as sk
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph.edit import narrow
+from sparsekit.tracing import blocks
+from sparsekit.tracing.blocks import BlockVerifier
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.passes import private_passes
+from sparsekit.tracing.verify import Verifier
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda y: y.argmax(-1),
+    "positive": lambda y: y > 0,
+    "rounded": lambda y: y.round(),
+    "sign": torch.sign,
+    "clamped": lambda y: y.clamp(0.0, 1e-3),
+    "clamped in place": lambda y: (y * 1.0).clamp_(0.0, 1e-3),
+    "relu6": lambda y: F.relu6(y * 100),
+    "where": lambda y: torch.where(y > 0, 1.0, 0.0),
+    "with a float": lambda y: (y.argmax(-1), float(y.sum())),
+    "item": lambda y: {"logits": y.argmax(-1), "loss": y.abs().sum().item()},
+    "top": lambda y: y.topk(2).indices,
+    "looked up": lambda y: F.embedding(y.argmax(-1), torch.eye(5)),
+}
+MISTAKES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "width before": lambda m, h: m.head(h / h.shape[1]) + m.skip,
+    "width after": lambda m, h: m.head(h) / h.shape[1] + m.skip,
+    "shape": lambda m, h: m.head(h) + h.new_full((1,), float(h.shape[1])),
+}
+
+
+def model_of(mistake: Callable[[Any, Tensor], Tensor], output: Callable[[Tensor], Any], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Lambda(
+        lambda m, x: output(mistake(m, m.a(x).relu())),
+        a=nn.Linear(4, 8),
+        head=nn.Linear(8, 5),
+        skip=nn.Parameter(torch.randn(5)),
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "block by block"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0 if request.param else 10**12)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_output_that_says_little_hides_no_error(output: str) -> None:
+    for seed, mistake in enumerate(MISTAKES.values()):
+        with pytest.raises(NoUnitsError, match="removing units changes"):
+            sk.trace_units(model_of(mistake, OUTPUTS[output], seed), torch.randn(6, 4))
+    honest = model_of(lambda m, h: m.head(h) + m.skip, OUTPUTS[output], 0)
+    assert list(sk.trace_units(honest, torch.randn(6, 4)).groups) == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+def test_a_number_that_is_the_width_is_an_output_and_without_any_float_nothing_is_cut() -> None:
+    for output in (lambda h: (h.shape[1], 0), lambda h: 1.0 / h.shape[1]):
+        model = Lambda(lambda m, x: (m.head(m.a(x)), output(m.a(x))), a=nn.Linear(4, 8), head=nn.Linear(8, 5))  # noqa: B023
+        with pytest.raises(NoUnitsError, match="changes the output"):
+            sk.trace_units(model, torch.randn(6, 4))
+    silent = Lambda(lambda m, x: (m.head(m.a(x)), x.long())[1], a=nn.Linear(4, 8), head=nn.Linear(8, 5))
+    with pytest.raises(NoUnitsError, match="no floating-point value reaches the output"):
+        sk.trace_units(silent, torch.randn(6, 4))
+
+
+class Scaled(nn.Module):
+    """A residual branch behind a scale that is tiny at the start, as in ConvNeXt, beside an ordinary one."""
+
+    def __init__(self, scale: Tensor, dtype: torch.dtype = torch.float32, fixed: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 1)
+        self.up, self.down = nn.Conv2d(6, 12, 1), nn.Conv2d(12, 6, 1)
+        self.first, self.second = nn.Conv2d(6, 10, 1), nn.Conv2d(10, 6, 1)
+        self.scale = nn.Parameter(scale)
+        self.fixed = fixed
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype) if not self.fixed else x.float())
+        x = x + self.second(F.gelu(self.first(F.layer_norm(x, x.shape[1:]))))
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[1:])))) * self.scale
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any dtype", "float32 alone"])
+@pytest.mark.parametrize("shape", [(6, 1, 1), (1, 6, 1, 1), (1, 1, 1), (1,), (6, 4, 4)])
+@pytest.mark.parametrize("size", [1e-6, 1e-4, 0.0])
+def test_a_tiny_scale_hides_no_error(shape: tuple[int, ...], size: float, fixed: bool, large: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(size * torch.ones(shape), fixed=fixed).eval(), torch.randn(2, 3, 4, 4)
+    graph, _ = laws.trace(model, x)
+    assert {"up", "first"} <= graph.groups.keys()
+    calls = [ModelInputs((x,), {})]
+    for name in ("up", "first"):
+        with private_passes():
+            verifier: Any = (BlockVerifier if large else Verifier)(model, calls)
+            assert list(verifier.failures(spoiled(graph, name))) == [name]
+
+
+def test_a_group_that_others_would_hide_is_judged_alone() -> None:
+    """The columns of one group are tiny, but not as a whole tensor: beside the others its error is nothing."""
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.head(torch.cat([m.a(x).relu(), m.b(x).relu()], 1)),
+        a=nn.Linear(4, 8),
+        b=nn.Linear(4, 8),
+        head=nn.Linear(16, 5),
+    ).eval()
+    with torch.no_grad():
+        model.head.weight[:, 8:] *= 1e-7
+    x = torch.randn(16, 4)
+    graph, _ = laws.trace(model, x)
+    assert list(graph.groups) == ["a", "b"]
+    assert list(Verifier(model, [ModelInputs((x,), {})]).failures(spoiled(graph, "b"))) == ["b"]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: (m.a(x).mean((2, 3)).squeeze() * m.w).sum(-1),
+        lambda m, x: m.head(m.a(x).mean((2, 3)).squeeze().view(len(x), -1)) if m.a(x).shape[1] > 1 else x.sum(),
+        lambda m, x: m.head(m.a(x).mean((2, 3))) * (1 + (m.a(x).shape[1] == 1)),
+        lambda m, x: m.head(m.a(x).mean((2, 3))).squeeze() if m.a(x).shape[1] > 1 else m.head(m.a(x).mean((2, 3))),
+    ],
+    ids=["squeeze", "branch", "factor", "shape"],
+)
+def test_the_least_width_is_tried(forward: Callable[..., Tensor]) -> None:
+    model = Lambda(forward, a=nn.Conv2d(3, 16, 1), w=nn.Parameter(torch.randn(16)), head=nn.Linear(16, 1))
+    with pytest.raises(NoUnitsError):
+        sk.trace_units(model, torch.randn(4, 3, 5, 5))
+
+
+class Grouped(nn.Module):
+    """As in ResNeXt: a grouped convolution between two others, and what is like one."""
+
+    def __init__(self, groups: int, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.a, self.c = nn.Conv2d(3, 4 * groups, 1), nn.Conv2d(3 * groups, 5, 1)
+        self.b = wrap(nn.Conv2d(4 * groups, 3 * groups, 3, padding=1, groups=groups))
+        self.deep = nn.Conv2d(5, 10, 3, padding=1, groups=5)
+        self.back = nn.ConvTranspose2d(10, 6, 2, stride=2, groups=2)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.deep(self.c(self.b(self.a(x).relu()).relu()).relu()).relu()
+        return self.head(self.back(x).relu())
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_cuts_of_cuts_are_cuts(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Cut in steps, in whatever order, a model is what it is when cut at once, and runs."""
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = Grouped(2 + seed % 3, wrap).double().eval()
+        graph, _ = laws.trace(model, x)
+        assert len(graph.groups) >= 2
+        small, left = model, graph
+        whole = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
+        for step, ratio in enumerate((0.6, 0.3, 0.0)):
+            mask = random_mask(left, ratio, 10 * seed + step)
+            if step == 0:  # one layer first, so that others are cut beside what is as narrow as can be
+                name = list(left.groups)[seed % len(left.groups)]
+                keep = {key: torch.arange(len(value)) < (1 if key == name else len(value)) for key, value in mask.items()}
+                mask = sk.UnitMask(keep)
+            small, left = sk.compact(small, left, mask), narrow(left, mask)
+            for key, keep in mask.items():
+                whole[key][whole[key].clone()] = keep
+            at_once = sk.compact(model, graph, sk.UnitMask(whole))
+            torch.testing.assert_close(small(x), at_once(x), rtol=1e-12, atol=1e-12)
+            assert [(m.groups, m.in_channels, m.out_channels) for m in small.modules() if isinstance(m, nn.Conv2d)] == [
+                (m.groups, m.in_channels, m.out_channels) for m in at_once.modules() if isinstance(m, nn.Conv2d)
+            ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_prune_runs_what_it_has_cut_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekit.pruning import cutting
+
+    torch.manual_seed(0)
+    model, x = Grouped(4), torch.randn(1, 3, 6, 6)
+    pruned = sk.prune(model, (x,), budget="flops=40%", schedule=sk.allocation.Schedule("linear", 3), multiple_of=1)
+    assert pruned.model(x).shape == model(x).shape
+    real = cutting.compact
+
+    def broken(*args: Any, **kwargs: Any) -> nn.Module:
+        small = real(*args, **kwargs)
+        next(m for m in small.modules() if isinstance(m, nn.Conv2d)).groups = 7
+        return small
+
+    monkeypatch.setattr(cutting, "compact", broken)
+    with pytest.raises(sk.errors.UnsupportedModelError, match="does not run on the example inputs"):
+        sk.prune(model, (x,), budget="flops=40%", multiple_of=1)
