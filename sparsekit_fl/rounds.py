@@ -112,8 +112,8 @@ def run(
         raise InvalidValueError("resume needs out, the folder of the run to continue")
     check_fit(problem, list(roster.values()))
     told, engine = Callbacks(callbacks), Processes() if engine is None else engine
-    spec = RunSpec.build(method, problem, config, graph=graph, init=init)
     with _folder(out, resume=resume) as (folder, base):
+        spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         described = describe_run(spec, roster, experiment or {})
         state, records = (None, []) if folder is None else folder.load(described)
         memories = Memories(base / "clients", durable=folder is not None)
