@@ -1,5 +1,6 @@
 """Models on disk: the files of a run's folder, all in the format of `save_compact`, and the weights that a run starts from."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -36,6 +37,19 @@ def save_whole(path: Path, model: nn.Module) -> None:
     except InvalidValueError as error:
         _log.warning("%s holds the tensors alone: %s", path, error)
         write_atomically(path, pack(model.state_dict(), {"kind": "state"}))
+
+
+def hash_models(out: Path) -> dict[str, str]:
+    """Return file name → SHA-256 of the models of a finished run; the best one may still change."""
+    files = sorted(path for path in (out / "models").glob("*.safetensors") if path.stem != "best")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def check_model_file(path: Path, recipe: Mapping[str, Any]) -> None:
+    """Raise DataError if a model file is not as the run wrote it; a recipe without its hash, of a device, says nothing."""
+    expected = recipe.get("sha256", {}).get(path.name)
+    if expected not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+        raise DataError(f"{path} is damaged: its checksum differs from the one in model.json; restore it, or resume the run")
 
 
 def write_recipe(out: Path, recipe: Mapping[str, Any]) -> None:

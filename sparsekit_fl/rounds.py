@@ -23,7 +23,7 @@ from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engine import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.models import model_path, save_whole, write_recipe
+from sparsekit_fl.models import hash_models, model_path, save_whole, write_recipe
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
@@ -390,7 +390,8 @@ class _Rounds:
             out = self.folder.path
             (out / "models").mkdir(exist_ok=True)
             save_whole(model_path(out, "global"), self._model())
-            write_recipe(out, {**spec.recipe, "personal": not self._keeps_models, "clients": list(self.clients)})
+            written = {"personal": not self._keeps_models, "clients": list(self.clients), "sha256": hash_models(out)}
+            write_recipe(out, {**spec.recipe, **written})
             result.save(out / "result.json")
         return result
 

@@ -138,7 +138,7 @@ class Examples:
 
 
 class Batches:
-    """Epochs of shuffled batches. A final batch of one example joins the one before it, as batch norm needs two.
+    """Epochs of shuffled batches. A final batch of one example joins a larger one before it: batch norm needs two.
 
     One permutation per epoch is drawn, all of them now, so that what is drawn later changes nothing.
     """
@@ -147,7 +147,7 @@ class Batches:
         self._examples = examples
         self._orders = [torch.from_numpy(rng.permutation(len(examples))) for _ in range(epochs)]
         starts = list(range(0, len(examples), batch_size))
-        if len(starts) > 1 and len(examples) - starts[-1] == 1:
+        if batch_size > 1 and len(starts) > 1 and len(examples) - starts[-1] == 1:
             starts.pop()
         self.bounds = list(zip(starts, [*starts[1:], len(examples)], strict=True))
         self.padded_examples = math.ceil(len(examples) / batch_size) * batch_size

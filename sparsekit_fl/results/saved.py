@@ -15,7 +15,7 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
 from sparsekit_fl.errors import need
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.models import model_path, read_recipe
+from sparsekit_fl.models import check_model_file, model_path, read_recipe
 from sparsekit_fl.problem.datasets.base import ImageTransform
 from sparsekit_fl.problem.datasets.images import pixels_of
 from sparsekit_fl.problem.models import models
@@ -37,13 +37,14 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         global model gets that.
 
     Raises:
-        DataError: there is no finished run, or no such client, or its model is not here.
+        DataError: there is no finished run, or no such client, or its model is not here or damaged.
         InvalidValueError: the run does not say how its model is made, and `model` is None.
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """
     out = Path(out)
     recipe = read_recipe(out)
     path = model_file(out, which, recipe)
+    check_model_file(path, recipe)
     factory = _prepared(_factory(recipe, out) if model is None else model, recipe)
     return load_compact(path, factory).eval()
 

@@ -16,11 +16,12 @@ import pytest
 from personal import tiny_run
 
 import sparsekit_fl as fl
+from sparsekit.errors import DataError
 from sparsekit.version import __version__
 from sparsekit_fl import storage
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.storage import lock_folder
-from sparsekit_fl.testing import OwnModels, StopAfter, tiny_clients
+from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_clients
 
 
 def test_a_result_names_the_version_and_the_data(tmp_path: Path) -> None:
@@ -226,3 +227,17 @@ def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(nam
             tiny_run(out=tmp_path, resume=True)
     path.write_bytes(whole)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
+
+
+def test_a_flipped_bit_anywhere_in_the_model_of_a_client_is_found_when_it_is_loaded(tmp_path: Path) -> None:
+    tiny_run("local", out=tmp_path, rounds=2)
+    path = next((tmp_path / "models").glob("client-*.safetensors"))
+    client_id, whole = int(path.stem.removeprefix("client-")), path.read_bytes()
+    fl.load_model(tmp_path, client_id, model=TinyNet)
+    rng = np.random.default_rng(0)
+    for position in rng.integers(0, len(whole), 20):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match=re.escape(f"{path} is damaged")):
+            fl.load_model(tmp_path, client_id, model=TinyNet)
