@@ -23,7 +23,7 @@ from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.methods.task import Model, Result, Task
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Streams
 
@@ -102,6 +102,7 @@ def make_context(
         rngs=Rngs(streams.client(round, client.id)),
         memory=memory.setdefault("method", {}),
         purpose=purpose,
+        levels=spec.config.capability_levels or CAPABILITY_LEVELS,
         initial_state=lambda: spec.initial,
         cache={},
         frozen=spec.frozen,

@@ -17,7 +17,7 @@ from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evalu
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
 
 Split = Literal["train", "val", "test"]
@@ -68,6 +68,7 @@ class ClientContext:
         cache: Split → examples that were read in this call.
         scored: FLOPs of each call of `score` in this round.
         deploying: FLOPs of what makes the model that is deployed, such as a step of adaptation.
+        levels: Ratios from which the run draws capabilities.
         purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
     """
 
@@ -89,6 +90,7 @@ class ClientContext:
     reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
     scored: list[int] = field(default_factory=list, repr=False)
     deploying: list[int] = field(default_factory=list, repr=False)
+    levels: tuple[float, ...] = CAPABILITY_LEVELS
     purpose: Purpose = "local"
 
     @property

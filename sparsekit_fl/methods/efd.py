@@ -15,7 +15,7 @@ from sparsekit.criteria import Criterion, Random
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.client import sgd
 from sparsekit_fl.methods.means import Weights
-from sparsekit_fl.methods.submodels import Submodels, scaled_outputs
+from sparsekit_fl.methods.submodels import Submodels
 from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Positive
 
@@ -39,6 +39,5 @@ class EFD(Submodels):
         return Random()
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train the submodel."""
-        with scaled_outputs(client, task.ratio):
-            return sgd(client, task, clip=min(filter(None, (self.clip, client.training.clip)), default=None))
+        """Train the submodel, without HeteroFL's scaler, which the papers do not have."""
+        return sgd(client, task, clip=min(filter(None, (self.clip, client.training.clip)), default=None))

@@ -32,7 +32,7 @@ from sparsekit_fl.methods.learned import PullToReceived, learning
 from sparsekit_fl.methods.means import mean
 from sparsekit_fl.methods.submodels import require_units, units
 from sparsekit_fl.methods.task import Model, Result, Task
-from sparsekit_fl.options import Fraction, Hint, NonNegative, Positive, Ratio
+from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Positive, Ratio
 from sparsekit_fl.problem.problem import Problem
 
 _PATTERNS: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
@@ -77,13 +77,17 @@ class FedLPS(Method):
         bounded: Draw only from arms below the client's capability; False: any arm is drawn, and the draw is cut to the
             capability.
         credit: Which arm gets the reward if a draw was cut: that of the "executed" ratio, or that of the "drawn" one.
-            With "executed" and a capability that changes, capability limits credit most rewards to small arms.
+            With "executed" and a capability that changes, capability limits credit most rewards to small arms. With "drawn", a
+            participation that capability cut eliminates nothing, since its accuracy says nothing of the drawn ratio.
+        download: Whether T counts the download too; the paper counts computation and upload.
         importance_lr: Learning rate of the importance; None takes that of the weights.
         target: Target of the importance: "standardised" is the sigmoid of the absolute sums after each group's mean and
             deviation are removed, "absolute" the sigmoid of the absolute sums, as in the paper (close to 1 for every unit of
             a wide network).
         reduction: λ‖Q − target‖² as a "sum" over the units of a group, or as their "mean".
         strength: λ.
+        refresh_every: Steps between two readings of the target and of the gradient that importance gets from the regulariser; 1
+            reads them at every step, as the paper does.
         mu: μ, strength of ‖θ − ω‖².
         mu_reduction: ‖θ − ω‖² as a "mean" over the entries of the whole model, or as their "sum".
         epochs_factor: Factor on the local epochs of the run: what narrow submodels save may be spent on more iterations.
@@ -110,10 +114,12 @@ class FedLPS(Method):
     threshold: float = -0.05
     bounded: bool = False
     credit: Literal["executed", "drawn"] = "drawn"
+    download: bool = True
     importance_lr: NonNegative | None = 0.02
     target: Literal["standardised", "absolute"] = "standardised"
     reduction: Literal["sum", "mean"] = "sum"
     strength: NonNegative = 1.0
+    refresh_every: Count = 4
     mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     mu_reduction: Literal["mean", "sum"] = "mean"
     epochs_factor: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
@@ -193,9 +199,13 @@ class FedLPS(Method):
             return
         id, drawn = memory["pull"]
         pull = Pull(id, drawn if self.credit == "drawn" else max(update.ratio, self.low))
-        gain, seconds = utility(accuracy) - utility(before), max(update.cost.seconds, 1e-9)
+        seconds = update.cost.seconds
+        if not self.download:
+            seconds -= update.cost.downlink_bytes / server.roster[update.client_id].capability.downlink_bytes_per_second
+        gain, seconds = utility(accuracy) - utility(before), max(seconds, 1e-9)
         bandit: Any = self._bandit(server, memory, seed=0)
-        drop = "below" if accuracy - before < self.threshold else None
+        cut = self.credit == "drawn" and update.ratio < drawn
+        drop = "below" if accuracy - before < self.threshold and not cut else None
         if "cost" in inspect.signature(bandit.tell).parameters:
             bandit.tell(pull, gain, cost=seconds, drop=drop)
         else:
@@ -250,7 +260,7 @@ class FedLPS(Method):
         """Load the client's mask, with its importance."""
         rate = client.training.lr if self.importance_lr is None else self.importance_lr
         term = ImportanceRegularizer(strength=self.strength, target=self.target, reduction=self.reduction)
-        rule = GradientImportance(regularizer=term, explore=0.0, lr=rate)
+        rule = GradientImportance(regularizer=term, explore=0.0, lr=rate, refresh_every=self.refresh_every)
         importance = client.memory.get("importance")
         if importance is not None:
             importance = torch.as_tensor(importance)
@@ -273,13 +283,21 @@ class FedLPS(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSPaper(FedLPS):
-    """FedLPS as the paper words it: sigmoid of the plain absolute sums, mean regulariser, last personal model."""
+    """FedLPS as the paper words it.
+
+    Both regularisers are sums of squares, importance and its target are read at every step with the learning rate of the
+    weights, T counts computation and upload, the executed ratio is credited, and the last personal model is deployed. The small
+    noise on the initial importance is ours: without it, targets that round to 1 tie.
+    """
 
     called: ClassVar[str] = "fedlps-paper"
 
+    credit: Literal["executed", "drawn"] = "executed"
+    download: bool = False
     importance_lr: NonNegative | None = None
     target: Literal["standardised", "absolute"] = "absolute"
-    reduction: Literal["sum", "mean"] = "mean"
+    refresh_every: Count = 1
+    mu_reduction: Literal["mean", "sum"] = "sum"
     noise: NonNegative = 0.01
     keep: Keep = "last"
 

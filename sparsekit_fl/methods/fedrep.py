@@ -6,13 +6,14 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.loop import Batches, TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.client import Leaves, load_leaves, train_leaves
 from sparsekit_fl.methods.fedper import FedPer
@@ -28,7 +29,7 @@ class FedRep(FedPer):
         layers: Number of last layers that make the head.
         head_share: Part of the local epochs that train the head, rounded to the nearest number, at least one epoch each. The
             paper's experiments take 10 epochs of the head and 1 of the body; the published comparison of Xue et al., ICDE
-            2025, has the cost of 5 in all, which at 0.4 are 2 and 3.
+            2025, has the cost of 5 in all, which at 0.4 are 2 and 3. One local epoch is split by batches.
     """
 
     source: ClassVar[str] = "Collins et al., FedRep, ICML 2021, arXiv 2102.07078"
@@ -41,10 +42,11 @@ class FedRep(FedPer):
         leaves = load_leaves(client, task.state, None)
         head = {name: leaf for name, leaf in leaves.items() if name in names}
         body = {name: leaf for name, leaf in leaves.items() if name not in names}
-        epochs = max(2, client.training.local_epochs)
+        epochs = client.training.local_epochs
         first = min(epochs - 1, max(1, round(self.head_share * epochs)))
-        before = _phase(client, head, body, first)
-        after = _phase(client, body, head, epochs - first)
+        halves = self._halves(client) if epochs == 1 else None
+        before = _phase(client, head, body, halves[0] if halves else client.batches(epochs=first))
+        after = _phase(client, body, head, halves[1] if halves else client.batches(epochs=epochs - first))
         whole, own = client.costs.forward_flops(None), part_flops(client.costs, names)
         # The row-mask count charges whole epochs, as the published one does.
         counted = client.work(None, before + after).flops_paper
@@ -52,12 +54,22 @@ class FedRep(FedPer):
         work = WorkCost(flops=compact, flops_paper=counted)
         return Result.of(client, None, before + after, work=work)
 
+    def _halves(self, client: ClientContext) -> list[Batches]:
+        """Return the batches of one epoch in two parts, each of at least one batch if there are two."""
+        whole = client.batches(epochs=1)
+        first = min(max(1, round(self.head_share * len(whole.bounds))), max(1, len(whole.bounds) - 1))
+        parts, padded = [copy.copy(whole), copy.copy(whole)], first * client.training.batch_size
+        parts[0].bounds, parts[0].padded_examples = whole.bounds[:first], padded
+        if len(whole.bounds) > 1:
+            parts[1].bounds, parts[1].padded_examples = whole.bounds[first:], whole.padded_examples - padded
+        return parts
 
-def _phase(client: ClientContext, trained: Leaves, frozen: Leaves, epochs: int) -> TrainingLog:
+
+def _phase(client: ClientContext, trained: Leaves, frozen: Leaves, batches: Batches) -> TrainingLog:
     for leaf in frozen.values():
         leaf.requires_grad_(False)
     try:
-        return train_leaves(client, trained, client.batches(epochs=epochs))
+        return train_leaves(client, trained, batches)
     finally:
         for leaf in frozen.values():
             leaf.requires_grad_(True)

@@ -30,7 +30,6 @@ from sparsekit_fl.methods.client import Leaves, load_leaves
 from sparsekit_fl.methods.means import Weights
 from sparsekit_fl.methods.submodels import Submodels
 from sparsekit_fl.methods.task import Model, Result, Task
-from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 from sparsekit_fl.problem.metrics import IGNORED
 
 
@@ -89,7 +88,8 @@ class FjORD(Submodels):
 
     Args:
         levels: Widths to draw from; those below the client's own ratio, which is always one of them, are used. The
-            paper's are 0.2, 0.4, …, 1; ours are the capability levels, so that the widths of all clients coincide.
+            paper's are 0.2, 0.4, …, 1. None: the levels from which the run draws capabilities, so that the widths of all
+            clients coincide.
         distillation: Train the widest at every step, and the drawn width towards its outputs (section on knowledge
             distillation); off in the reference code unless asked for.
 
@@ -99,19 +99,19 @@ class FjORD(Submodels):
     source: ClassVar[str] = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
     weights: ClassVar[Weights] = "examples"
 
-    levels: tuple[float, ...] = CAPABILITY_LEVELS
+    levels: tuple[float, ...] | None = None
     distillation: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for level in self.levels:
+        for level in self.levels or ():
             check_ratio(level)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
         ratio = task.ratio
         widest = select(Ordered(), client.graph, ratio, View())
-        widths = sorted({*(level for level in self.levels if level < ratio), ratio})
+        widths = sorted({*(level for level in (client.levels if self.levels is None else self.levels) if level < ratio), ratio})
         masks = [select(Ordered(), client.graph, width, View()) for width in widths]
         narrower = [_Width(client, task.state, widest, mask) for mask in masks[:-1]]
         leaves = load_leaves(client, task.state, widest)

@@ -13,7 +13,7 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.loop import TrainingLog
-from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper
 from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import utility
 from sparsekit_fl.methods.local_classes import FedLPSLocalClasses, LocalClassMask
@@ -48,6 +48,32 @@ def test_a_proposal_that_was_never_answered_is_made_again() -> None:
     memory: dict = {}
     first = fedlps().assign(server(1, 1.0, memory), 7).ratio
     assert fedlps().assign(server(2, 1.0, memory), 7).ratio == first
+
+
+@pytest.mark.parametrize(("capability", "eliminated"), [(1.0, True), (1 / 16, False)])
+def test_a_ratio_is_eliminated_only_if_it_was_executed(capability, eliminated) -> None:
+    """Accuracy that falls under a ratio that capability cut says nothing of the drawn one."""
+    method, memory = fedlps(), {}
+    for round, accuracy in ((1, 0.9), (2, 0.1)):
+        ctx = server(round, capability, memory)
+        ratio = method.assign(ctx, 7).ratio
+        method.aggregate(ctx, [answer(ratio, accuracy, initial_accuracy=0.1)])
+    # Each of two pulls splits one of five arms.
+    assert len(method._bandit(ctx, memory["7"], seed=0).arms) == (6 if eliminated else 7)
+
+
+def test_fedlps_paper_has_the_sums_of_the_paper_and_counts_no_download() -> None:
+    method = fedlps_paper()
+    masked = SimpleNamespace(named_weights=lambda: {"w": None})
+    assert method._pull({"w": torch.zeros(1, 3)}, masked) == 2.0  # the gradient of ‖θ − ω‖²
+    assert (method.reduction, method.refresh_every, method.credit) == ("sum", 1, "executed")
+    memory: dict = {}
+    ctx = server(1, 1.0, memory)
+    ratio, rate = method.assign(ctx, 7).ratio, fl.Capability().downlink_bytes_per_second
+    update = answer(ratio, 0.5, initial_accuracy=0.1)
+    method.aggregate(ctx, [dataclasses.replace(update, cost=fl.WorkCost(seconds=2.0, downlink_bytes=int(rate)))])
+    ((_, reward),) = method._bandit(ctx, memory["7"], seed=0).told
+    assert reward == pytest.approx(utility(0.5) - utility(0.1))
 
 
 def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:

@@ -33,11 +33,11 @@ def test_fedrep_trains_the_head_first_and_the_body_after(monkeypatch) -> None:
     spec, _, ctx = client_context(fedrep(), config=training(tiny_config(), local_epochs=5))
     seen, phase = [], fedrep_module._phase
 
-    def watched_phase(ctx, trained, frozen, epochs):
+    def watched_phase(ctx, trained, frozen, batches):
         before = {name: leaf.detach().clone() for name, leaf in ctx.masked.named_weights().items()}
-        log = phase(ctx, trained, frozen, epochs)
+        log = phase(ctx, trained, frozen, batches)
         moved = {n for n, leaf in ctx.masked.named_weights().items() if not torch.equal(before[n], leaf)}
-        seen.append((moved, epochs, log.examples))
+        seen.append((moved, batches.epochs, log.examples))
         return log
 
     monkeypatch.setattr(fedrep_module, "_phase", watched_phase)
@@ -80,3 +80,11 @@ def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
         (other,) = {"0", "2", "4"} - own
         size = spec.graph.shapes[f"{other}.weight"].numel()
         assert assignment.mask.counts() == {f"{other}.weight": keep_count(0.9, size)}
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_fedrep_passes_over_its_data_as_often_as_fedper(epochs) -> None:
+    config = training(tiny_config(rounds=1), local_epochs=epochs)
+    ours, theirs = (tiny_run(method(), config=config).cost for method in (fedrep, fedper))
+    assert ours.flops_paper == theirs.flops_paper
+    assert ours.flops < theirs.flops

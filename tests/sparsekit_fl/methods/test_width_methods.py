@@ -72,6 +72,13 @@ def test_efd_draws_other_units_for_every_client_and_round() -> None:
     assert all(sum(mask) == 4 for mask in drawn)
 
 
+def test_fjord_draws_its_widths_from_the_levels_of_the_run() -> None:
+    _, _, ctx = client_context(fjord(), config=dataclasses.replace(tiny_config(), capability_levels=(1.0, 0.5)))
+    assert ctx.levels == (1.0, 0.5)
+    _, _, ctx = client_context(fjord(), config=dataclasses.replace(tiny_config(), capability_levels=None))
+    assert ctx.levels == (1.0, 0.5, 0.25, 0.125, 0.0625)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("distillation", [False, True])
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
