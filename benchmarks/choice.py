@@ -73,7 +73,7 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple
         loss.backward()
         optimizer.step()
         taken += 1
-        spent = taken * (1.0 + masked.explored)
+        spent = taken * (1.0 + masked.exploration_cost)
         if spent >= steps:
             break
         for _ in range(turned, int(spent)):  # the cycle follows the work, whatever it was spent on
@@ -115,12 +115,12 @@ def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str,
         for name, units in _good(cell, worth).items():
             worth[name] = torch.zeros_like(worth[name]).index_fill_(0, torch.tensor(units), 1.0)
         masked.load_importance(worth)
-        masked.resample()
+        masked.recompute_mask()
     accuracy, taken = _train(masked, cell, max(2, own), seed)
     mask = masked.unit_mask()
     found = [float(mask[name][units].float().mean()) for name, units in _good(cell, mask).items()]
     return {
-        "accuracy": accuracy, "steps": taken, "explored": masked.explored, "widths": list(mask.counts().values()),
+        "accuracy": accuracy, "steps": taken, "explored": masked.exploration_cost, "widths": list(mask.counts().values()),
         "flops": costs.costs(mask.counts())["flops"] / dense,
         "swapped": getattr(masked._rule, "clock", {}).get("swapped", 0),
         "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),

@@ -171,8 +171,8 @@ def measure_training(name: str, ratio: float, steps: int) -> dict[str, Any]:
         "steps": steps,
         "explored_over_fixed": round(total["explored"] / total["fixed"], 3),
         "fixed_over_narrow": round(total["fixed"] / total["narrow"], 3),
-        "share_explored": round(explored.explored, 3),
-        "settled": explored.settled,
+        "share_explored": round(explored.exploration_cost, 3),
+        "converged": explored.converged,
     }
 
 

@@ -85,7 +85,7 @@ def main() -> None:
     mask = masked.unit_mask()
     moved = sum(int((mask[name] & ~first[name]).sum()) for name in mask)
     print(f"trained {EPOCHS} epochs in {time.perf_counter() - start:.1f} s; {moved} units entered while it learned")
-    print(f"settled: {masked.settled}; learning which units help cost {masked.explored:.1%} more work")
+    print(f"converged: {masked.converged}; learning which units help cost {masked.exploration_cost:.1%} more work")
     print(f"sparse model: accuracy {accuracy(masked, test_images, test_labels):.1%} on test data")
     print(f"kept {mask.density(masked.graph):.1%} of the parameters at ratio {RATIO}")
 

@@ -40,7 +40,7 @@ class Evidence:
         self.clock = {"idle": 0.0, "curve": 0.0, "spread": 0.0, "noise": 0.0}
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         return self.clock["idle"] >= _PATIENCE
 
     def add(self, kind: str, units: Tensor, values: Tensor) -> None:

@@ -45,7 +45,7 @@ class GradientImportance(Learning):
             costs about `explore` more. The outputs are the same; dropped units get the gradient of their gate, times n.
             With 0 they learn from the regulariser alone.
         lr: Learning rate of importance; None leaves its step to the optimiser. Where gradients of the weights are clipped, call
-            `masked.learn()` before.
+            `masked.update_importance()` before.
         refresh_every: With `lr`, importance takes a step after every step of the weights, but its target and the gradient of
             the gates are computed from the weights only at every n-th step and after a change of the mask, and reused in
             between. 1 is the algorithm of the paper; computed every time, they take a tenth of the time of a small step.
@@ -96,11 +96,11 @@ class FollowScores(Rule):
         self._pull = 2.0 * settings.regularizer.weights(sizes, masked.scores)
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         return False
 
     @property
-    def explored(self) -> float:
+    def exploration_cost(self) -> float:
         return self._explored / max(1, self.passes)
 
     def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ class FollowScores(Rule):
         self._explored += 1.0 / self._density - 1.0
         return float(every)
 
-    def sync(self, masked: MaskedModule) -> None:
+    def apply_pending(self, masked: MaskedModule) -> None:
         """Follow where the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
         self._learned = False
         told = self._stepped or (masked.widths.target, *identity(masked.scores)) != self._seen
@@ -143,7 +143,7 @@ class FollowScores(Rule):
         self._seen = (masked.widths.target, *identity(masked.scores))
         self._stepped = False
 
-    def resample(self, masked: MaskedModule) -> None:
+    def recompute_mask(self, masked: MaskedModule) -> None:
         self._follow(masked, unless_it_stands=False)
 
     def _follow(self, masked: MaskedModule, *, unless_it_stands: bool) -> None:
@@ -188,7 +188,7 @@ class FollowScores(Rule):
             self._gates = (gates if scale is None else gates / scale).to(self._target)
         return self._target, self._gates
 
-    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
         if lr is None or self._learned or not self._learns:
@@ -208,7 +208,7 @@ class FollowScores(Rule):
     def penalty(self, masked: MaskedModule) -> Tensor:
         if self.settings.lr is not None or not self._learns:
             return super().penalty(masked)
-        self.sync(masked)
+        self.apply_pending(masked)
         with torch.no_grad():
             targets = self._targets(masked)
         return (0.5 * self._pull * (masked.scores - targets).square()).sum()

@@ -46,7 +46,7 @@ class LearnableMask(MaskedModule):
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
     narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. By default
     importance is measured in units of the loss while the network trains, and dropped units take the places of kept ones where
-    they would lower the loss; at the end the mask has `settled`. The dense weights of dropped units are kept.
+    they would lower the loss; at the end the mask has `converged`. The dense weights of dropped units are kept.
 
     ```python
     x, y = next(iter(loader))
@@ -70,7 +70,7 @@ class LearnableMask(MaskedModule):
         graph: The units, if they were traced before.
         rules: Rules for layers of your own, as in `trace_units`.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
+        criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `recompute_mask`
             is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
@@ -78,7 +78,7 @@ class LearnableMask(MaskedModule):
             is. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
             One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
-        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
+        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `recompute_mask`
             draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
             training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
@@ -156,7 +156,7 @@ class LearnableMask(MaskedModule):
             scale: Scale = "none" if first is not None and is_comparable(first) else "relative"
             self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
-        self._rule.resample(self)
+        self._rule.recompute_mask(self)
         self.mask_changed = False
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
@@ -189,25 +189,25 @@ class LearnableMask(MaskedModule):
         return self.widths.budget
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         """Whether the mask will not change again by itself: a step is then one of the plain narrow network.
 
         That is so after three rounds of exploration in a row without a swap, or whose newcomers are worth less than half of
         what they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
         `GradientImportance` never.
         """
-        return self._rule.settled
+        return self._rule.converged
 
     @property
-    def explored(self) -> float:
+    def exploration_cost(self) -> float:
         """Work of exploration so far, as a share of the work of all training passes on the narrow network."""
-        return self._rule.explored
+        return self._rule.exploration_cost
 
     def extra_repr(self) -> str:
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
-        state = "settled" if self.settled else "still learning"
+        state = "settled" if self.converged else "still learning"
         return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,16 +225,16 @@ class LearnableMask(MaskedModule):
         if compiling:
             warnings.warn(_UNCOMPILED, stacklevel=2)
         check_transforms(self.scores)
-        self.sync()
+        self._sync()
         return self._rule.call(self, args, kwargs)
 
-    def sync(self) -> None:
+    def _sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        self._rule.sync(self)
+        self._rule.apply_pending(self)
 
-    def resample(self) -> None:
+    def recompute_mask(self) -> None:
         """Ask the criterion again and change the mask to what it says; one that was given to `load` stays."""
-        self._rule.resample(self)
+        self._rule.recompute_mask(self)
 
     def load(
         self,
@@ -301,9 +301,9 @@ class LearnableMask(MaskedModule):
         if is_learned(self.criterion):
             self._rule.load(self, {})
         else:
-            self._rule.resample(self)
+            self._rule.recompute_mask(self)
 
-    def learn(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+    def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
         """Learn importance from the gradients of the weights, where no optimiser does it in its step.
 
         The step of a torch optimiser does this by itself. Call it after `backward()` where there is none, or where gradients
@@ -312,7 +312,7 @@ class LearnableMask(MaskedModule):
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
         """
-        self._rule.learn(self, gradients)
+        self._rule.update_importance(self, gradients)
 
     def penalty(self) -> Tensor:
         """What learning adds to the loss: 0, or with `GradientImportance` importance pulled towards its target.
@@ -324,7 +324,7 @@ class LearnableMask(MaskedModule):
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
-        self.sync()
+        self._sync()
         return self.narrow_model.mask
 
     def importance(self) -> dict[str, Tensor]:
@@ -355,7 +355,7 @@ class LearnableMask(MaskedModule):
 
     def compact(self) -> nn.Module:
         """The sparse model as a plain, smaller module with the same outputs; a copy."""
-        self.sync()
+        self._sync()
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -364,7 +364,7 @@ class LearnableMask(MaskedModule):
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
-        self.sync()
+        self._sync()
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -405,7 +405,7 @@ class LearnableMask(MaskedModule):
         """The parameters whose optimisers follow the mask, and the importance."""
         return [*self.weights(), self.scores]
 
-    def track(self, optimizer: HasState) -> None:
+    def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
         A torch optimiser is met at its first step and needs no such call, unless it has state before that, as one that was
@@ -424,11 +424,11 @@ class LearnableMask(MaskedModule):
         """
         self.optimizers.add(optimizer, self)
 
-    def held(self) -> AbstractContextManager[None]:
+    def freeze_mask(self) -> AbstractContextManager[None]:
         """Keep the mask as it is within a block, in which an optimiser steps in two parts.
 
         ```python
-        with masked.held():
+        with masked.freeze_mask():
             sam.first_step()
             F.cross_entropy(masked(x), y).backward()
             sam.second_step()
@@ -445,7 +445,7 @@ class LearnableMask(MaskedModule):
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
         # A fused optimiser divides by the scale of a GradScaler itself.
-        self._rule.learn(self, None, getattr(optimizer, "grad_scale", None))
+        self._rule.update_importance(self, None, getattr(optimizer, "grad_scale", None))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
@@ -459,7 +459,7 @@ class LearnableMask(MaskedModule):
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        self.sync()
+        self._sync()
         destination = {} if destination is None else destination
         destination.update(saved_entries(self, self._rule, prefix))
         return destination

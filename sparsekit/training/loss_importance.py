@@ -101,12 +101,12 @@ class Swapping(Rule):
         """Of each exploring pass of this step, and of steps before it that were skipped."""
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         over = self.settings.steps is not None and self.clock["step"] >= _END * self.settings.steps
-        return over or self.evidence.settled or bool(self.clock["off"])
+        return over or self.evidence.converged or bool(self.clock["off"])
 
     @property
-    def explored(self) -> float:
+    def exploration_cost(self) -> float:
         return self.clock["spent"] / max(1.0, self.clock["step"])
 
     # Steps.
@@ -117,7 +117,7 @@ class Swapping(Rule):
             self._plan(masked)
         self._passes += learning
         if self._passes == _SILENT:
-            warnings.warn("no optimiser has stepped this mask; call masked.learn() after backward()", stacklevel=5)
+            warnings.warn("no optimiser has stepped this mask; call masked.update_importance() after backward()", stacklevel=5)
         if not learning or self._group is None:
             return masked.narrow_model.run(args, kwargs)
         result, probes = masked.wide_passes.call(self._bundles[self._group], args, kwargs)
@@ -127,7 +127,7 @@ class Swapping(Rule):
     def _plan(self, masked: MaskedModule) -> None:
         """Decide what the passes of a step are for: all of them see the same units."""
         self._begun = True
-        if self.settled:
+        if self.converged:
             return
         if self._costs_of is not masked.narrow_model.mask:
             self._costs, self._costs_of = self._count_costs(masked), masked.narrow_model.mask
@@ -151,7 +151,7 @@ class Swapping(Rule):
             and any(piece.gated for name in names for piece in groups[name].slices)
         }
 
-    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         if not self._begun:
             return
         if self._sampling:
@@ -191,12 +191,12 @@ class Swapping(Rule):
 
     # Changes.
 
-    def sync(self, masked: MaskedModule) -> None:
+    def apply_pending(self, masked: MaskedModule) -> None:
         due = self.clock["due"] or masked.widths.target != self._target
         if due and not masked.optimizers.frozen:  # not in the middle of a step
-            self.resample(masked)
+            self.recompute_mask(masked)
 
-    def resample(self, masked: MaskedModule) -> None:
+    def recompute_mask(self, masked: MaskedModule) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if masked.widths.target != self._target:
                 first, self._target = self._target is None, masked.widths.target
@@ -216,7 +216,7 @@ class Swapping(Rule):
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
         work = _ROUNDS * settings.samples * sum(self._count_costs(masked).values())
-        if settings.steps and settings.explore * settings.steps < work and not self.settled:
+        if settings.steps and settings.explore * settings.steps < work and not self.converged:
             self.clock["off"] = 1.0
             warnings.warn(
                 f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"

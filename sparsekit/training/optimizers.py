@@ -2,11 +2,11 @@
 
 The one hook for all optimizers of the process looks for those that hold leaves of a mask, and does nothing else. What happens
 to an optimizer before its first step (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
-`masked.track(optimizer)`.
+`masked.add_optimizer(optimizer)`.
 
 A mask does not change while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from the weights
 before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two parts,
-`masked.held()` freezes it.
+`masked.freeze_mask()` freezes it.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def _meet(optimizer: Optimizer, masked: Any) -> None:
     """
     if masked.mask_changed and any(has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
         raise InvalidValueError(
-            f"the state of this {type(optimizer).__name__} predates the current mask; call masked.track(optimizer) after"
+            f"the state of this {type(optimizer).__name__} predates the current mask; call masked.add_optimizer(optimizer) after"
             " optimizer.load_state_dict"
         )
-    masked.track(optimizer)
+    masked.add_optimizer(optimizer)
 
 
 @functools.cache

@@ -58,26 +58,26 @@ class Rule:
     """The rule of one learnable mask, with its memory. The base learns nothing, for a mask that was given and stays."""
 
     @property
-    def settled(self) -> bool:
+    def converged(self) -> bool:
         """Whether the mask will not change again by itself."""
         return True
 
     @property
-    def explored(self) -> float:
+    def exploration_cost(self) -> float:
         """Work of exploration so far, as a share of the work of all training passes."""
         return 0.0
 
-    def sync(self, masked: MaskedModule) -> None:
+    def apply_pending(self, masked: MaskedModule) -> None:
         """Change the mask if it is due."""
 
-    def resample(self, masked: MaskedModule) -> None:
+    def recompute_mask(self, masked: MaskedModule) -> None:
         """Ask the criterion again and change the mask to what it says."""
 
     def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the sparse model."""
         return masked.narrow_model.run(args, kwargs)
 
-    def learn(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
         """End a step: learn from the gradients of the weights.
 
         Args:

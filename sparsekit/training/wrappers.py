@@ -79,7 +79,7 @@ def check_transforms(scores: Tensor) -> None:
         raise UnsupportedModelError(
             "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
             " values to read the mask from; for gradients per example call backward() on one example at a time, or, for"
-            " those of the weights alone, masked.sync() and then torch.func over masked.model, the narrow module"
+            " those of the weights alone, masked.unit_mask() and then torch.func over masked.model, the narrow module"
         )
 
 
@@ -112,7 +112,7 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     before = [weight.shape for weight in masked.weights()]
 
     def check(*_: Any) -> None:
-        masked.sync()
+        masked.unit_mask()
         if [weight.shape for weight in masked.weights()] != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"

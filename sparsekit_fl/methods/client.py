@@ -143,11 +143,11 @@ def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjust
 def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
     """Return the step of every method that trains one model by one loss: the mask follows, then the weights learn."""
     module = masked.model
-    if not masked.settled and update.parameters:
-        masked.track(update.holder)
+    if not masked.converged and update.parameters:
+        masked.add_optimizer(update.holder)
 
     def step(batch: Batch) -> tuple[Any, Tensor]:
-        masked.sync()
+        masked.unit_mask()
         outputs = module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
         update(loss, adjusts)

@@ -36,7 +36,7 @@ def learning(masked: LearnableMask) -> Adjust:
     """Step importance by the gradients of the weights, before they are clipped."""
 
     def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        masked.learn(gradients)
+        masked.update_importance(gradients)
         return gradients
 
     return adjust

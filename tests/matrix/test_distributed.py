@@ -134,7 +134,7 @@ def _checkpoint(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
     dcp.load(blank, checkpoint_id=f"{folder}/masked")
     twin.load_state_dict(blank["mask"])
     other.load_state_dict(blank["optimizer"])
-    twin.track(other)  # its state belongs to the units of now, and the next step changes them first
+    twin.add_optimizer(other)  # its state belongs to the units of now, and the next step changes them first
     _train_masked(DistributedDataParallel(twin), twin, other, rank, range(STEPS, 8))
     return {"mask": masked.dense_state(), "mask resumed": twin.dense_state()}
 

@@ -46,7 +46,7 @@ def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late
             _step(masked, optimizer, x, y, zero_late=zero_late, parts=parts)
             optimizer.step()
             masks.append(masked.unit_mask())
-        found.append((masks, masked.explored, masked.importance_vector()))
+        found.append((masks, masked.exploration_cost, masked.importance_vector()))
     assert any(mask != found[0][0][0] for mask in found[0][0])
     assert found[1][0] == found[0][0]
     assert found[1][1] == found[0][1]

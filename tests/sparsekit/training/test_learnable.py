@@ -61,7 +61,7 @@ def test_compact_training_equals_a_hand_written_dense_loop(lr: float | None, eve
         optimizer.zero_grad()
         loss.backward()
         if step % 2:
-            masked.learn()
+            masked.update_importance()
             torch.nn.utils.clip_grad_norm_(masked.weights(), 1e9)
         optimizer.step()
         state = masked.dense_state()
@@ -104,7 +104,7 @@ def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out() -> No
     for transform in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))):
         with pytest.raises(UnsupportedModelError, match=r"torch\.func over masked\.model"):
             transform(parameters, x)
-    masked.sync()
+    masked.unit_mask()
     narrow = {name: parameter.detach() for name, parameter in masked.model.named_parameters()}
 
     def inner(values, example):
@@ -147,15 +147,15 @@ def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> Non
     masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=lr))
     given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
     masked.load(state, mask=given)
-    assert masked.settled
+    assert masked.converged
     optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
     for _ in range(3):
         train_step(masked, optimizer, x, y)
-        masked.resample()
+        masked.recompute_mask()
     assert masked.unit_mask() == given
     assert torch.equal(masked.importance_vector(), before)
     masked.load(state, ratio=0.25)
-    assert not masked.settled
+    assert not masked.converged
     assert masked.unit_mask().counts()["0"] == 2
     with pytest.raises(ForeignMaskError, match=r"importance must have shape \(24,\), got \(3,\)"):
         masked.load(state, importance=torch.zeros(3))

@@ -59,9 +59,9 @@ def test_with_a_number_of_steps_a_mask_settles_by_half_of_them_and_exploration_k
     model, x, y, _ = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.3)
     when: list[bool] = []
-    _trained(masked, x, y, 200, lambda: when.append(masked.settled))
+    _trained(masked, x, y, 200, lambda: when.append(masked.converged))
     assert all(when[99:])
-    assert 0.1 < masked.explored <= 0.3
+    assert 0.1 < masked.exploration_cost <= 0.3
 
 
 def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
@@ -69,9 +69,9 @@ def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
     with pytest.warns(UserWarning, match=r"in 100 steps, explore=0.1 pays for 0.4 rounds of swaps.* 480 steps or explore=0.48"):
         masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=100)
     before = masked.unit_mask()
-    assert masked.settled
+    assert masked.converged
     _trained(masked, x, y, 100)
-    assert masked.explored == 0.0
+    assert masked.exploration_cost == 0.0
     assert masked.unit_mask() == before
 
 
@@ -79,10 +79,10 @@ def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
     model, x, y, good = planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(explore=0.5))
     when: list[bool] = []
-    _trained(masked, x, y, 600, lambda: when.append(masked.settled))
+    _trained(masked, x, y, 600, lambda: when.append(masked.converged))
     assert when[-1]
     assert not when[100]
-    assert masked.explored <= 0.5
+    assert masked.exploration_cost <= 0.5
     assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
 
 
@@ -198,7 +198,7 @@ def test_a_loop_without_an_optimiser_learns_too() -> None:
             for leaf in masked.weights():
                 if leaf.grad is not None:
                     leaf -= 0.2 * leaf.grad
-        masked.learn()
+        masked.update_importance()
         masked.zero_grad()
     assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
 
@@ -208,7 +208,7 @@ def test_a_loop_that_never_says_that_a_step_is_over_is_warned() -> None:
     masked = LearnableMask(model, (x[:2],), ratio=0.25)
     for _ in range(999):
         masked(x[:4])
-    with pytest.warns(UserWarning, match=r"no optimiser has stepped this mask; call masked.learn\(\)"):
+    with pytest.warns(UserWarning, match=r"no optimiser has stepped this mask; call masked.update_importance\(\)"):
         masked(x[:4])
 
 

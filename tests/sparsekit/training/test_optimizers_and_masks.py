@@ -88,7 +88,7 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
         load()
     assert (twin.ratio, twin.unit_mask()) == (0.75, masked.unit_mask())
     for other in others:
-        twin.track(other)
+        twin.add_optimizer(other)
     for seed in range(6, 14):
         turn(masked, optimizers, seed)
         turn(twin, others, seed)
@@ -105,7 +105,7 @@ def test_an_optimizer_that_was_loaded_and_not_told_of_says_so_when_the_mask_has_
     twin.load_state_dict(masked.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     twin.ratio = 0.25
-    with pytest.raises(InvalidValueError, match=r"call masked\.track\(optimizer\) after optimizer\.load_state_dict"):
+    with pytest.raises(InvalidValueError, match=r"call masked\.add_optimizer\(optimizer\) after optimizer\.load_state_dict"):
         train_step(twin, other, x, y)
 
 
@@ -164,10 +164,10 @@ def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_cha
     masked, optimizer, x, y = _trained(lambda p: make(p, lr=0.05))
     changing = [masked.model[0].weight, masked.model[0].bias, masked.model[2].weight]
     before = {leaf: dict(optimizer.state[leaf]) for leaf in masked.weights()}
-    masked.sync()
+    masked.unit_mask()
     assert all(optimizer.state[leaf] == before[leaf] for leaf in before)
     masked.load_importance({"0": -masked.importance()["0"]})
-    masked.sync()
+    masked.unit_mask()
     for leaf, state in before.items():
         assert optimizer.state[leaf] == ({} if any(leaf is other for other in changing) else state)
     train_step(masked, optimizer, x, y)

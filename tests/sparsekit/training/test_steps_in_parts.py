@@ -33,7 +33,7 @@ def _train(masked: LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, parts
         optimizer.zero_grad()
         F.cross_entropy(masked(x), y).backward()
         if parts:
-            with masked.held():
+            with masked.freeze_mask():
                 optimizer.first_step()
                 loss().backward()
                 optimizer.second_step()
@@ -62,13 +62,13 @@ def test_a_held_mask_stands_still_and_moves_after_it() -> None:
     optimizer = Sam(masked.parameters())
     F.cross_entropy(masked(x), y).backward()
     before = masked.unit_mask()
-    with masked.held():
+    with masked.freeze_mask():
         optimizer.first_step()
         shake(masked, 3)
         (F.cross_entropy(masked(x), y) + masked.penalty()).backward()
         assert masked.unit_mask() == before
         with pytest.raises(InvalidValueError, match="cannot change the mask between SAM's first_step"):
-            masked.resample()
+            masked.recompute_mask()
         optimizer.second_step()
     shake(masked, 4)
     assert masked.unit_mask() != before
