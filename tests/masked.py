@@ -155,7 +155,7 @@ def train_alike(
     return pair[0], pair[1]
 
 
-_PLACED = tuple(f"sparsekit.rule.memory.{name}" for name in ("way", "weights", "slope"))
+_PLACED = tuple(f"sparsekit.rule.memory.{name}" for name in ("direction", "weights", "slope"))
 """Sums that lie in narrow places in the one, and in dense ones in the other."""
 
 

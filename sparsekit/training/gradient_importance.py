@@ -188,7 +188,9 @@ class FollowScores(Rule):
             self._gates = (gates if scale is None else gates / scale).to(self._target)
         return self._target, self._gates
 
-    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(
+        self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None
+    ) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
         if lr is None or self._learned or not self._learns:

@@ -70,16 +70,16 @@ class LearnableMask(MaskedModule):
         graph: The units, if they were traced before.
         rules: Rules for layers of your own, as in `trace_units`.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `recompute_mask`
-            is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
+        criterion: Computes the importance of units, in place of learning it from the loss. It is asked when the ratio changes or
+            `recompute_mask` is called. If it is `learned`, it is asked after every step, as with `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
             {"flops": "25%"}. The first widths are those at which the groups lose least for it; they are learned on as the mask
             is. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
             One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
-        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `recompute_mask`
-            draws the same.
+        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it, every call of
+            `recompute_mask` draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
             training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
         steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
@@ -207,7 +207,7 @@ class LearnableMask(MaskedModule):
         """What is kept, by which rule, and whether the mask still changes; for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
-        state = "settled" if self.converged else "still learning"
+        state = "converged" if self.converged else "still learning"
         return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""LossImportance: units are swapped by what they are worth in units of the loss; docs/concepts/masks.md states the rule.
+"""LossImportance: units are swapped by their importance in units of the loss; docs/concepts/masks.md states the rule.
 
-Most steps are plain steps of the narrow network. Every fourth also reads the gradients of the kept units' gates off those of
-the weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of one group. What that
-says of the units, and which to swap, is in `evidence.py`.
+Most steps are plain steps of the narrow network. Every fourth also computes the gradients of the kept units' gates from those
+of the weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of one group.
+`swap_statistics.py` turns these samples into estimates and swaps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.evidence import Evidence
 from sparsekit.training.rule import Learning, MaskedModule, Rule, check_explore, resized_mask
+from sparsekit.training.swap_statistics import SwapStatistics
 from sparsekit.training.widening import Probe, read, widened
 
 _EVERY = 4
 """Steps between two samples of the kept units' gates: they are cheap, not free."""
 _END = 0.5
-"""Share of a known number of steps after which the mask has settled: newcomers need the rest to learn."""
+"""Share of a known number of steps after which the mask has converged: units that entered last need the rest to learn."""
 _ROUNDS = 2
-"""Rounds that a training must pay for, if exploration is to begin at all: one look costs as much as it can gain."""
+"""Rounds that a training must pay for, if exploration is to begin at all: a single round costs as much as it can gain."""
 
 _SILENT = 1000
 """Passes without a step after which a loop seems to have no optimiser."""
@@ -42,10 +42,11 @@ class LossImportance(Learning):
         explore: Share of extra work, in [0, 1], that may be spent on learning what dropped units would gain. With 0 the first
             mask stays.
         steps: Steps of the optimiser in the whole training, if known. Exploration then takes place in the first half, after
-            which the mask has settled; where `explore` pays for fewer than two rounds, the first mask stays, with a warning.
-        samples: Samples of every dropped unit in a round.
-        share: Largest share of a group's kept units that one round swaps, in (0, 1].
-        errors: Standard errors by which the gain must exceed the cost, each for its own part.
+            which the mask has converged; if `explore` pays for fewer than two rounds, the first mask stays, with a warning.
+        samples_per_unit: Samples of every dropped unit in a round, at least 4. More of them make fewer, surer rounds.
+        max_swap_fraction: Largest share of a group's kept units that one round swaps, in (0, 1].
+        num_std_errors: Standard errors by which the estimated gain must exceed the estimated cost, each by its own. 0 swaps on
+            the estimates alone.
 
     Raises:
         InvalidValueError: a value outside its range.
@@ -57,33 +58,35 @@ class LossImportance(Learning):
 
     explore: float = 0.1
     steps: int | None = None
-    samples: int = 8
-    share: float = 0.5
-    errors: float = 1.0
+    samples_per_unit: int = 8
+    max_swap_fraction: float = 0.5
+    num_std_errors: float = 1.0
 
     def __post_init__(self) -> None:
         check_explore(self.explore)
-        for name, least in (("steps", 1), ("samples", 4)):
+        for name, least in (("steps", 1), ("samples_per_unit", 4)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise InvalidValueError(f"{name} must be a whole number >= {least}, got {value!r}")
-        if not 0.0 < self.share <= 1.0:
-            raise InvalidValueError(f"share must be in (0, 1], got {self.share}")
-        if not 0.0 <= self.errors < math.inf:
-            raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1 is usual")
+        if not 0.0 < self.max_swap_fraction <= 1.0:
+            raise InvalidValueError(f"max_swap_fraction must be in (0, 1], got {self.max_swap_fraction}")
+        if not 0.0 <= self.num_std_errors < math.inf:
+            raise InvalidValueError(f"num_std_errors must be a finite number >= 0, got {self.num_std_errors}; 1 is usual")
 
-    def rule(self, masked: MaskedModule) -> Swapping:
-        return Swapping(self, masked)
+    def rule(self, masked: MaskedModule) -> LossImportanceRule:
+        return LossImportanceRule(self, masked)
 
 
-class Swapping(Rule):
-    """Let the mask follow what samples say of its units."""
+class LossImportanceRule(Rule):
+    """Swaps units by statistics of their samples."""
 
     def __init__(self, settings: LossImportance, masked: MaskedModule) -> None:
         self.settings = settings
-        self.evidence = Evidence(masked.graph, masked.scores.detach(), settings.share, settings.errors)
+        self.statistics = SwapStatistics(
+            masked.graph, masked.scores.detach(), settings.max_swap_fraction, settings.num_std_errors
+        )
         masked.scores.requires_grad_(False)  # importance is measured, not stepped
-        self.clock = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
+        self.counters = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
         self.seen: dict[str, float] = {}
         """Group → exploring steps of this round."""
         self._bundles = {name: names for names in masked.graph.tied_sets for name in names}
@@ -102,12 +105,12 @@ class Swapping(Rule):
 
     @property
     def converged(self) -> bool:
-        over = self.settings.steps is not None and self.clock["step"] >= _END * self.settings.steps
-        return over or self.evidence.converged or bool(self.clock["off"])
+        over = self.settings.steps is not None and self.counters["step"] >= _END * self.settings.steps
+        return over or self.statistics.converged or bool(self.counters["off"])
 
     @property
     def exploration_cost(self) -> float:
-        return self.clock["spent"] / max(1.0, self.clock["step"])
+        return self.counters["spent"] / max(1.0, self.counters["step"])
 
     # Steps.
 
@@ -133,12 +136,12 @@ class Swapping(Rule):
             self._costs, self._costs_of = self._count_costs(masked), masked.narrow_model.mask
         if self._costs:
             group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
-            pace = self.clock["step"] + 1.0
+            pace = self.counters["step"] + 1.0
             if self.settings.steps is not None:
                 pace = min(pace / _END, self.settings.steps)
-            if self.clock["spent"] + self._costs[group] <= self.settings.explore * pace:
+            if self.counters["spent"] + self._costs[group] <= self.settings.explore * pace:
                 self._group = group
-            self._sampling = self._group is not None or self.clock["step"] % _EVERY == 0
+            self._sampling = self._group is not None or self.counters["step"] % _EVERY == 0
 
     def _count_costs(self, masked: MaskedModule) -> dict[str, float]:
         """First of the groups of equal counts with dropped units → extra work of a pass with them, in narrow passes."""
@@ -151,18 +154,20 @@ class Swapping(Rule):
             and any(piece.gated for name in names for piece in groups[name].slices)
         }
 
-    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(
+        self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None
+    ) -> None:
         if not self._begun:
             return
         if self._sampling:
             with torch.no_grad():
                 self._sample(masked, gradients, scale)
         if self._group is not None:  # paid for, whether or not it told anything
-            self.clock["spent"] += self._costs[self._group]
+            self.counters["spent"] += self._costs[self._group]
             self.seen[self._group] = self.seen.get(self._group, 0.0) + 1.0
-            self.clock["due"] = float(self._least_seen() >= self.settings.samples)
+            self.counters["due"] = float(self._least_seen() >= self.settings.samples_per_unit)
             masked.wide_passes.release()
-        self.clock["step"] += 1.0
+        self.counters["step"] += 1.0
         self._begin_step()
 
     def _least_seen(self) -> float:
@@ -172,7 +177,7 @@ class Swapping(Rule):
         trained = [leaf.requires_grad for leaf in masked.model.parameters()]
         if trained != self._trained:  # some were frozen or set free
             if self._trained is not None:
-                self.evidence.forget_way()
+                self.statistics.forget_displacement()
             self._trained = trained
         leaves = [leaf for leaf in masked.model.parameters() if leaf.requires_grad]
         given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
@@ -184,15 +189,17 @@ class Swapping(Rule):
         least, most = flat.aminmax()  # one pass; nan if there is one
         if math.isfinite(float(most - least)) and bool((least != 0) | (most != 0)):
             fused = masked.vectors
-            self.evidence.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
-            self.evidence.add_dropped(read(self._probes, found, distributed=masked.distributed), masked.narrow_model.mask)
+            self.statistics.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
+            self.statistics.add_dropped(read(self._probes, found, distributed=masked.distributed), masked.narrow_model.mask)
             weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
-            self.evidence.add_way(weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples)
+            self.statistics.add_displacement(
+                weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples_per_unit
+            )
 
     # Changes.
 
     def apply_pending(self, masked: MaskedModule) -> None:
-        due = self.clock["due"] or masked.widths.target != self._target
+        due = self.counters["due"] or masked.widths.target != self._target
         if due and not masked.optimizers.frozen:  # not in the middle of a step
             self.recompute_mask(masked)
 
@@ -203,7 +210,7 @@ class Swapping(Rule):
                 self._change(masked, self._resized(masked, masked.narrow_model.mask))
                 if first:
                     self._weigh_exploration(masked)
-            elif self.clock["due"]:
+            elif self.counters["due"]:
                 self._swap(masked)
             else:  # asked for: keep the units of the largest importance
                 none = UnitMask({name: torch.zeros_like(keep) for name, keep in masked.narrow_model.mask.items()})
@@ -215,9 +222,9 @@ class Swapping(Rule):
     def _weigh_exploration(self, masked: MaskedModule) -> None:
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
-        work = _ROUNDS * settings.samples * sum(self._count_costs(masked).values())
+        work = _ROUNDS * settings.samples_per_unit * sum(self._count_costs(masked).values())
         if settings.steps and settings.explore * settings.steps < work and not self.converged:
-            self.clock["off"] = 1.0
+            self.counters["off"] = 1.0
             warnings.warn(
                 f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
                 f" {_ROUNDS * settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not"
@@ -229,10 +236,10 @@ class Swapping(Rule):
     def _swap(self, masked: MaskedModule) -> None:
         """End a round."""
         before = masked.narrow_model.mask
-        mask, worth = self.evidence.end_round(before)
+        mask, worth = self.statistics.end_round(before)
         masked.scores.copy_(torch.where(worth.isfinite(), worth, masked.scores))
-        self.seen, self.clock["due"] = {}, 0.0
-        self.clock["swapped"] += float(sum((mask[name] & ~before[name]).sum() for name in mask))
+        self.seen, self.counters["due"] = {}, 0.0
+        self.counters["swapped"] += float(sum((mask[name] & ~before[name]).sum() for name in mask))
         self._change(masked, mask, afresh=True)
         if masked.budget is not None:
             self._move_widths(masked)
@@ -243,9 +250,9 @@ class Swapping(Rule):
         By less from round to round: a width changes what all units beside it are worth, and would swing.
         """
         limits, counts = {}, masked.narrow_model.mask.counts()
-        self.clock["rounds"] = self.clock.get("rounds", 0.0) + 1.0
+        self.counters["rounds"] = self.counters.get("rounds", 0.0) + 1.0
         for name, group in masked.graph.groups.items():
-            most = int(self.settings.share * counts[name] / self.clock["rounds"])
+            most = int(self.settings.max_swap_fraction * counts[name] / self.counters["rounds"])
             limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
         masked.widths.set(masked.widths.within_budget(masked.scores.detach().clamp_min(0.0), limits))
         self._target = masked.widths.target
@@ -260,14 +267,14 @@ class Swapping(Rule):
             if afresh:
                 entering = {name: (mask[name] & ~before[name]).nonzero().reshape(-1) for name in mask}
                 masked.narrow_model.silence(entering)
-            self.seen, self.clock["due"] = {}, 0.0
-            self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
+            self.seen, self.counters["due"] = {}, 0.0
+            self.statistics.begin_round({name: mask[name] != before[name] for name in mask})
 
     # What outlives a program.
 
     def state(self) -> dict[str, Tensor]:
-        numbers = {"clock": self.clock, "seen": self.seen, "numbers": self.evidence.clock}
-        state = {f"memory.{name}": value.clone() for name, value in self.evidence.memory.items()}
+        numbers = {"counters": self.counters, "seen": self.seen, "numbers": self.statistics.counters}
+        state = {f"memory.{name}": value.clone() for name, value in self.statistics.memory.items()}
         for kind, values in numbers.items():
             state |= {f"{kind}.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return state
@@ -275,14 +282,14 @@ class Swapping(Rule):
     def load(self, masked: MaskedModule, state: dict[str, Tensor]) -> None:
         self._target = masked.widths.target
         self._begin_step()
-        if "clock.step" in state:  # of this rule, not of another one
-            parts: dict[str, dict[str, Any]] = {"clock": {}, "seen": {}, "numbers": {}, "memory": {}}
+        if "counters.step" in state:  # of this rule, not of another one
+            parts: dict[str, dict[str, Any]] = {"counters": {}, "seen": {}, "numbers": {}, "memory": {}}
             for key, value in state.items():
                 kind, _, name = key.partition(".")
                 parts[kind][name] = value.to(masked.scores.device, copy=True) if kind == "memory" else float(value)
-            self.clock, self.seen = parts["clock"], parts["seen"]
-            self.evidence.clock, self.evidence.memory = parts["numbers"], parts["memory"]
+            self.counters, self.seen = parts["counters"], parts["seen"]
+            self.statistics.counters, self.statistics.memory = parts["numbers"], parts["memory"]
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._begin_step()
-        self.evidence.apply(function)
+        self.statistics.apply(function)

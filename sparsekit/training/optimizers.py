@@ -195,8 +195,8 @@ def _meet(optimizer: Optimizer, masked: Any) -> None:
     """
     if masked.mask_changed and any(has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
         raise InvalidValueError(
-            f"the state of this {type(optimizer).__name__} predates the current mask; call masked.add_optimizer(optimizer) after"
-            " optimizer.load_state_dict"
+            f"the state of this {type(optimizer).__name__} predates the current mask; call"
+            " masked.add_optimizer(optimizer) after optimizer.load_state_dict"
         )
     masked.add_optimizer(optimizer)
 

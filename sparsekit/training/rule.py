@@ -77,7 +77,9 @@ class Rule:
         """Run the sparse model."""
         return masked.narrow_model.run(args, kwargs)
 
-    def update_importance(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None) -> None:
+    def update_importance(
+        self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None
+    ) -> None:
         """End a step: learn from the gradients of the weights.
 
         Args:

@@ -52,11 +52,12 @@ def test_importance_that_is_learned_by_gradients(name: str, optimizer: str) -> N
     [("conv2d", "slowly", "fixed"), ("lstm", "adam", "fixed"), ("gpt", "adam", "fixed"), ("vit-fused-qkv", "slowly", "kept")],
 )
 def test_importance_that_is_measured_in_the_loss(name: str, optimizer: str, norm: str) -> None:
-    eager = sk.LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
+    eager = sk.LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
     options = {"ratios": {26: 0.3, 41: 0.7}, "changes": 4, "ratio": 0.5, "learning": eager, "relative": 1e-8}
     alike(name, optimizer, steps=56, norm=norm, **options)
 
 
+SWAPPING = sk.LossImportance(explore=1.0, samples_per_unit=4, num_std_errors=0.0)
 SWAPS = {"steps": 24, "changes": 0, "relative": 1e-5, "tolerance": 1e-7}
 NAMES = [name for name, each in ZOO.items() if each.groups and each.trains and name != "data-parallel" and not each.kwargs()]
 """A DataParallel replaces weights by itself, and is refused."""
@@ -65,14 +66,20 @@ NAMES = [name for name, each in ZOO.items() if each.groups and each.trains and n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[::4])
 def test_swaps_in_any_architecture(name: str) -> None:
-    alike(name, "slowly", ratio=0.5, learning=sk.LossImportance(explore=1.0, samples=4, errors=0.0), **SWAPS)
+    alike(name, "slowly", ratio=0.5, learning=SWAPPING, **SWAPS)
 
 
 @pytest.mark.parametrize(
     "name", ["vgg-small", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[::6] if name != "vgg-small")]
 )
 def test_widths_that_move_within_a_budget(name: str) -> None:
-    alike(name, "slowly", budget="params=80%", learning=sk.LossImportance(explore=1.0, samples=4, errors=0.0), **SWAPS)
+    alike(
+        name,
+        "slowly",
+        budget="params=80%",
+        learning=SWAPPING,
+        **SWAPS,
+    )
 
 
 DENSE_PASSES: dict[str, Any] = {

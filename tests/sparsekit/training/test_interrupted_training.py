@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.criteria import Magnitude
 
-EAGER = sk.LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
+EAGER = sk.LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
 
 
 def _step(masked: sk.LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, zero_late: bool, parts: int = 1) -> None:

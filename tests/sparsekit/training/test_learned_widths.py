@@ -28,7 +28,7 @@ def _data() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.same_bits
 def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int) -> None:
     model, (x, y) = _model(), _data()
-    learning = sk.LossImportance(explore=1.0, samples=4, errors=0.0)
+    learning = sk.LossImportance(explore=1.0, samples_per_unit=4, num_std_errors=0.0)
     budget = sk.Budget(**{metric: f"{share}%"})
     masked = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
     costs = sk.cost_model(model, x, graph=masked.graph)

@@ -15,12 +15,12 @@ from masked import convolutions, planted, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.training.evidence import Evidence
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.swap_statistics import SwapStatistics
 
-EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
+EAGER = LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
 
 
 def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
@@ -251,7 +251,7 @@ def test_importance_is_in_nats() -> None:
 
 def test_samples_of_a_unit_give_its_mean_with_an_error_from_an_unbiased_variance() -> None:
     graph = sk.trace_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 2))
-    evidence = Evidence(graph, torch.zeros(3, dtype=torch.float64), 0.5, 1.0)
+    evidence = SwapStatistics(graph, torch.zeros(3, dtype=torch.float64), 0.5, 1.0)
     for value in (1.0, 2.0, 4.0, 9.0):
         evidence.add("kept", torch.tensor([1]), torch.tensor([value]))
     mean, error, variance = evidence._moments("kept")
