@@ -70,8 +70,9 @@ class LearnableMask(MaskedModule):
         graph: The units, if they were traced before.
         rules: Rules for layers of your own, as in `trace_units`.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        criterion: Computes the importance of units, in place of learning it from the loss. It is asked when the ratio changes or
-            `recompute_mask` is called. If it is `learned`, it is asked after every step, as with `learning=GradientImportance()`.
+        criterion: Computes the importance of units, in place of learning it from the loss. It is asked when the ratio changes
+            or `recompute_mask` is called. One that is `learned` is asked after every step, as with
+            `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
             {"flops": "25%"}. The first widths are those at which the groups lose least for it; they are learned on as the mask

@@ -2,7 +2,11 @@
 
 import copy
 import pickle
+import runpy
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ import torch.nn.functional as F
 from masked import convolutions, train_step
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask, UnitMask, compact
+from sparsekit import GradientImportance, LearnableMask, LossImportance, UnitMask, compact
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import (
     ForeignMaskError,
@@ -159,6 +163,24 @@ def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> Non
     assert masked.unit_mask().counts()["0"] == 2
     with pytest.raises(ForeignMaskError, match=r"importance must have shape \(24,\), got \(3,\)"):
         masked.load(state, importance=torch.zeros(3))
+
+
+OWN: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "examples/layer_rule.py")))
+
+
+@pytest.mark.parametrize("learning", [GradientImportance(explore=1.0), LossImportance(explore=1.0, samples_per_unit=4)])
+def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(learning: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OWN.GatedLinear(5, 8), OWN.Centred(8), OWN.GatedLinear(8, 6), nn.Linear(6, 2))
+    rules = {OWN.GatedLinear: OWN.GatedLinearRule(), OWN.Centred: OWN.CentredRule()}
+    x = torch.randn(4, 3, 5)
+    masked = LearnableMask(model, (x,), rules=rules, budget="params=60%", learning=learning)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for _ in range(12):
+        train_step(masked, optimizer, x, None)
+    assert masked.model[0].out_features == masked.unit_mask().counts()["0"] < 8
+    assert masked.model[2].in_features == masked.model[0].out_features
+    torch.testing.assert_close(masked.compact().eval()(x), masked.eval()(x))
 
 
 class Chain(nn.Module):
