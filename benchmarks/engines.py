@@ -35,13 +35,13 @@ import torch
 from common import round_seconds, show
 
 import sparsekit_fl as fl
-from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.problem.models.networks import Cnn, Vgg
-from sparsekit_fl.results.scores import RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 
 be_quiet()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         errors as errors,
         methods as methods,
     )
-    from sparsekit_fl.callbacks.base import Callback as Callback, RunView as RunView
+    from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.methods.context import ServerContext as ServerContext
     from sparsekit_fl.client.costs import DeviceBudgets as DeviceBudgets
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
     from sparsekit_fl.results.records import load_result as load_result
-    from sparsekit_fl.results.scores import RoundRecord as RoundRecord
+    from sparsekit_fl.results.records import RoundRecord as RoundRecord
     from sparsekit_fl.results.records import RunResult as RunResult
     from sparsekit_fl.results.saved import load_model as load_model
     from sparsekit_fl.rounds import run as run

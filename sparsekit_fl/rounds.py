@@ -4,7 +4,7 @@ import errno
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, digest
 from sparsekit.version import __version__
-from sparsekit_fl.callbacks.base import Callback, Callbacks, RunView
+from sparsekit_fl.callbacks import Callback, Callbacks, RunView
 from sparsekit_fl.checkpoint import Memories, RunFolder, describe_run
 from sparsekit_fl.client.costs import round_cost
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
@@ -27,8 +27,8 @@ from sparsekit_fl.models import hash_models, model_path, save_whole, write_recip
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
-from sparsekit_fl.results.records import RunResult, describe_environment
-from sparsekit_fl.results.scores import FinalScores, RoundRecord, RoundScores
+from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
+from sparsekit_fl.results.scores import FinalScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.storage import write_atomically
@@ -165,8 +165,9 @@ class _Rounds:
             round=self._finished,
             cost=self._cost,
             out=None if self.folder is None else self.folder.path,
-            metrics=(*metrics, "loss") if "loss" not in metrics else tuple(metrics),
+            metrics=(*metrics, "loss"),
             lower=self._lower,
+            parts=_scored_parts(spec.config, self.clients.values()),
             state=lambda: self.server.state.model,
             model=self._model,
         )
@@ -361,21 +362,15 @@ class _Rounds:
         return found, unscored
 
     def _finish(self, evaluations: Sequence[Evaluation]) -> RunResult:
-        spec, scores, state = self.spec, RoundScores.of(evaluations, lower=self._lower), self.server.state
+        spec, state = self.spec, self.server.state
         # A worker that outlived a killed run may have written once more after this one began.
         self.memories.keep(state.versions)
         result = RunResult(
             method=spec.method.describe(),
             config=spec.config,
             rounds=tuple(self.records),
-            final=FinalScores(
-                personal=scores.personal,
-                validation=scores.validation,
-                shared=scores.shared or {},
-                per_client=tuple(evaluations),
-                state_sha256=digest(state.model),
-                weighted=scores.weighted,
-                worst_decile=scores.worst_decile,
+            final=FinalScores.of(
+                evaluations, lower=self._lower, per_client=tuple(evaluations), state_sha256=digest(state.model)
             ),
             cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
             environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
@@ -386,6 +381,8 @@ class _Rounds:
             stopped=self._view.stopped,
             extended=state.extended,
         )
+        for sentence in result.warnings:
+            _log.warning("%s", sentence)
         if self.folder is not None:
             out = self.folder.path
             (out / "models").mkdir(exist_ok=True)
@@ -398,6 +395,13 @@ class _Rounds:
     def _model(self) -> nn.Module:
         """Make a module that holds the global state."""
         return self.spec.model(self.server.state.model)
+
+
+def _scored_parts(config: RunConfig, clients: Iterable[Client]) -> tuple[str, ...]:
+    """Return the parts of scores that rounds before the last one can have."""
+    validation = any(len(client.data.val) for client in clients)
+    along = config.eval_global_every is not None and config.eval_global_every < config.rounds
+    return ("personal", *(["validation"] if validation else []), *(["global"] if along else []))
 
 
 def _mean(updates: Sequence[Update], name: str) -> float | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.config import RunConfig, TrainingConfig
@@ -31,8 +31,7 @@ from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.scores import RoundRecord
+from sparsekit_fl.results.records import RoundRecord, RunResult
 from sparsekit_fl.rounds import run
 
 

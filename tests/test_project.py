@@ -29,7 +29,7 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
 def test_what_the_tests_import_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
     named = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml",
-             "huggingface_hub": "huggingface-hub", "torch_pruning": "torch-pruning", "mlflow": "mlflow-skinny",
+             "huggingface_hub": "huggingface-hub", "torch_pruning": "torch-pruning",
              "typing_extensions": "pydantic", "ray": "flwr[simulation]", "PyXAB": "pyxab", "mkdocs": "mkdocs-material",
              "IPython": "ipykernel", "scipy": "scikit-learn", "grpc": "flwr"}  # fmt: skip
     own = {path.stem for folder in (ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*.py")}

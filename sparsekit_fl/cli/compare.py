@@ -198,7 +198,7 @@ def _where(out: Path | None, *, drawn: bool) -> str:
 
 compare = command_app(
     # Finished and half-finished runs are found by themselves.
-    with_run_options(_compare, without=("resume", "init", "central_test"), hidden=("deterministic",)),
+    with_run_options(_compare, without=("resume", "init"), hidden=("deterministic",)),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",

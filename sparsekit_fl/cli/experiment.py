@@ -17,7 +17,7 @@ from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.devices import devices
 
 if TYPE_CHECKING:
-    from sparsekit_fl.callbacks.base import Callback
+    from sparsekit_fl.callbacks import Callback
     from sparsekit_fl.engine import Engine
     from sparsekit_fl.methods.base import Method
     from sparsekit_fl.paper.presets import Preset
@@ -32,7 +32,6 @@ class Experiment:
 
     Args:
         described: Names of what was run, for the result.
-        test: The central test set, where one was asked for.
     """
 
     problem: Problem
@@ -40,7 +39,6 @@ class Experiment:
     config: RunConfig
     engine: Engine
     described: Mapping[str, Any]
-    test: Any = None
 
     @cached_property
     def data_fingerprint(self) -> str:
@@ -100,15 +98,12 @@ class Experiment:
             seed=options.seed or 0,
         )
         more = {} if options.init is None else {"init": str(options.init)}
-        if options.central_test and task.test is None:
-            raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
         return Experiment(
             problem=task.problem,
             clients=task.clients,
             config=_config(options, preset, len(task.clients), keep=task.keeps_capabilities),
             engine=engine,
             described={**task.described, **more},
-            test=task.test if options.central_test else None,
         )
 
 

@@ -21,7 +21,7 @@ from sparsekit_fl.options import Count, Option, PartialOptions, options_of, plai
 if TYPE_CHECKING:
     import click
 
-    from sparsekit_fl.callbacks.base import Callback
+    from sparsekit_fl.callbacks import Callback
     from sparsekit_fl.paper.presets import Preset
 
 MOST_WORKERS = 8
@@ -76,7 +76,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
         supernodes: Number of virtual nodes in Flower's simulation. Default: one per client, at most 100.
         ray_address: HOST:PORT of a running Ray cluster, for --engine flower.
         workers: Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8.
-        central_test: Also score the global model on all test examples together. The curve is in central.json of --out.
         out: Folder for the result, the rounds, the checkpoint and the models.
         resume: Continue the run in --out with its options, to the same bits. With more --rounds, extend a finished run.
         callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
@@ -100,7 +99,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
     supernodes: int | None = None
     ray_address: str | None = None
     workers: Count | None = None
-    central_test: bool | None = None
     out: Path | None = None
     resume: bool = False
     callback: tuple[str, ...] | None = None
@@ -131,8 +129,7 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
             MissingDependencyError: its package is not installed.
             InvalidValueError: it does not make a Callback.
         """
-        from sparsekit_fl.callbacks import loggers
-        from sparsekit_fl.callbacks.base import Callback
+        from sparsekit_fl.callbacks import Callback, loggers
 
         made = []
         for name in self.callback or ():

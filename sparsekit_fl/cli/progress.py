@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.callbacks.displays import bar
-from sparsekit_fl.results.scores import RoundRecord
+from sparsekit_fl.callbacks import Callback, RunView, progress_bar
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.results.text import seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
     def __init__(self, trials: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self._quiet, self._trials, self._ended, self._shown = quiet, trials, 0, 0.0
         self._running: dict[str, tuple[TaskID, float]] = {}
-        self._progress = bar(console or Console(stderr=True), shown=not quiet, auto_refresh=False, speed_estimate_period=3600)
+        self._progress = progress_bar(console, shown=not quiet, auto_refresh=False, speed_estimate_period=3600)
         self._all = self._progress.add_task(f"0/{trials} trials", total=trials, facts="")
 
     def __enter__(self) -> TrialsProgress:

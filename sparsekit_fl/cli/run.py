@@ -23,9 +23,7 @@ _MOST_REASONS = 5
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.callbacks.base import Callback, RunView
-    from sparsekit_fl.callbacks.central import CentralTest
-    from sparsekit_fl.callbacks.displays import LiveProgress
+    from sparsekit_fl.callbacks import Callback, LiveProgress, RunView
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.storage import write_atomically
@@ -47,10 +45,9 @@ def _run(method_name: str, options: RunOptions) -> None:
                 text = written(method_name, {**options.given, "seed": run.config.seed})
                 write_atomically(run.out / "run.toml", text.encode())
 
-    central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
-            result = experiment.run(method, options, [progress, Written(), *callbacks, *central], resume=options.resume)
+            result = experiment.run(method, options, [progress, Written(), *callbacks], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -58,9 +55,6 @@ def _run(method_name: str, options: RunOptions) -> None:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(FAILED) from None
     _show(result, options)
-    for one in central:
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in one.curve[-1].items() if name != "round")
-        typer.echo(f"global model on the central test set: {scores}", err=options.json)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
 
@@ -143,7 +137,7 @@ run = command_app(
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
         "sparsekit run --resume --out runs/local --rounds 200",
-        "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback mlflow --out runs/logged",
+        "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback best --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
     cls=DefaultsCommand,

@@ -16,7 +16,7 @@ from typing import Any
 
 from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
-from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import differences, holds_run
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions

@@ -286,28 +286,12 @@ from sparsekit_fl.callbacks import LiveProgress
 with LiveProgress() as progress:
     fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[progress])
 
-# sparsekit_fl.callbacks.MLflow
-from sparsekit_fl.callbacks import MLflow
-
-
-def track() -> None:  # needs the extra `mlflow`
-    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[MLflow(experiment="first")], out="runs-mlflow")
-
-
 # sparsekit_fl.callbacks.TensorBoard
 from sparsekit_fl.callbacks import TensorBoard
 
 
 def curves() -> None:  # needs the extra `tensorboard`; then: tensorboard --logdir runs-curves
     fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[TensorBoard()], out="runs-curves")
-
-
-# sparsekit_fl.callbacks.NotebookDisplay
-from sparsekit_fl.callbacks import NotebookDisplay
-
-
-def show() -> None:  # in a notebook: curves that grow with each round
-    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[NotebookDisplay()])
 
 
 # sparsekit_fl.errors.FolderInUseError
@@ -335,8 +319,3 @@ assert spread.whole
 
 # sparsekit_fl.DeviceBudgets
 budgets = fl.DeviceBudgets(problem)
-
-# sparsekit_fl.callbacks.CentralTest
-from sparsekit_fl.callbacks import CentralTest
-
-fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[CentralTest(problem, split(20))])

@@ -20,7 +20,7 @@ TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""
 
 Level = tuple[str, int]
-"""How different clients are: a name in `options.config.HETEROGENEITY`, empty for other capabilities of their devices; and the
+"""How different clients are: a name in `config.HETEROGENEITY`, empty for other capabilities of their devices; and the
 number of classes that every client lacks, -1 for other partitions."""
 
 # What may differ between the trials of a table: the axes of the comparison, and what changes no number.

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from saved_results import result
 
-from sparsekit_fl.callbacks.base import RunView
-from sparsekit_fl.callbacks.displays import LiveProgress
+from sparsekit_fl.callbacks import LiveProgress, RunView
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.config import RunConfig
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.results.report.trials import Trial
-from sparsekit_fl.results.scores import RoundRecord, RoundScores
+from sparsekit_fl.results.scores import RoundScores
 
 CONFIG = RunConfig(rounds=2, cohort=2)
 SCORES = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)

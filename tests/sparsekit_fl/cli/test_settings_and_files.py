@@ -83,13 +83,13 @@ def seen(arguments):
 
 def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text("deterministic = true\nseed = 7\nlr = 8.0\nclip = 2.0\ncentral_test = true\n")
+    file.write_text("deterministic = true\nseed = 7\nlr = 8.0\nclip = 2.0\n")
     given = ["--config", str(file)]
     plain = seen(given)
-    assert (plain.deterministic, plain.seed, plain.lr, plain.clip, plain.central_test) == (True, 7, 8.0, 2.0, True)
-    back = ["--no-deterministic", "--seed", "0", "--lr", "0", "--set", "training.clip=none", "--set", "central_test=false"]
+    assert (plain.deterministic, plain.seed, plain.lr, plain.clip) == (True, 7, 8.0, 2.0)
+    back = ["--no-deterministic", "--seed", "0", "--lr", "0", "--set", "training.clip=none"]
     changed = seen([*given, *back])
-    assert (changed.deterministic, changed.seed, changed.lr, changed.central_test) == (False, 0, 0.0, False)
+    assert (changed.deterministic, changed.seed, changed.lr) == (False, 0, 0.0)
     # None is given too: the preset of the text tasks would clip.
     assert changed.given_of(RunConfig, TrainingConfig) == {"deterministic": False, "seed": 0, "lr": 0.0, "clip": None}
     assert PRESETS["shakespeare"].config(changed.given_of(RunConfig, TrainingConfig), 20).training.clip is None
@@ -108,7 +108,7 @@ def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(comm
     assert execute([command, "--help"]) == 0
     flags = set(re.findall(r"^│ \*? *--([a-z-]+)", capsys.readouterr().out, re.M))
     assert 20 < len(flags) <= 30
-    left_out = {"compare": {"resume", "init", "central-test"}}.get(command, set())
+    left_out = {"compare": {"resume", "init"}}.get(command, set())
     for name in RunOptions.table:
         flag = name.replace("_", "-")
         if flag not in flags | left_out:

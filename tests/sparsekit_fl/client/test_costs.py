@@ -14,7 +14,7 @@ from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
 from sparsekit_fl.methods import per_fedavg
-from sparsekit_fl.results.part import Cost
+from sparsekit_fl.results.records import cost_dict, cost_of
 from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_problem
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
@@ -34,7 +34,7 @@ def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
     assert result.cost.flops_training == tiny_run(rounds=1).cost.flops
     assert result.cost.flops == result.cost.flops_training + result.cost.flops_scoring == result.cost.flops
     assert result.cost.flops_paper == tiny_run(rounds=1).cost.flops_paper, "the paper's count is of training alone"
-    assert Cost.of(result.cost).work() == result.cost
+    assert cost_of(cost_dict(result.cost)) == result.cost
 
 
 @pytest.mark.parametrize("engine", [None, fl.Processes(workers=2)])
@@ -44,11 +44,11 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
     assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
     assert result.cost.scoring_seconds > 0
     assert record.seconds == result.cost.simulated_seconds == result.cost.seconds + result.cost.scoring_seconds
-    written = Cost.of(result.cost).to_dict()
+    written = cost_dict(result.cost)
     assert written["simulated_seconds"] == result.cost.simulated_seconds
     assert written["simulated_seconds_training"] == result.cost.seconds
-    assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(Cost.of(plain.cost).to_dict())
-    assert Cost.from_dict(written).work() == result.cost
+    assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(cost_dict(plain.cost))
+    assert cost_of(written) == result.cost
 
 
 def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
@@ -57,8 +57,8 @@ def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     assert result.cost.flops_deploying == steps * 3 * DENSE
     assert result.rounds[-1].cost.flops_deploying == 0
     assert result.cost.flops == result.rounds[-1].cost.flops
-    assert Cost.of(result.cost).to_dict()["flops_deploying"] == result.cost.flops_deploying
-    assert Cost.of(result.cost).work() == result.cost
+    assert cost_dict(result.cost)["flops_deploying"] == result.cost.flops_deploying
+    assert cost_of(cost_dict(result.cost)) == result.cost
 
 
 def test_a_client_downloads_computes_and_uploads_one_after_the_other():

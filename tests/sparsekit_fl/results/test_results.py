@@ -1,22 +1,23 @@
 """Results: scores over clients, JSON that every reader accepts, typed loading, frames and plots."""
 
+import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
-from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.read import SCHEMA_NUMBER
-from sparsekit_fl.results.scores import RoundRecord, RoundScores, mean_scores, weighted_scores, worst_decile_scores
+from sparsekit_fl.results.records import RoundRecord, plain
+from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_decile_scores
 from sparsekit_fl.rounds import run
-from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import OwnModels, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,12 @@ def test_the_worst_tenth_is_rounded_up() -> None:
     scores = [{"accuracy": (float(k), 10.0)} for k in range(11)]
     assert worst_decile_scores(scores)["accuracy"] == pytest.approx((0.0 + 0.1) / 2)
     assert worst_decile_scores(scores[:10])["accuracy"] == 0.0
+    for order in itertools.permutations(range(3)):
+        some = [[(math.nan, 1.0), (0.4, 1.0), (0.6, 1.0)][at] for at in order]
+        for lower in (frozenset(), frozenset({"accuracy"})):
+            assert math.isnan(worst_decile_scores([{"accuracy": one} for one in some], lower=lower)["accuracy"])
+            twice = [{"accuracy": one} for one in some * 5]  # two of 15 are the worst tenth, and five are no number
+            assert math.isnan(worst_decile_scores(twice, lower=lower)["accuracy"])
     assert worst_decile_scores(scores, lower=frozenset({"accuracy"}))["accuracy"] == pytest.approx((1.0 + 0.9) / 2)
 
 
@@ -77,16 +84,27 @@ def test_a_record_comes_back_equal_and_numbers_that_json_lacks_become_null() -> 
         evaluation=RoundScores(personal={"loss": 1.0}, validation={}, shared={"loss": 2.0}),
     )
     assert RoundRecord.from_dict(plain(record.to_dict())) == record
-    assert set(plain(record.to_dict())["evaluation"]) == {"personal", "validation", "global"}
+    assert {"personal", "validation", "global"} <= set(plain(record.to_dict())["evaluation"])
     assert plain({"a": [float("nan"), 1.0], "b": (float("inf"), "x")}) == {"a": [None, 1.0], "b": [None, "x"]}
 
 
 def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_is_refused(
     finished: fl.RunResult, tmp_path: Path
 ) -> None:
-    finished.save(tmp_path / "result.json")
     raw = finished.to_dict()
-    assert fl.load_result(tmp_path).to_dict() == raw
+    deploying = tuple(replace(one, flops_deploying=7 + one.client_id) for one in finished.final.per_client)
+    whole = replace(
+        finished,
+        final=replace(finished.final, per_client=deploying),
+        cost=replace(finished.cost, flops_deploying=9, flops_scoring=3, scoring_seconds=0.1, memory_bytes=5),
+        note="a note", stopped="enough", extended=(2, 3), fingerprint={"code": "x"},
+    )  # fmt: skip
+    for result in (finished, whole):
+        result.save(tmp_path / "result.json")
+        loaded = fl.load_result(tmp_path)
+        for part in fields(result):
+            if part.name != "state":
+                assert getattr(loaded, part.name) == getattr(result, part.name), part.name
     for change, says in (
         ({"schema": SCHEMA_NUMBER + 1}, r"has schema 5, and this version reads 4"),
         ({"rounds": [{"round": 1}]}, "is damaged"),
@@ -109,10 +127,24 @@ def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResu
     assert frame.loc[4, "flops"] == finished.cost.flops
 
 
-def test_the_frame_of_clients_has_a_row_for_each(finished: fl.RunResult) -> None:
+def test_a_run_without_rounds_has_an_empty_frame(finished: fl.RunResult) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
-    frame = finished.clients_frame()
-    assert list(frame.index) == list(range(8))
-    assert frame["personal_accuracy"].mean() == pytest.approx(finished.final.personal["accuracy"])
-    assert frame["trained"].sum() == sum(len(record.ratios) for record in finished.rounds)
-    assert {"examples", "validation_loss", "global_loss", "dropped", "reason"} <= set(frame.columns)
+    frame = replace(finished, rounds=()).to_frame()
+    assert (len(frame), frame.index.name) == (0, "round")
+
+
+def test_a_final_score_that_is_not_a_number_is_remarked(finished: fl.RunResult, caplog: pytest.LogCaptureFixture) -> None:
+    assert finished.warnings == ()
+
+    def broken(outputs: Any, targets: Any) -> Any:
+        return outputs.sum() * math.nan, len(targets)
+
+    problem = replace(tiny_problem(), metrics={"accuracy": accuracy, "odd": broken})
+    result = run(fedavg(), problem, tiny_clients(), tiny_config(rounds=1))
+    assert "the final personal odd is nan: 8 of 8 clients report no finite value" in result.warnings
+    assert set(result.warnings) <= set(caplog.messages)
+
+
+def test_a_metric_cannot_take_the_name_of_the_loss() -> None:
+    with pytest.raises(InvalidValueError, match="cannot be called 'loss'"):
+        fl.Problem(model=TinyNet, example_inputs=tiny_problem().example_inputs, metrics={"loss": accuracy})

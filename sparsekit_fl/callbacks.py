@@ -1,0 +1,426 @@
+"""Callbacks: what happens beside a run. Progress, TensorBoard, early stopping, the best model, and what users write."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.graph import StateDict
+from sparsekit.registry import Registry
+from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.errors import need
+from sparsekit_fl.models import model_path, save_whole
+from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, primary_metric, values_over
+from sparsekit_fl.results.text import flops_text, score_text
+from sparsekit_fl.storage import write_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+loggers = Registry(
+    "logger",
+    {
+        "best": "sparsekit_fl.callbacks:BestCheckpoint",
+        "early-stopping": "sparsekit_fl.callbacks:EarlyStopping",
+        "tensorboard": "sparsekit_fl.callbacks:TensorBoard",
+    },
+    group="sparsekit_fl.loggers",
+)
+
+__all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunView", "TensorBoard", "loggers"]
+
+
+def _no_model() -> nn.Module:
+    raise InvalidValueError("this view belongs to no run, so it has no model")
+
+
+@dataclass(eq=False, kw_only=True)
+class RunView:
+    """What a callback sees of a run, and how it stops it.
+
+    Args:
+        method: Name of the method.
+        config: The options.
+        clients: Number of clients.
+        round: The last finished round; 0 before the first.
+        cost: Cost of the finished rounds.
+        out: Folder of the run; None if it keeps nothing.
+        metrics: Names of the problem's metrics, and "loss".
+        lower: Metrics of which small values are good.
+        parts: Parts (personal, validation, global) that are scored before the run ends.
+        state: Returns the global state. Read it, and change nothing.
+        model: Makes a fresh module that holds the global state.
+        stopped: The reason why the run stops after this round; empty as long as it continues.
+    """
+
+    method: str
+    config: RunConfig
+    clients: int
+    round: int = 0
+    cost: WorkCost = field(default_factory=WorkCost)
+    out: Path | None = None
+    metrics: tuple[str, ...] = ("accuracy", "loss")
+    lower: frozenset[str] = frozenset({"loss"})
+    parts: tuple[str, ...] = PARTS
+    state: Callable[[], StateDict] = dict
+    model: Callable[[], nn.Module] = _no_model
+    stopped: str = ""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round. Every client is scored and the result is written, as after the last round.
+
+        Args:
+            reason: One sentence, for the result. The first one counts.
+        """
+        self.stopped = self.stopped or reason
+
+
+class Callback:
+    """Base class: override the hooks you need. A callback only reads, but it may stop the run.
+
+    An error in a callback ends the run; everything up to the round before is saved. Reset your counters in `on_run_start`, so
+    that one object can serve several runs. Return from `state` what a resumed run needs; `load` gets it back.
+    """
+
+    def on_run_start(self, run: RunView) -> None:
+        """Before the first round; worker processes already run."""
+
+    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
+        """A client was trained (Update), or scored (Evaluation); None if it failed."""
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        """All clients of an evaluation were scored; the round has not ended yet."""
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """A round ended and is saved."""
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """The run ended and is saved; None if an error or Ctrl-C ended it."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain JSON values for the checkpoint of each round; nothing by default."""
+        return {}
+
+    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, in a resumed run, after `on_run_start`. Stop the run again if it was stopped."""
+
+
+class Callbacks:
+    """Several callbacks, called in their order.
+
+    Args:
+        callbacks: The callbacks.
+
+    Raises:
+        InvalidValueError: one is not a Callback.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for one in callbacks:
+            if not isinstance(one, Callback):
+                hint = "; make an object of it" if isinstance(one, type) else "; inherit from sparsekit_fl.Callback"
+                raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}{hint}")
+        self._all = tuple(callbacks)
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of all by its name. The end of a run reaches each, even if another one fails."""
+        with ExitStack() as stack:
+            for one in reversed(self._all) if hook == "on_run_end" else ():
+                stack.callback(getattr(one, hook), *arguments)
+            for one in self._all if hook != "on_run_end" else ():
+                getattr(one, hook)(*arguments)
+
+    def start(self, run: RunView, saved: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
+        """Begin a run. In a resumed run, each callback gets the saved state of its class, in their order."""
+        left = list(saved)
+        self.tell("on_run_start", run)
+        for one in self._all:
+            mine = next((pair for pair in left if pair[0] == type(one).__qualname__), None)
+            if mine is not None:
+                left.remove(mine)
+                one.load(run, mine[1])
+
+    def states(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return class and state of each, as plain JSON values."""
+        return [(type(one).__qualname__, one.state()) for one in self._all]
+
+
+_NEVER_SCORED = {
+    "validation": "no client has validation data; give clients `val`, or monitor another part",
+    "global": "the global model is scored at the end only; set eval_global_every (--set eval_global_every=N)",
+    "personal": "no client has test data",
+}
+
+
+class _Monitor(Callback):
+    """Reads one number from each evaluation and keeps its best value; `_followed` acts on it."""
+
+    def __init__(self, monitor: str, min_delta: float) -> None:
+        part, _, rest = (monitor or "validation").partition(".")
+        metric, _, kind = rest.partition(".")
+        if part not in PARTS:
+            raise InvalidValueError(
+                f"monitor must be PART.METRIC, as in 'validation.accuracy', got {monitor!r}; {nearest(part, PARTS)}"
+            )
+        if (kind or "mean") not in KINDS:
+            raise InvalidValueError(f"monitor {monitor!r} ends with {kind!r}; {nearest(kind, KINDS)}")
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise InvalidValueError(f"min_delta must be a finite number >= 0, got {min_delta!r}")
+        self._part, self._metric, self._kind, self._min_delta = part, metric, kind or "mean", min_delta
+
+    def on_run_start(self, run: RunView) -> None:
+        """Begin to count.
+
+        Raises:
+            InvalidValueError: the run never has this number.
+        """
+        self._name = self._metric or primary_metric(run.metrics)
+        if self._name not in run.metrics:
+            raise InvalidValueError(f"no metric {self._name!r} to monitor; {nearest(self._name, run.metrics)}")
+        if self._part not in run.parts:
+            raise InvalidValueError(
+                f"{type(self).__name__} cannot monitor {self._part}.{self._name}: {_NEVER_SCORED[self._part]}"
+            )
+        self._best: float | None = None
+        self._value: float | None = None
+        self._round = self._waited = 0
+
+    @property
+    def _text(self) -> str:
+        return " ".join(filter(None, [self._part, self._metric, "" if self._kind == "mean" else self._kind]))
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        """Follow the number; an evaluation without it does not count."""
+        value = scores.over(self._part, self._kind).get(self._name)
+        if value is None:
+            return
+        gain = math.inf if self._best is None else (self._best - value) * (1 if self._name in run.lower else -1)
+        better = math.isfinite(value) and gain > self._min_delta
+        if better:
+            self._best, self._round = value, run.round
+        # JSON has no number that is not finite, and the checkpoint is JSON.
+        self._value = value if math.isfinite(value) else None
+        self._waited = 0 if better else self._waited + 1
+        self._followed(run, better)
+
+    def _followed(self, run: RunView, better: bool) -> None:
+        """Act on an evaluation; each class that inherits says how."""
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self._best, "round": self._round, "value": self._value, "waited": self._waited}
+
+    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
+        self._best, self._round = state["best"], state["round"]
+        self._value, self._waited = state["value"], state["waited"]
+
+
+class EarlyStopping(_Monitor):
+    """Stop a run when a number has not improved for some evaluations in a row, or has reached a target.
+
+    Args:
+        monitor: `PART.METRIC`, or `PART.METRIC.KIND`, as in `validation.accuracy`. PART is validation, personal or global, KIND
+            is mean, weighted or worst_decile. Empty takes the first metric on the clients' own validation data, so that
+            nothing is chosen by test data.
+        patience: Number of evaluations without an improvement after which the run ends.
+        min_delta: A smaller improvement does not count.
+        target: End the run as soon as the number is as good as this; None for no target.
+
+    Raises:
+        InvalidValueError: a value that is not allowed; at the start of a run, a number that the run never has.
+    """
+
+    def __init__(self, monitor: str = "", *, patience: int = 5, min_delta: float = 0.0, target: float | None = None) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise InvalidValueError(f"patience must be an integer >= 1, got {patience!r}")
+        super().__init__(monitor, min_delta)
+        self._patience, self._target = patience, target
+
+    def _followed(self, run: RunView, better: bool) -> None:
+        if self._target is not None and self._value is not None:
+            low = self._name in run.lower
+            if self._value <= self._target if low else self._value >= self._target:
+                run.stop(f"{self._text} reached {self._value:.4g}, the target is {self._target:g}")
+        if self._waited >= self._patience:
+            best = "was never a number" if self._best is None else f"was best in round {self._round}"
+            run.stop(f"{self._text} {best} and has not improved for {self._waited} evaluations")
+
+    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
+        super().load(run, state)
+        self._followed(run, better=False)
+
+
+class BestCheckpoint(_Monitor):
+    """Write the global model to `models/best.safetensors` whenever a number is the best so far.
+
+    `load_model(out, "best")` reads it, and `models/best.json` has its round and the number. A resumed run continues from there.
+
+    Args:
+        monitor: As for `EarlyStopping`. `global.accuracy` needs `eval_global_every`, which scores the global model in the run.
+        min_delta: A smaller improvement does not count.
+
+    Raises:
+        InvalidValueError: a value that is not allowed; at the start of a run, no folder, or a number that the run never has.
+    """
+
+    def __init__(self, monitor: str = "", *, min_delta: float = 0.0) -> None:
+        super().__init__(monitor, min_delta)
+
+    def on_run_start(self, run: RunView) -> None:
+        if run.out is None:
+            raise InvalidValueError("BestCheckpoint needs the folder of the run; give it one (out=, --out DIR)")
+        super().on_run_start(run)
+
+    def _followed(self, run: RunView, better: bool) -> None:
+        if run.out is None or not better:
+            return
+        path = model_path(run.out, "best")
+        path.parent.mkdir(exist_ok=True)
+        save_whole(path, run.model())
+        note = {"round": run.round, "monitor": self._text, "value": self._best}
+        write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
+
+
+_GROUPS = {"cohort": "round", "dropped": "round", "round_seconds": "round"}
+_SCORED = ("train", *PARTS)
+
+
+class TensorBoard(Callback):
+    """Write the numbers of every round as event files, and numbers alone: no options. A resumed run continues the same curves.
+
+    Tags are `train/loss`, `personal/accuracy`, `personal/accuracy_worst_decile`, `validation/…`, `global/…`, `cost/flops`,
+    `round/dropped`, …; the step is the round.
+
+    Args:
+        folder: Folder of the event files; None takes `tensorboard` in the run's folder.
+
+    Raises:
+        MissingDependencyError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path | str | None = None) -> None:
+        # Before the run, so that a missing package is not an error after hours.
+        need("tensorboard", "TensorBoard", extra="log")
+        self._module: Any = importlib.import_module("torch.utils.tensorboard")
+        self._folder = None if folder is None else Path(folder)
+        self._writer: Any = None
+
+    def on_run_start(self, run: RunView) -> None:
+        """Open the files.
+
+        Raises:
+            InvalidValueError: neither this nor the run has a folder.
+        """
+        folder = self._folder or (None if run.out is None else run.out / "tensorboard")
+        if folder is None:
+            raise InvalidValueError(
+                "TensorBoard needs a folder; give the run one (out=, --out DIR), or pass TensorBoard('DIR')"
+            )
+        # What a killed run wrote of rounds that are run again is dropped.
+        self._writer = self._module.SummaryWriter(str(folder), purge_step=run.round + 1 if run.round else None)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        for name, value in record.numbers().items():
+            if value is not None and math.isfinite(value):
+                first, _, rest = name.partition("_")
+                tag = f"{first}/{rest}" if first in _SCORED else f"{_GROUPS.get(name, 'cost')}/{name.removeprefix('round_')}"
+                self._writer.add_scalar(tag, value, record.round)
+        if record.ratios:
+            self._writer.add_scalar("round/mean_ratio", sum(record.ratios.values()) / len(record.ratios), record.round)
+        self._writer.flush()
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """Write how clients differ at the end, and close the files."""
+        if self._writer is None:
+            return
+        if result is not None:
+            for name, values in values_over([evaluation.personal for evaluation in result.final.per_client]).items():
+                if np.isfinite(values).all():
+                    self._writer.add_histogram(f"clients/personal_{name}", np.asarray(values), run.round)
+        self._writer.close()
+        self._writer = None
+
+
+class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
+    """Draw round, score, FLOPs and time left on stderr; nothing if stderr is not a terminal. Use it with `with`.
+
+    Args:
+        quiet: Draw nothing.
+        label: Text at the start of the line; empty for the method's name.
+        console: Console to draw on; None takes stderr.
+    """
+
+    def __init__(self, *, quiet: bool = False, label: str = "", console: Console | None = None) -> None:
+        self._label, self._score = label, ""
+        self._cohort, self._rounds = 1, 0
+        self._progress = progress_bar(console, shown=not quiet, refresh_per_second=4)
+        self._task = self._progress.add_task(f"{label} preparing".strip(), total=None, facts="")
+
+    def __enter__(self) -> LiveProgress:
+        # Starts a thread, so only in on_run_start: worker processes are forked before.
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def on_run_start(self, run: RunView) -> None:
+        self._cohort, self._rounds = run.config.cohort, run.config.rounds
+        self._label = self._label or run.method
+        self._progress.update(self._task, total=self._rounds * self._cohort, completed=run.round * self._cohort)
+        self._doing(run.round + 1)
+        self._progress.start()
+
+    def _doing(self, round: int, more: str = "") -> None:
+        text = f"{self._label} round {min(round, self._rounds)}/{self._rounds}{more}"
+        self._progress.update(self._task, description=text.strip())
+
+    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
+        if isinstance(work, Evaluation):
+            self._doing(run.round, ", scoring")
+        else:
+            self._progress.advance(self._task)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        if record.evaluation is not None and record.evaluation.personal:
+            name = primary_metric(record.evaluation.personal)
+            self._score = score_text(name, record.evaluation.personal[name])
+        elif not self._score and record.accuracy is not None:
+            self._score = f"training {score_text('accuracy', record.accuracy)}"
+        facts = f"{self._score}  {flops_text(record.cost.flops)} FLOPs".strip()
+        self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
+        self._doing(record.round + 1)
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        self._progress.stop()
+
+
+def progress_bar(console: Console | None = None, *, shown: bool, **options: Any) -> Any:
+    """Return a `rich.progress.Progress` with text, bar, facts, elapsed time and time left; None draws on stderr."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True) if console is None else console
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=None),
+        progress.TextColumn("{task.fields[facts]}"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+        transient=True,
+        expand=True,
+        **options,
+    )
