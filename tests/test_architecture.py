@@ -57,13 +57,13 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options", "optimizers", "devices"),
         ("storage",),
-        ("errors", "processes", "streams"),
+        ("errors", "flower", "processes", "streams"),
     ),
 }
 
 # Packages and the only places that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "flwr": ("sparsekit_fl.engines.flower.*", "sparsekit_fl.deployment.*"),
+    "flwr": ("sparsekit_fl.engines.flower.*", "sparsekit_fl.deployment.*", "sparsekit_fl.flower.*"),
     "ray": ("sparsekit_fl.engines.flower.simulation",),
     "typer": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),

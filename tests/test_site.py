@@ -73,7 +73,7 @@ def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Pa
 
 
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
-FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "pruning")
+FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "flower-first", "pruning")
 """How-to pages whose blocks are about a reader's own model and data."""
 REAL_DATA = DOCS / "tutorials" / "prune.md"
 """A page that trains on CIFAR-10 for minutes; its test takes a part of the data."""
