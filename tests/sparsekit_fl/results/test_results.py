@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.records import RoundRecord, plain
 from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_decile_scores
 from sparsekit_fl.rounds import run
-from sparsekit_fl.testing import OwnModels, TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,3 @@ def test_a_final_score_that_is_not_a_number_is_remarked(finished: fl.RunResult, 
     result = run(fedavg(), problem, tiny_clients(), tiny_config(rounds=1))
     assert "the final personal odd is nan: 8 of 8 clients report no finite value" in result.warnings
     assert set(result.warnings) <= set(caplog.messages)
-
-
-def test_a_metric_cannot_take_the_name_of_the_loss() -> None:
-    with pytest.raises(InvalidValueError, match="cannot be called 'loss'"):
-        fl.Problem(model=TinyNet, example_inputs=tiny_problem().example_inputs, metrics={"loss": accuracy})
