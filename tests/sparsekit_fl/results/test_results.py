@@ -140,6 +140,6 @@ def test_a_final_score_that_is_not_a_number_is_remarked(finished: fl.RunResult, 
         return outputs.sum() * math.nan, len(targets)
 
     problem = replace(tiny_problem(), metrics={"accuracy": accuracy, "odd": broken})
-    result = run(fedavg(), problem, tiny_clients(), tiny_config(rounds=1))
+    result = run(fl.methods.fedavg(), problem, tiny_clients(), tiny_config(rounds=1))
     assert "the final personal odd is nan: 8 of 8 clients report no finite value" in result.warnings
     assert set(result.warnings) <= set(caplog.messages)
