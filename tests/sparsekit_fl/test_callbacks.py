@@ -68,8 +68,10 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
     stopped = tiny_run(callbacks=[StopIn(round, hook)], out=tmp_path)
     assert (stopped.stopped, len(stopped.rounds)) == ("enough", round)
     assert stopped.final == tiny_run(rounds=round).final
-    assert stopped.rounds[-1].evaluation is not None
-    assert json.loads((tmp_path / "result.json").read_text())["stopped"] == "enough"
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["stopped"] == "enough"
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == written["rounds"], "both files say the same of every round"
     # It has not run its course, so it may be resumed.
     assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
 
