@@ -1,4 +1,7 @@
+"""Image data sets: digits, files of parquet, what was decoded and is kept, and how images become what a model takes."""
+
 import io
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,10 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
+from sparsekit_fl.problem.datasets import loaders
+from sparsekit_fl.problem.datasets.base import ImageTransform
+from sparsekit_fl.problem.datasets.files import cache_directory, cached_tensors
 from sparsekit_fl.testing import DatasetContract
 
 
@@ -107,6 +114,116 @@ def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monk
     assert source.train.labels().tolist() == [1, 0, 9]
     wanted = ["train*.parquet", "*/train*.parquet", "test*.parquet", "*/test*.parquet"]
     assert asked == [("ylecun/mnist", "dataset", wanted)]
+
+
+class TestDigitsContract(DatasetContract):
+    def make_source(self) -> fl.DataSource:
+        return fl.datasets["digits"](None)
+
+
+def test_digits_are_complete_and_normalised() -> None:
+    source: fl.DataSource = fl.datasets["digits"](None)
+    assert source.test is not None
+    assert (len(source.train), len(source.test)) == (1437, 360)
+    pixels = source.train.inputs[0] / 255
+    assert torch.allclose(pixels.mean(), torch.tensor(source.mean[0]), atol=1e-3)
+    assert torch.allclose(pixels.std(), torch.tensor(source.std[0]), atol=1e-3)
+    assert source.test.labels().unique().tolist() == list(range(10))
+
+
+def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same() -> None:
+    train, validation = loaders.digits(batch_size=50)
+    images, labels = next(iter(train))
+    assert (images.shape, images.dtype, labels.dtype) == ((50, 1, 8, 8), torch.float32, torch.int64)
+    assert [sum(len(y) for _, y in batches) for batches in (train, validation)] == [1294, 143]
+    again, other = loaders.digits(batch_size=50), loaders.digits(batch_size=50, seed=1)
+    assert torch.equal(next(iter(again[0]))[0], images)
+    assert not torch.equal(next(iter(other[0]))[0], images)
+
+
+def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "train.parquet"
+    file.write_bytes(b"one")
+    calls = []
+
+    def read() -> dict[str, torch.Tensor]:
+        def decode() -> dict[str, torch.Tensor]:
+            calls.append(None)
+            return {"images": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "labels": torch.tensor([4, 5])}
+
+        return cached_tensors("own", [file], decode)
+
+    first, second = read(), read()
+    assert len(calls) == 1
+    assert second["images"].tolist() == first["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    second["images"][0] = 9
+    assert read()["images"].tolist() == first["images"].tolist(), "whoever writes to a tensor changes no file"
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or "own-" in maps.read_text(), "processes share the pages"
+
+    file.write_bytes(b"another")
+    read()
+    stamp = file.stat().st_mtime_ns + 1_000_000_000
+    os.utime(file, ns=(stamp, stamp))
+    read()
+    assert len(calls) == 3
+
+    for entry in cache_directory().iterdir():
+        entry.write_bytes(b"rubbish")
+    assert read()["images"].shape == (2, 3)
+    assert len(calls) == 4
+
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(file))
+    assert read()["images"].tolist() == [[0, 1, 2], [3, 4, 5]], "no folder to write to costs time, never the run"
+    assert len(calls) == 5
+
+
+def images(channels: int, side: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (2, channels, side, side), generator=generator, dtype=torch.uint8)
+
+
+def test_pixels_are_scaled_and_normalised_per_channel() -> None:
+    black_and_white = torch.tensor([[[[0]], [[255]]]], dtype=torch.uint8)
+    out = ImageTransform(2, (1, 1), (0.5, 0.0), (0.5, 2.0))(black_and_white)
+    assert out.flatten().tolist() == [-1.0, 0.5]
+
+
+def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated() -> None:
+    raw = images(1, 28)
+    out = ImageTransform(3, (32, 32), (0.25,), (0.5,))(raw)
+    assert out.shape == (2, 3, 32, 32)
+    assert torch.equal(out[:, 0], out[:, 2])
+    assert torch.allclose(out[:, :1, 2:30, 2:30], (raw / 255 - 0.25) / 0.5)
+    assert torch.equal(out[:, 0, :2], torch.full((2, 2, 32), -0.5))
+
+
+def test_a_small_image_is_resized_bilinearly() -> None:
+    raw = images(1, 8)
+    out = ImageTransform(1, (28, 28), (0.0,), (1.0,))(raw)
+    assert torch.allclose(out, F.interpolate(raw / 255, size=(28, 28), mode="bilinear", align_corners=False))
+
+
+def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:
+    stripes = torch.tensor([255, 0], dtype=torch.uint8).repeat(32).expand(1, 1, 16, 64)
+    out = ImageTransform(1, (16, 16), (0.0,), (1.0,))(stripes)
+    assert out.sub(0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "label", "message"),
+    [
+        (torch.int16, 0, r"must be uint8 \(rows, C, H, W\), got torch.int16"),
+        (torch.uint8, 2, "label 2"),
+        (torch.uint8, -1, "label -1"),
+    ],
+)
+def test_pictures_of_a_source_are_bytes_with_a_class_each(dtype: torch.dtype, label: int, message: str) -> None:
+    pool = fl.TensorData((torch.zeros(2, 1, 4, 4, dtype=dtype),), torch.tensor([1, label]))
+    with pytest.raises(DataError, match=message):
+        fl.DataSource(name="own", kind="image", train=pool, test=pool, classes=2, mean=(0.5,), std=(0.5,))
 
 
 @pytest.mark.slow
