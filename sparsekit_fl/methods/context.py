@@ -108,5 +108,6 @@ def require_accuracy(problem: Problem, who: str) -> None:
     if "accuracy" not in problem.metrics:
         raise InvalidValueError(
             f"{who}, and the problem has the metrics {sorted(problem.metrics)};"
-            " give it one named 'accuracy', or choose another method"
+            " give it one named 'accuracy', in [0, 1] and larger is better (for regression, the share of predictions within a"
+            " tolerance), or choose another method"
         )
