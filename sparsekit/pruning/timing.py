@@ -12,8 +12,8 @@ from sparsekit.pruning.report import PruneReport
 
 _SLOW = 0.8
 """Time ÷ over FLOPs ÷ below which a reason is given."""
-_VECTOR = 16
-"""Channels that kernels of convolutions and products work on at a time, with AVX-512; most others do with 8 or 4."""
+_VECTOR = 8
+"""Channels that kernels of convolutions and products work on at a time, with AVX2; with AVX-512 it is 16."""
 
 
 def with_times(
@@ -77,7 +77,7 @@ def _reasons(
         else:
             own = layer.flops_after / layer.flops_before
             reason = (
-                f'widths that are no multiple of {_VECTOR}: try multiple_of="auto"'
+                f"widths that are not a multiple of {_VECTOR}: leave multiple_of at its default"
                 if layer.after % _VECTOR
                 else "calls that are too small for their overhead to pay: try a larger batch"
             )
