@@ -126,7 +126,7 @@ def shortgpt(network: Network, share: float, batches: Sequence[Any]) -> nn.Modul
     layers = network.model.model.layers
     likeness = torch.zeros(len(layers))
     outputs: list[Tensor] = []  # of each layer; the last of `hidden_states` has been normalised
-    hooks = [layer.register_forward_hook(lambda _, args, out: outputs.append(out)) for layer in layers]
+    hooks = [layer.register_forward_hook(lambda _, __, out: outputs.append(out)) for layer in layers]
     for batch in batches:
         outputs.clear()
         first = network.model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states[0]
