@@ -19,10 +19,6 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit_fl.cli.listing:describe",
         "Describe a method with all its options, or a data set, a criterion or anything else that has a name.",
     ),
-    "export": Listed(
-        "sparsekit_fl.cli.saved:export",
-        "Export the global model of a run, or that of a client, for devices without Python.",
-    ),
     "fedlps": Listed(
         "sparsekit_fl.cli.run:fedlps",
         "Run FedLPS: a submodel per client, its size and its units learned while it trains.",
@@ -35,13 +31,12 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit_fl.cli.listing:list_names",
         "List the names that an option takes, ours and those of installed packages, or every option.",
     ),
-    "predict": Listed("sparsekit_fl.cli.saved:predict", "Predict with the global model of a run, or with that of a client."),
     "prune": Listed(
         "sparsekit.cli.prune:prune",
         "Cut a model down to a budget, and report what was cut.",
     ),
     "report": Listed(
-        "sparsekit_fl.cli.saved:report",
+        "sparsekit_fl.cli.report:report",
         "Draw the tables, figures and report.html of finished runs; nothing is trained.",
     ),
     "run": Listed(

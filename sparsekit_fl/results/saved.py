@@ -1,23 +1,17 @@
-"""A finished run put to use: its models to load, to predict with and to export, and a user's files as their inputs."""
+"""Load the models of a finished run."""
 
-import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.registry import load_object
-from sparsekit.surgery import Factory, export_onnx, export_program, load_compact
-from sparsekit_fl.errors import need
+from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.models import check_model_file, model_path, read_recipe
-from sparsekit_fl.problem.datasets.base import ImageTransform
-from sparsekit_fl.problem.datasets.images import pixels_of
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
@@ -121,183 +115,3 @@ def example_inputs_of(recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
     if not shapes or None in shapes:
         raise InvalidValueError("the run does not say what its model takes; run it again with this version")
     return tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in shapes)
-
-
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-_ARRAYS = (".npy", ".npz", ".csv", ".json")
-
-
-def read_inputs(paths: Sequence[Path | str], recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Read files as one batch.
-
-    A picture is one example. An array is one example or a batch of them; the bytes of images (uint8) are scaled and normalised
-    as the run's data were, and numbers of other kinds are taken as they are. A model of several inputs takes an `.npz` with one
-    array for each, in order.
-
-    Args:
-        paths: Pictures, or `.npy`, `.npz`, `.csv` (a row per example) or `.json` (nested lists); all examples make one batch.
-        recipe: From `read_recipe`.
-
-    Returns:
-        The model's positional inputs, each `(batch, …)`.
-
-    Raises:
-        DataError: a file cannot be read, or does not fit the model.
-        InvalidValueError: no file.
-        MissingDependencyError: a picture, and Pillow is not installed.
-    """
-    if not paths:
-        raise InvalidValueError("no input; pass at least one file")
-    examples = example_inputs_of(recipe)
-    found = [_read(Path(path), examples, recipe) for path in paths]
-    try:
-        return tuple(torch.cat(column) for column in zip(*found, strict=True))
-    except RuntimeError as error:
-        raise DataError(f"the inputs do not go into one batch: {error}; predict with them one after the other") from error
-
-
-def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    transform = _transform(recipe)
-    channels = len(transform.mean) if transform is not None else examples[0].shape[1] if examples[0].ndim == 4 else None
-    try:
-        arrays = _arrays(path, channels)
-    except SparsekitError:
-        raise
-    except FileNotFoundError as error:
-        raise DataError(f"{path} cannot be read: it does not exist") from error
-    except Exception as error:
-        # Readers of pictures and arrays raise many kinds.
-        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if len(arrays) != len(examples):
-        raise DataError(
-            f"{path} holds {len(arrays)} arrays, and the model takes {len(examples)} inputs; save one for each, in order"
-        )
-    found = tuple(_fitted(path, array, example, transform) for array, example in zip(arrays, examples, strict=True))
-    counts = {len(tensor) for tensor in found}
-    if len(counts) > 1 or 0 in counts:
-        raise DataError(f"{path} holds arrays of {sorted(counts)} examples; save as many for each input, and at least one")
-    return found
-
-
-def _arrays(path: Path, channels: int | None) -> list[Any]:
-    kind = path.suffix.lower()
-    if kind == ".npz":
-        with np.load(path) as file:
-            return [file[name] for name in file.files]
-    if kind == ".npy":
-        return [np.load(path)]
-    if kind == ".csv":
-        return [np.loadtxt(path, delimiter=",", ndmin=2)]
-    if kind == ".json":
-        return [np.asarray(json.loads(path.read_text(encoding="utf-8")))]
-    if kind not in _PICTURES:
-        raise DataError(f"{path} is no input: allowed are {', '.join((*_ARRAYS, *_PICTURES))}")
-    with need("PIL.Image", f"reading {path}", extra="fl").open(path) as picture:
-        return [pixels_of(picture, channels)[None]]
-
-
-def _transform(recipe: Mapping[str, Any]) -> ImageTransform | None:
-    about = recipe.get("about", {})
-    numbers = about.get("transform")
-    if not numbers:
-        return None
-    channels, height, width = about["takes"]["shape"]
-    return ImageTransform(channels, (height, width), tuple(numbers["mean"]), tuple(numbers["std"]))
-
-
-def _fitted(path: Path, array: Any, example: Tensor, transform: ImageTransform | None) -> Tensor:
-    if array.dtype.kind not in "fiub":
-        raise DataError(f"{path} holds values of type {array.dtype}; it must hold numbers")
-    tensor = torch.from_numpy(np.array(array))
-    if tensor.ndim == example.ndim - 1:
-        tensor = tensor[None]
-    if tensor.dtype == torch.uint8 and tensor.ndim == 4 and example.is_floating_point():
-        tensor = tensor.float().div(255) if transform is None else transform(tensor)
-    tensor = tensor.to(example.dtype)
-    # Token ids may be of another length, which a recurrent network takes.
-    tokens = not example.is_floating_point() and tensor.ndim == 2
-    if tensor.ndim != example.ndim or (tensor.shape[1:] != example.shape[1:] and not tokens):
-        raise DataError(
-            f"{path} has examples of shape {tuple(tensor.shape[1:])}, the model takes {tuple(example.shape[1:])};"
-            " save (batch, …) of that shape"
-        )
-    return tensor
-
-
-_BATCH = 256
-
-
-def predict(model: nn.Module, inputs: Sequence[Tensor], *, batch_size: int = _BATCH) -> Tensor:
-    """Run a model on a batch in evaluation mode, without gradients.
-
-    Args:
-        model: From `load_model`.
-        inputs: Positional inputs, each `(batch, …)`.
-        batch_size: Number of examples at a time.
-
-    Returns:
-        `(batch, …)`; of a model with several outputs the first.
-
-    Raises:
-        DataError: the model does not take these inputs, or gives no tensor.
-    """
-    model.eval()
-    parts = []
-    with torch.no_grad():
-        for start in range(0, len(inputs[0]), batch_size):
-            try:
-                found: Any = model(*(tensor[start : start + batch_size] for tensor in inputs))
-            except Exception as error:
-                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-                raise DataError(f"the model does not take inputs of shapes {shapes}: {error}") from error
-            found = found[0] if isinstance(found, tuple | list) else found
-            if not isinstance(found, Tensor):
-                raise DataError(f"the model gives a {type(found).__name__}; load it with load_model and call it yourself")
-            parts.append(found)
-    return torch.cat(parts)
-
-
-_TOLERANCE = 1e-3
-
-
-def export_model(model: nn.Module, inputs: Sequence[Tensor], path: Path | str, *, onnx: bool) -> float | None:
-    """Write a model for any number of examples, or for as many as `inputs` has where the model allows no other.
-
-    Args:
-        model: From `load_model`.
-        inputs: Example inputs; what they hold does not matter.
-        path: The file.
-        onnx: Write an ONNX file, and else a program of `torch.export` (`.pt2`), for `torch.export.load` and for AOTInductor.
-
-    Returns:
-        The largest difference between outputs of torch and of ONNX Runtime; None where that is not installed, or for a program.
-
-    Raises:
-        MissingDependencyError: onnx or onnxscript is not installed.
-        DataError: the model cannot be exported, or the file gives other outputs.
-    """
-    model.eval()
-    try:
-        if onnx:
-            export_onnx(model, inputs, path)
-        else:
-            torch.export.save(export_program(model, inputs), Path(path))
-    except InvalidValueError as error:
-        raise DataError(str(error)) from error
-    return _difference(model, inputs, Path(path)) if onnx else None
-
-
-def _difference(model: nn.Module, inputs: Sequence[Tensor], path: Path) -> float | None:
-    try:
-        runtime: Any = importlib.import_module("onnxruntime")
-    except ImportError:
-        return None
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-    given = dict(zip(names, (tensor.numpy() for tensor in inputs), strict=True))
-    ours, theirs = predict(model, inputs), torch.from_numpy(session.run(None, given)[0])
-    found = float((ours - theirs).abs().max()) if ours.numel() else 0.0
-    # A difference that is not a number is no small one.
-    if not found <= _TOLERANCE * max(1.0, float(ours.abs().max())):
-        raise DataError(f"ONNX Runtime gives other outputs than torch with {path}: they differ by {found:g}")
-    return found
