@@ -13,7 +13,8 @@ from rich.progress import TaskID
 
 from sparsekit_fl.callbacks import Callback, RunView, progress_bar
 from sparsekit_fl.results.records import RoundRecord
-from sparsekit_fl.results.text import seconds_text, share_text
+from sparsekit_fl.results.scores import primary_metric
+from sparsekit_fl.results.text import flops_text, score_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from sparsekit_fl.results.report.trials import Trial
@@ -31,6 +32,32 @@ class Events(Callback):
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         scores = {} if record.evaluation is None else record.evaluation.personal
         self._send({"round": record.round, "rounds": run.config.rounds, "accuracy": scores.get("accuracy")})
+
+
+class EvaluationLines(Callback):
+    """Print a line per evaluation on stderr, for runs whose stderr is a file, as under nohup or Slurm.
+
+    Args:
+        quiet: Print nothing.
+        console: Console to print on; None takes stderr. On a terminal it prints nothing, since a bar is drawn there.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._shown = not (quiet or self._console.is_terminal)
+        self._began = time.monotonic()
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """Print round, scores, FLOPs so far and the time since the start."""
+        if not self._shown or record.evaluation is None or not record.evaluation.personal:
+            return
+        name, scores = primary_metric(list(record.evaluation.personal)), record.evaluation
+        parts = [score_text(name, scores.personal[name])]
+        if name in scores.validation:
+            parts.append(f"validation {score_text(name, scores.validation[name])}")
+        parts += [f"{flops_text(record.cost.flops)} FLOPs", seconds_text(time.monotonic() - self._began)]
+        text = f"{run.method} round {record.round}/{run.config.rounds}: {', '.join(parts)}"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class TrialsProgress(AbstractContextManager["TrialsProgress"]):
@@ -67,6 +94,8 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         text = f"{label}, round {min(done + 1, rounds)}/{rounds}"
         facts: dict[str, Any] = {} if accuracy is None else {"facts": f"accuracy {share_text(accuracy)}"}
         self._progress.update(self._running[label][0], description=escape(text), total=rounds, completed=done, **facts)
+        if facts and not self._progress.console.is_terminal:
+            self._say(f"{label}, round {done}/{rounds}: {facts['facts']}")
         self.tick()
 
     def end(self, label: str, trial: Trial, *, ran: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
@@ -19,11 +22,13 @@ if TYPE_CHECKING:
     from sparsekit_fl.results.records import RunResult
 
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
-_MOST_REASONS = 5
+_MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks import Callback, LiveProgress, RunView
+    from sparsekit_fl.cli.progress import EvaluationLines
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.storage import write_atomically
@@ -45,9 +50,11 @@ def _run(method_name: str, options: RunOptions) -> None:
                 text = written(method_name, {**options.given, "seed": run.config.seed})
                 write_atomically(run.out / "run.toml", text.encode())
 
-    with LiveProgress(quiet=options.quiet or options.json) as progress:
+    quiet = options.quiet or options.json
+    with LiveProgress(quiet=quiet) as progress:
         try:
-            result = experiment.run(method, options, [progress, Written(), *callbacks], resume=options.resume)
+            own = [progress, EvaluationLines(quiet=quiet), Written()]
+            result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -68,6 +75,8 @@ def _show(result: RunResult, options: RunOptions) -> None:
         return
     console = Console()
     console.print(result_table(result.to_dict()))
+    console.print(_curve(result))
+    console.print(_clients(result))
     if result.stopped:
         console.print(f"stopped after round {result.rounds[-1].round}: {escape(result.stopped)}", soft_wrap=True)
     if result.failures:
@@ -89,6 +98,48 @@ def _show(result: RunResult, options: RunOptions) -> None:
         console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
         console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
+
+
+def _curve(result: RunResult) -> str:
+    """Return the primary metric over the rounds as a sparkline, with its first and its last value."""
+    from sparsekit_fl.results.text import score_text
+
+    name = result.final.primary_metric
+    scored = [(record.round, record.evaluation.personal) for record in result.rounds if record.evaluation]
+    points = [(round, scores[name]) for round, scores in scored if math.isfinite(scores.get(name, math.nan))]
+    if not points:
+        return ""
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    steps = (len(_BARS) - 1) / (high - low or 1.0)
+    bars = "".join(_BARS[round((value - low) * steps)] for _, value in points[-_WIDEST:])
+    (first, begun), (last, ended) = points[0], points[-1]
+    return f"{score_text(name, begun)} after round {first} {bars} {score_text(name, ended)} after round {last}"
+
+
+def _clients(result: RunResult) -> Table:
+    """Return a row for each of the clients with the worst scores."""
+    from sparsekit_fl.problem.metrics import lower_is_better
+    from sparsekit_fl.results.scores import value_of
+    from sparsekit_fl.results.text import score_text
+
+    def text(value: float | None) -> str:
+        return "–" if value is None or not math.isfinite(value) else score_text(name, value).removeprefix(f"{name} ")
+
+    def badness(value: float | None) -> float:
+        return math.inf if value is None or not math.isfinite(value) else value if lower_is_better(name) else -value
+
+    name, every = result.final.primary_metric, result.final.per_client
+    worst = sorted(every, key=lambda one: -badness(value_of(one.personal, name)))[:_MOST_CLIENTS]
+    trained = Counter(client_id for record in result.rounds for client_id in record.ratios)
+    title = f"{name} by client" + (f", the {len(worst)} worst of {len(every)}" if len(worst) < len(every) else "")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("client", "test", "validation", "global model", "ratio", "rounds trained", "test examples"):
+        table.add_column(column, justify="right")
+    for one in worst:
+        scores = (text(value_of(part, name)) for part in (one.personal, one.validation, one.shared))
+        ratio = "–" if one.ratio is None else f"{one.ratio:.3g}"
+        table.add_row(str(one.client_id), *scores, ratio, str(trained[one.client_id]), str(one.examples))
+    return table
 
 
 def _fedlps(*, options: RunOptions) -> None:

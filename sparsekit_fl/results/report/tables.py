@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,19 +81,22 @@ def _sheet(
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print the table, cut into several where the console is too narrow, then footnotes and failures."""
+    """Print one table, of the first columns that fit into the console, then footnotes and failures."""
     columns, below = _sheet(comparison, lambda numbers: f" {' '.join(numbers).translate(_SIGNS)}")
-    parts: list[dict[str, list[str]]] = [{}]
+    shown: dict[str, list[str]] = {}
+    more: list[str] = []
     left = console.width
     for title, texts in columns.items():
-        needed = max([len(title), *map(len, texts)]) + 3
-        if needed > left and len(parts[-1]) > 1:
-            parts.append({"method": columns["method"]})
-            left = console.width - max([len("method"), *map(len, columns["method"])]) - 3
-        parts[-1][title] = texts
+        head = textwrap.wrap(title, max(10, *map(len, texts)))
+        needed = max(len(text) for text in (*head, *texts)) + 2
+        if needed > left and shown:
+            more.append(title)
+            continue
+        shown["\n".join(head)] = texts
         left -= needed
-    for part in parts:
-        _print(console, part)
+    _print(console, shown)
+    if more:
+        console.print(f"Too wide for this terminal, but in --json and in compare.csv of --out: {', '.join(more)}.")
     console.print(f"{comparison.seeds_text()}; {WALL_TIME}")
     for line in below:
         console.print(escape(line), soft_wrap=True)
@@ -101,7 +105,7 @@ def show(comparison: Comparison, console: Console) -> None:
 def _print(console: Console, columns: Mapping[str, Sequence[str]], title: str | None = None) -> None:
     """Print title → cells of each column; the first is words, the others are numbers."""
     heads = [Column(name, justify="right" if place else "left", no_wrap=True) for place, name in enumerate(columns)]
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*map(escape, cells))
     console.print(table)

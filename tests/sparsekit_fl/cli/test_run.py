@@ -1,6 +1,7 @@
 """`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
 
 import json
+import re
 import shlex
 import signal
 import sys
@@ -21,7 +22,15 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     assert "fedavg · cnn on digits · 2 rounds · seed 0" in captured.out
     titles = ("personal accuracy", "validation accuracy", "global accuracy", "FLOPs", "sent up", "wall time", "--out DIR")
     assert all(title in captured.out for title in titles)
-    assert captured.err == ""
+    assert "accuracy by client" in captured.out
+    assert re.search(r"after round 1 [▁-█]{2} accuracy [\d.]+% after round 2", captured.out)
+    # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
+    lines = captured.err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["fedavg round 1/2", "fedavg round 2/2"]
+    assert all("validation accuracy" in line and "FLOPs" in line for line in lines)
+    assert max(map(len, captured.out.splitlines())) <= 100
+    assert execute(["run", "fedavg", *TINY, "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
