@@ -61,8 +61,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Path) -> None:
     tiny_run("depthfl", out=tmp_path)
     model = fl.load_model(tmp_path, "global", model=TinyNet)
-    outputs = model(torch.zeros(5, 6))
-    assert all(one.shape == (5, 3) for one in outputs)
+    assert model(torch.zeros(5, 6)).shape == (5, 3)
 
 
 def test_a_command_keeps_the_best_model_and_any_model_is_exported_by_the_core(tmp_path: Path) -> None:
