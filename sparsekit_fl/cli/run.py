@@ -184,7 +184,7 @@ run = command_app(
     examples=(
         "sparsekit run fedavg",
         "sparsekit run local --preset mnist --data-dir data --out runs/local",
-        "sparsekit run fedprox --set local.proximal=0.1 --set training.momentum=0.5",
+        "sparsekit run fedprox --set mu=0.1 --set training.momentum=0.5",
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
         "sparsekit run --resume --out runs/local --rounds 200",
