@@ -43,7 +43,7 @@ class _Mask(Mapping[str, Tensor]):
         if type(other) is not type(self):
             return NotImplemented
         assert isinstance(other, _Mask)
-        return list(self) == list(other) and all(torch.equal(self[name], other[name]) for name in self)
+        return self.keys() == other.keys() and all(torch.equal(self[name], other[name]) for name in self)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -27,7 +27,7 @@ from sparsekit.measure.latency import measure_table
 from sparsekit.measure.memory import measure_memory
 from sparsekit.measure.shapes import without_data
 from sparsekit.measure.volumes import Axes, CostTracker, Meter, Sum, Volumes
-from sparsekit.surgery.rebuild import copy_with
+from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large
 from sparsekit.tracing.inputs import find_tensors
 
@@ -210,7 +210,7 @@ class CostModel:
 
 
 def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
-    state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
+    state, keys = named_entries(copied), entry_keys(copied)
     recorder = record_pass(copied, args, kwargs)
     first = next(iter(find_tensors([*args, *kwargs.values()])), None)
     moves = measure_shrinkage(copied, graph, recorder, args, kwargs)
@@ -309,7 +309,7 @@ def measure_costs(
         if name not in METRICS:
             raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
     if graph is None:
-        graph = UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()})
+        graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
     run = partial(_trace, graph=graph)
     if is_large(model):
         *_, costs = without_data(model, args, kwargs, run)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
+from sparsekit.surgery.rebuild import named_entries
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
@@ -127,7 +128,7 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
 def entry_keys(model: nn.Module) -> dict[int, str]:
     """What tells the memory of an entry, `storage_id` → its first state-dict key."""
     keys: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in named_entries(model).items():
         keys.setdefault(storage_id(tensor), name)
     return keys
 
@@ -138,7 +139,7 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     Raises:
         TraceError: the model fails on the inputs.
     """
-    keys, state = entry_keys(model), model.state_dict()
+    keys, state = entry_keys(model), named_entries(model)
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
     attention = sdpa_kernel(SDPBackend.MATH)

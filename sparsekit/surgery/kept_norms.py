@@ -128,6 +128,7 @@ def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
     """The reader of mean, var, std, var_mean or std_mean: called again on what is kept, they give the same axes."""
 
     def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
+        dim = options.pop("axis", dim)
         given = positional[0] if positional and not isinstance(positional[0], bool) else dim
         chosen = [given] if isinstance(given, int) else given or range(input.dim())
         dims = tuple(sorted(d % max(input.dim(), 1) for d in chosen))

@@ -107,7 +107,11 @@ class Dispatcher(DispatchMode):
                         self.tracer.make(each, 0)  # a weight that is computed from parameters: their rows are what stays
             answer = None
         else:
-            answer = handler(call)
+            try:
+                answer = handler(call)
+            except Exception as error:  # noqa: BLE001 - arguments that no handler has foreseen
+                call.fix_inputs(f"operator {call.name!r} is used in a way that is not known ({type(error).__name__}: {error})")
+                answer = None
         found = list(answer) if isinstance(answer, Sequence) else [answer] * len(call.outputs)
         if all(labels.entry is not None or labels.from_state for labels in entering):
             found = [None if labels is None else replace(labels, from_state=True) for labels in found]

@@ -16,8 +16,12 @@ SAME_IN_TRAIN_MODE = frozenset(normalisation.BATCH_NORMS.split())
 """Operators whose numbers and flags, such as whether they train, say nothing about units."""
 
 
+_OWN = frozenset(("aten", "prims", "quantized"))
+"""Libraries of operators that the handlers are about."""
+
+
 def find_handler(func: Any, name: str) -> Handler | None:
-    """The handler of an operator, or None if it is not known."""
-    if name in HANDLERS:
+    """The handler of an operator, or None. Operators of other libraries may have names of torch's own."""
+    if name in HANDLERS and func.namespace in _OWN:
         return HANDLERS[name]
     return pointwise.spread if pointwise.is_pointwise(func) else None

@@ -94,7 +94,7 @@ def _with_bias(call: Call, product: TensorLabels, name: str, space: int = 0) -> 
 
 @handles("mm bmm mv dot addmm addmv baddbmm matmul")
 def _multiply(call: Call) -> Outputs:
-    names = [n for n in call.arguments if n in ("mat1", "mat2", "batch1", "batch2", "vec", "vec2", "tensor", "other")]
+    names = [n for n in call.arguments if n in ("mat", "mat1", "mat2", "batch1", "batch2", "vec", "vec2", "tensor", "other")]
     first = "self" if len(names) == 1 else names[0]
     a = call.labels(first, -1)
     b = call.labels(names[-1], max(call.arguments[names[-1]].dim() - 2, 0))

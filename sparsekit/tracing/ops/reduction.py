@@ -58,7 +58,7 @@ def _distance(call: Call) -> Outputs:
     """A norm of differences: a unit adds nothing where it is zero on both sides."""
     tracer, pair = call.tracer, [call.labels("x1", -1), call.labels("x2", -1)]
     left, right = (labels.axes[-1] for labels in pair)
-    if left is None or right is None or left.is_uniform or right.is_uniform or call.arg("p") <= 0:
+    if left is None or right is None or left.is_uniform or right.is_uniform or call.arg("p", 2.0) <= 0:
         call.fix_inputs(f"compared by {call.name!r} with values that belong to no unit")
         return None
     tracer.unite(left.nodes, right.nodes)
