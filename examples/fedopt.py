@@ -15,8 +15,6 @@ from torch import Tensor
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.means import mean_change, moved, weighted
 
 ROUNDS = 10
@@ -26,7 +24,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdam(Method):
+class FedAdam(fl.Method):
     """Take the mean change of the clients for a gradient, and let Adam step the global model.
 
     m ← β₁ m + (1 − β₁) Δ, v ← β₂ v + (1 − β₂) Δ², x ← x + lr · m / (√v + τ); m starts at 0 and v at τ², without bias
@@ -48,7 +46,7 @@ class FedAdam(Method):
     beta2: Decay = 0.99
     tau: Positive = 1e-3
 
-    def aggregate(self, server: fl.ServerContext, updates: Sequence[Update]) -> StateDict:
+    def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Step the global model; the moments live in the memory of the server, so a resumed run has the same bits."""
         changes = mean_change(server.state, weighted(server, updates, "examples"))
         first, second = (server.memory.setdefault(name, {}) for name in ("m", "v"))

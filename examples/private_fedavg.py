@@ -22,8 +22,6 @@ from pydantic import Field
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.means import moved
 
 ROUNDS = 10
@@ -32,7 +30,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateFedAvg(Method):
+class PrivateFedAvg(fl.Method):
     """FedAvg whose global models reveal little about any one client.
 
     The change of each client is scaled to norm `clip` at most, all clients count equally, Gaussian noise of standard deviation
@@ -59,7 +57,7 @@ class PrivateFedAvg(Method):
             if len(drawn):
                 return sorted(int(ids[place]) for place in drawn)
 
-    def aggregate(self, server: fl.ServerContext, updates: Sequence[Update]) -> StateDict:
+    def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Clip, add up, add noise and divide. Integer entries, which count batches, do not move."""
         rng = self._secret(server, "noise")
         names = sorted(name for name, tensor in server.state.items() if tensor.is_floating_point())

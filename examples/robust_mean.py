@@ -17,17 +17,13 @@ from pydantic import Field
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
 from sparsekit_fl.methods.means import moved
-from sparsekit_fl.methods.task import Result, Task
 
 ROUNDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobustMean(Method):
+class RobustMean(fl.Method):
     """FedAvg with a robust mean, entry by entry. Every client counts equally and must send the whole model.
 
     Args:
@@ -42,7 +38,7 @@ class RobustMean(Method):
     rule: Literal["median", "trimmed"] = "median"
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
 
-    def aggregate(self, server: fl.ServerContext, updates: Sequence[Update]) -> StateDict:
+    def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Combine each entry of the changes by the rule."""
         count = len(updates)
         # The median of an even number of values is the mean of the middle two: the mean after trimming all others.
@@ -60,9 +56,9 @@ class Attacked(RobustMean):
 
     attackers: int = 4
 
-    def train(self, client: fl.ClientContext, task: Task) -> Result:
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Train honestly, then mirror the trained state at the received one."""
-        result = sgd(client, task)
+        result = fl.sgd(client, task)
         if client.client.id >= self.attackers:
             return result
         state = {name: task.state[name] - 10 * (value - task.state[name]) for name, value in result.state.items()}

@@ -30,8 +30,9 @@ _HEAD = """\
 # What can be removed, and what stays
 
 Every architecture of `tests/zoo*.py`, traced by the tests: its unit groups, the share of its parameters that lies on units
-and so can go, and what `trace_units` keeps whole and why (output layers, which always stay, are left out). Under every mask
-of these groups the gated model equals the compacted one, outputs and gradients, in float64 to 1e-9; the tests hold that.
+and so can go, and what `trace_units` keeps whole and why (output layers, which always stay, are left out). The tests draw two
+random masks per architecture, and check that the gated model equals the compacted one, outputs and gradients, in float64
+to 1e-9.
 
 `python tests/zoo_table.py` makes this page again; a test fails when it is out of date.
 """

@@ -226,6 +226,9 @@ bandit.tell(bandit.ask(), 1.0)
 arm: sk.bandit.Arm = bandit.arms[0]
 print(arm.low, arm.mean)
 
+# sparsekit.graph.StateDict
+weights: sk.graph.StateDict = model.state_dict()
+
 # sparsekit.bandit.BoxPull
 box = sk.SplitUCBV(sk.Box({"lr": sk.Interval(0.0, 1.0)}), rng=rng)
 pull = box.ask()
