@@ -74,7 +74,7 @@ def test_layers_are_dealt_cyclically() -> None:
 def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
     spec = RunSpec.build(fedp3(), four(), tiny_config())
     server = Server(spec, {client.id: client for client in tiny_clients()})
-    for assignment in server.assign(1):
+    for assignment in server.requests(1):
         assert "6.weight" not in assignment.state
         own = {layer.name for layer in fedp3().own_layers(spec.graph, assignment.client_id)}
         (other,) = {"0", "2", "4"} - own

@@ -14,7 +14,8 @@ from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.problem.metrics import log_loss
-from sparsekit_fl.testing import tiny_problem
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
 class _TiedWithoutBias(nn.Module):
@@ -78,7 +79,7 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
 )
 def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: fl.Problem, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        tiny_run(make_method(method), problem=problem, rounds=1)
+        RunSpec.build(make_method(method), problem, tiny_config())
 
 
 @pytest.mark.parametrize(
