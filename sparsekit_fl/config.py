@@ -128,8 +128,8 @@ class RunConfig(Checked):
         lr_step: Rounds between two steps of the step schedule. Default: a third of all rounds.
         lr_gamma: Factor of each step of the step schedule.
         lr_end: Last learning rate of the linear and cosine schedules, as a share of the first.
-        min_replies: Valid updates that a round needs. With fewer, the run stops and can be resumed with
-            that round. Default: half of the cohort, rounded up.
+        min_replies: Valid updates that a round needs. With fewer, the run stops and can be resumed
+            with that round. Default: half of the cohort, rounded up.
         upload: Send changes to the server as float32 (unchanged) or rounded to bfloat16 (half the
             bytes).
 

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,6 +99,8 @@ def run(
     """
     if not isinstance(method, Method):
         called = method if isinstance(method, str) else getattr(method, "__name__", "")
+        if isinstance(method, type) and issubclass(method, Method):
+            called = (vars(method).get("called") or called.lower()).replace("-", "_")
         raise InvalidValueError(
             f"method must be a Method, got {method!r}; call a function that makes one:"
             f" fl.methods.{called if called.isidentifier() else 'fedlps'}()"
@@ -282,8 +285,9 @@ class _Rounds:
                 good.append(self.server.validate(request, reply))
             except (ClientError, UpdateError) as error:
                 dropped[request.client_id] = error
-                again = self._reasons.get(request.client_id) == str(error)
-                self._reasons[request.client_id] = str(error)
+                reason = re.sub(r"\bround \d+", "a round", str(error))
+                again = self._reasons.get(request.client_id) == reason
+                self._reasons[request.client_id] = reason
                 text = "for the same reason as before" if again else str(error)
                 _log.warning("round %d goes on without client %d: %s", request.round, request.client_id, text)
         return replies, good, dropped
