@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Pa
     long = ["--seeds", "1", "--rounds", "400", "--jobs", str(jobs)]
     command = ["compare", "fedavg", "local", *TINY, *long, "--out", str(tmp_path)]
     # To this process alone: it has to tell its children.
-    code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/checkpoint.safetensors").exists)
+    code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/checkpoint.pt").exists)
     assert (code, out) == (130, ""), err
     assert "the same command line goes on" in err
     assert "Traceback" not in err
