@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import BaseFileLock, FileLock, Timeout
-from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import FolderInUseError, MemoryStateError
@@ -90,6 +88,8 @@ def dumps(value: Any) -> bytes:
     Raises:
         MemoryStateError: it holds something else.
     """
+    import torch  # drawing a report writes files too, and needs no torch
+
     buffer = io.BytesIO()
     torch.save(_checked(value, ""), buffer)
     payload = buffer.getvalue()
@@ -102,6 +102,8 @@ def loads(payload: bytes) -> Any:
     Raises:
         DataError: the bytes are damaged, or come from elsewhere.
     """
+    import torch
+
     if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
         raise DataError("it is damaged: its checksum does not match its content")
     return torch.load(io.BytesIO(payload[_HASH_BYTES:]), weights_only=True)
@@ -109,7 +111,9 @@ def loads(payload: bytes) -> Any:
 
 def _checked(value: Any, path: str) -> Any:
     """Return a value as it can be saved; a view of a larger tensor would bring the whole of it along."""
-    if isinstance(value, Tensor):
+    import torch
+
+    if isinstance(value, torch.Tensor):
         value = value.detach()
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
     if value is None or type(value) in (bool, int, float, str):

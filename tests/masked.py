@@ -201,7 +201,7 @@ class MaskedModel:
                 yield name, ~kept[name].to(device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.run_gated(torch.zeros(self.graph.units), args, kwargs)
+        return self.run_gated(torch.zeros(self.graph.units, device=next(self.module.parameters()).device), args, kwargs)
 
     def run_gated(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(straight_through_gates(self.graph, self.mask, scores, 0.0), args, kwargs)

@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -34,6 +35,8 @@ def say(name: str, text: str) -> None:
 class Planted(OwnModels):
     """FedAvg whose clients keep models of their own, count their rounds in their memories, and do as the files tell them."""
 
+    keep: Literal["last", "best", "loss"] = "best"
+
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Raise, wait, or train."""
         spot = f"{client.client.id}-{client.round}"
@@ -48,10 +51,7 @@ class Planted(OwnModels):
         return result
 
 
-def method() -> fl.Method:
-    """Return the method."""
-    return Planted(keep="best")
-
+method = Planted
 
 server = ServerApp()
 
