@@ -102,9 +102,10 @@ OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers"}
 
 
 def _needs(code: str) -> set[str]:
-    """Libraries of others that a block imports and that are not installed."""
+    """Libraries of others that a block imports, or exports with, and that are not installed."""
     imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.M)}
-    return {name for name in imported & OF_OTHERS if importlib.util.find_spec(name) is None}
+    wanted = imported & OF_OTHERS | ({"onnx", "onnxscript"} if "export_onnx(" in code else set())
+    return {name for name in wanted if importlib.util.find_spec(name) is None}
 
 
 @pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.relative_to(DOCS).as_posix())
