@@ -36,7 +36,7 @@ from common import round_seconds, show
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks import Callback, RunView
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower import be_quiet

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
 from sparsekit.allocation.shares import keep_count
-from sparsekit_fl.client.loop import Batch
-from sparsekit_fl.client.optimizer import make_step
+from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.client import local_step, trained_leaves
 from sparsekit_fl.methods.learned import PullToReceived, learning

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.methods.context import ServerContext as ServerContext
-    from sparsekit_fl.client.costs import DeviceBudgets as DeviceBudgets
     from sparsekit_fl.problem.datasets import datasets as datasets
     from sparsekit_fl.problem.datasets.base import DataSource as DataSource
     from sparsekit_fl.engine import Engine as Engine, Processes as Processes

@@ -26,7 +26,7 @@ Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); 
 Upload = Literal["float32", "bfloat16"]
 """Data type in which changes are sent to the server."""
 
-Amp = Literal["off", "bfloat16", "float16"]
+Amp = Literal["off", "bfloat16"]
 """Data type in which forward passes are computed."""
 
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
@@ -56,12 +56,7 @@ class TrainingConfig(Checked):
         clip: Scale gradients down to this norm in every step. Default: no clipping.
         optimizer: Optimizer of each client: sgd, adam, adamw, any other of torch.optim, or
             package.module:Class. Its state is dropped after each round.
-        optimizer_args: Further arguments of the optimizer, such as "betas=(0.9, 0.99), eps=1e-6".
-        amp: Mixed precision of forward passes: bfloat16, float16 (scales the loss), or off.
-            Weights stay float32.
-        local_schedule: Learning rate schedule over the steps of one round: constant, linear,
-            cosine or step.
-        local_warmup: Steps at the start of each round in which the learning rate grows linearly.
+        amp: Mixed precision of forward passes: bfloat16, or off. Weights stay float32.
 
     Raises:
         InvalidValueError: a value that is not allowed.
@@ -76,10 +71,7 @@ class TrainingConfig(Checked):
     weight_decay: NonNegative = None  # type: ignore[assignment]
     clip: Positive | None = None
     optimizer: str = "sgd"
-    optimizer_args: str = ""
     amp: Amp = "off"
-    local_schedule: Schedule = "constant"
-    local_warmup: NonNegativeCount = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,9 +84,7 @@ class TrainingConfig(Checked):
     @property
     def is_plain(self) -> bool:
         """Whether a step is θ ← θ − lr · gradient and nothing else."""
-        changed = (self.momentum, self.weight_decay, self.clip, self.optimizer_args, self.local_warmup)
-        off = self.optimizer == "sgd" and self.amp != "float16" and self.local_schedule == "constant"
-        return off and not any(changed)
+        return self.optimizer == "sgd" and not any((self.momentum, self.weight_decay, self.clip))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from sparsekit.graph import StateDict, UnitGraph, digest
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
 from sparsekit_fl.checkpoint import Memories, RunFolder, describe_run
-from sparsekit_fl.client.costs import round_cost
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engine import Engine, Processes, RunClients
@@ -399,6 +398,24 @@ class _Rounds:
     def _model(self) -> nn.Module:
         """Make a module that holds the global state."""
         return self.spec.model(self.server.state.model)
+
+
+def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
+    """Add up the work of all clients; the seconds are those of the slowest one.
+
+    Args:
+        costs: One per client.
+        wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
+        seconds: Simulated length of a round that does not wait for its slowest client.
+    """
+    costs = list(costs)
+    if seconds is None:
+        seconds = max((cost.seconds for cost in costs), default=0.0)
+        # The slowest with scoring may be another client than the slowest without.
+        scoring = max((cost.simulated_seconds for cost in costs), default=0.0) - seconds
+    else:
+        scoring = 0.0
+    return replace(sum(costs, WorkCost()), seconds=seconds, scoring_seconds=scoring, wall_seconds=wall_seconds)
 
 
 def _scored_parts(config: RunConfig, clients: Iterable[Client]) -> tuple[str, ...]:

@@ -11,8 +11,6 @@ from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import clone, is_finite
 from sparsekit_fl.checkpoint import State
-from sparsekit_fl.client.context import Rngs
-from sparsekit_fl.client.costs import scoring_seconds
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.config import Upload
@@ -21,7 +19,7 @@ from sparsekit_fl.methods.context import Roster, ServerContext
 from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.streams import Streams
+from sparsekit_fl.streams import Rngs, Streams
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MAX_COUNTED = 2**31
@@ -113,7 +111,8 @@ class Server:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of this round."""
         if not update.cost.flops_scoring or update.client_id not in self.clients:
             return update
-        seconds = scoring_seconds(update.cost, self._now.roster[update.client_id].capability)
+        speed = self._now.roster[update.client_id].capability.flops_per_second
+        seconds = max(0, update.cost.flops_scoring) / speed
         return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
 
     def validate(self, request: Request, reply: Reply) -> Update:

@@ -20,7 +20,7 @@ from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
-from sparsekit_fl.client.optimizer import check_training
+from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.devices import devices
 from sparsekit_fl.methods.base import Method

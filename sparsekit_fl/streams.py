@@ -1,6 +1,7 @@
 """Streams: every generator of a run, derived from one seed and from what the numbers are for, never from order of use."""
 
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -54,3 +55,23 @@ class Streams:
     def reading(self, round: int, id: int) -> np.random.Generator:
         """For random transforms of one client's examples in a round."""
         return self._generator(_READING, round, id)
+
+
+Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
+"""What random numbers are for; the order decides which seed each has."""
+
+
+class Rngs(dict[str, np.random.Generator]):
+    """Purpose → an independent generator, made when it is first asked for: few are, and making one takes time.
+
+    Each is what `rng.spawn` gives at the place of its purpose.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        self._parent: Any = rng.bit_generator.seed_seq
+
+    def __missing__(self, purpose: str) -> np.random.Generator:
+        key = (*self._parent.spawn_key, get_args(Purpose).index(purpose))
+        self[purpose] = np.random.default_rng(np.random.SeedSequence(self._parent.entropy, spawn_key=key))
+        return self[purpose]

@@ -71,7 +71,7 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.client.optimizer import check_training
+        from sparsekit_fl.client.fit import check_training
         from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
         from sparsekit_fl.spec import check_device

@@ -1,48 +1,31 @@
-"""ClientContext: what a method sees on a client, and where it keeps its state."""
+"""ClientContext: what a method sees on a client, where it keeps its state, and what its work costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from fractions import Fraction
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
-from sparsekit.measure import CostModel
+from sparsekit.measure import CostModel, CostTerm
 from sparsekit.training import LearnableMask
-from sparsekit_fl.client.costs import rowmask_flops
-from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
+from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evaluate, fit
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.streams import Purpose
 
 Split = Literal["train", "val", "test"]
 
 Memory = dict[str, Any]
 """State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
-
-Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
-"""What random numbers are for; the order decides which seed each has."""
-
-
-class Rngs(dict[str, np.random.Generator]):
-    """Purpose → an independent generator, made when it is first asked for: few are, and making one takes time.
-
-    Each is what `rng.spawn` gives at the place of its purpose.
-    """
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        super().__init__()
-        self._parent: Any = rng.bit_generator.seed_seq
-
-    def __missing__(self, purpose: str) -> np.random.Generator:
-        key = (*self._parent.spawn_key, get_args(Purpose).index(purpose))
-        self[purpose] = np.random.default_rng(np.random.SeedSequence(self._parent.entropy, spawn_key=key))
-        return self[purpose]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -181,3 +164,54 @@ class ClientContext:
         count = len(examples) if positions is None else len(positions)
         self.scored.append(count * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
         return evaluate(module, self.problem, examples, positions=positions)
+
+
+def client_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Return the seconds that a device of this capability needs: download, train, upload, one after the other.
+
+    Those of `flops_scoring` are left out.
+    """
+    return (
+        cost.downlink_bytes / capability.downlink_bytes_per_second
+        + cost.flops_training / capability.flops_per_second
+        + cost.uplink_bytes / capability.uplink_bytes_per_second
+    )
+
+
+def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
+    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position.
+
+    Products between activations count whole.
+
+    Args:
+        costs: The model's terms.
+        mask: A UnitMask, by which the rows of dropped units vanish, or a WeightMask, by which entries do; None keeps all.
+    """
+    if isinstance(mask, WeightMask):
+        sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
+    else:
+        sizes = costs.sizes(mask, sides=("out",))
+    flops = Fraction(costs.other_flops)
+    for term in costs.terms:
+        flops += term.positions * (2 * sizes[term.weight] + _bias_entries(costs, term))
+    return int(flops // costs.examples)
+
+
+def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
+    """Return the FLOPs of one example spent on the uses of some weights of the whole model.
+
+    Args:
+        costs: The model's terms.
+        weights: State-dict keys; others than weights of convolutions and products cost nothing.
+        bias: Count bias entries once per output position too, as the paper's convention does.
+    """
+    flops = Fraction(0)
+    for term in costs.terms:
+        if term.weight in weights:
+            added = _bias_entries(costs, term) if bias else 0
+            flops += term.positions * (2 * math.prod(costs.graph.shapes[term.weight]) + added)
+    return int(flops // costs.examples)
+
+
+def _bias_entries(costs: CostModel, term: CostTerm) -> int:
+    return math.prod(costs.graph.shapes[term.bias]) if term.bias is not None else 0

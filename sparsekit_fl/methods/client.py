@@ -14,8 +14,7 @@ from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
-from sparsekit_fl.client.optimizer import Adjust, SgdStep, TorchStep, make_step
+from sparsekit_fl.client.fit import Adjust, Batch, Batches, SgdStep, Step, TorchStep, TrainingLog, make_step
 from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.task import Result, Task
@@ -136,7 +135,7 @@ def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjust
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
-    update = make_step(client.training, leaves.values(), steps=batches.steps)
+    update = make_step(client.training, leaves.values())
     return client.fit(client.masked.model, batches, local_step(client.masked, client.problem.loss, update, adjusts))
 
 

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.fit import Adjust, Batch, make_step
 from sparsekit_fl.client.messages import Update, WorkCost
-from sparsekit_fl.client.optimizer import Adjust, make_step
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
 from sparsekit_fl.methods.context import ServerContext
@@ -131,7 +129,7 @@ class DepthFL(Method):
         names = depth_entries(client.graph)[depth - 1]
         leaves = {name: leaf for name, leaf in load_leaves(client, task.state, None).items() if name in names}
         batches = client.batches()
-        update = make_step(client.training, leaves.values(), steps=batches.steps)
+        update = make_step(client.training, leaves.values())
         adjusts = self._dynamic(client, leaves, task.state) if self.alpha else []
         module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)

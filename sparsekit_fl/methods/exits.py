@@ -20,7 +20,7 @@ from sparsekit.graph import Layer, prefix_entries
 from sparsekit.layers import is_convolution
 from sparsekit.measure import cost_model
 from sparsekit.tracing import trace_layers
-from sparsekit_fl.client.costs import part_flops
+from sparsekit_fl.client.context import part_flops
 
 _GRID = 4
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from sparsekit.graph import head_entries
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.loop import Batches, TrainingLog
+from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.fit import Batches, TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.client import Leaves, load_leaves, train_leaves
 from sparsekit_fl.methods.fedper import FedPer

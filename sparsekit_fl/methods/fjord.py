@@ -20,11 +20,9 @@ from sparsekit.allocation import check_ratio, select
 from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitMask
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.costs import rowmask_flops
-from sparsekit_fl.client.loop import Batch
+from sparsekit_fl.client.context import ClientContext, rowmask_flops
+from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.client.optimizer import make_step
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.client import Leaves, load_leaves
 from sparsekit_fl.methods.means import Weights
@@ -116,7 +114,7 @@ class FjORD(Submodels):
         narrower = [_Width(client, task.state, widest, mask) for mask in masks[:-1]]
         leaves = load_leaves(client, task.state, widest)
         batches = client.batches()
-        update = make_step(client.training, leaves.values(), steps=batches.steps)
+        update = make_step(client.training, leaves.values())
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         steps = batches.steps
         drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)

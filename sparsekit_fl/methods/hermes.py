@@ -20,7 +20,7 @@ from sparsekit.allocation import choose, ratio_counts
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.optimizer import Adjust
+from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.methods.client import Leaves, sgd
 from sparsekit_fl.methods.masks import PruneWhenAccurate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
 from sparsekit_fl.methods.task import Model, Result

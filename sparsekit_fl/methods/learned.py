@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict
 from sparsekit.training import LearnableMask
-from sparsekit_fl.client.optimizer import Adjust
+from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.client import Leaves, pull_towards
 

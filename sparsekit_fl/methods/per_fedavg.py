@@ -17,9 +17,8 @@ from torch import Tensor
 from sparsekit.foreach import foreach_add, foreach_add_, foreach_copy_, foreach_sub
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.loop import Batch, Batches
+from sparsekit_fl.client.fit import Batch, Batches, SgdStep, make_step
 from sparsekit_fl.client.messages import Update, WorkCost
-from sparsekit_fl.client.optimizer import SgdStep, make_step
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Leaves, load_leaves
 from sparsekit_fl.methods.context import ServerContext
@@ -72,7 +71,7 @@ class PerFedAvg(Method):
         leaves = load_leaves(client, task.state, None)
         parameters: list[Tensor] = list(leaves.values())
         batches, others = client.batches(), _forever(lambda: client.batches(epochs=1))
-        update = make_step(client.training, leaves.values(), steps=batches.steps)
+        update = make_step(client.training, leaves.values())
         adapt = self._adaptation(client, leaves)
         module, loss_of = client.masked.model, client.problem.loss
         further = 0  # examples of the gradients besides the one that FedAvg would take

@@ -24,11 +24,9 @@ from torch import Tensor
 from sparsekit.foreach import foreach_add_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.costs import part_flops
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import Update, WorkCost, require_metrics
-from sparsekit_fl.client.optimizer import Adjust
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import Method

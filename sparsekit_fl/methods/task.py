@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import Mask
 

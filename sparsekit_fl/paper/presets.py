@@ -61,7 +61,7 @@ class Preset:
         kept = {name: getattr(self.training, name) for name in trains}
         if trained.get("optimizer", self.training.optimizer) != self.training.optimizer:
             # The preset's rate, momentum and decay were chosen for its own optimizer.
-            for name in ("lr", "momentum", "weight_decay", "optimizer_args"):
+            for name in ("lr", "momentum", "weight_decay"):
                 del kept[name]
         training = TrainingConfig(**kept | trained)
         own: dict[str, Any] = {

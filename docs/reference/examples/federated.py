@@ -316,6 +316,3 @@ def spread(outputs, targets):
 
 
 assert spread.whole
-
-# sparsekit_fl.DeviceBudgets
-budgets = fl.DeviceBudgets(problem)

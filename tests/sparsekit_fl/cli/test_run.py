@@ -145,7 +145,6 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
             "lack_classes belongs to the partition 'pathological'",
         ),
         ("fedlps --set min_replies=99", "min_replies must be at most cohort (5)"),
-        ("fedlps --set training.optimizer_args='a b'", "optimizer_args must be NAME=VALUE"),
         ("fedlps --set training.momentum=1", "training.momentum must be in [0, 1), got 1.0"),
         ("fedlps --set training.momentun=1", "did you mean 'training.momentum'"),
         ("fedlps --set cohort=2 --cohort 3", "--cohort and --set both give cohort"),

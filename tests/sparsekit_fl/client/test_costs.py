@@ -1,6 +1,4 @@
-"""Costs: simulated time, row-mask FLOPs, budgets of devices, and the passes by which a method decides while it trains."""
-
-from typing import Any
+"""Costs: simulated time, row-mask FLOPs, and the passes by which a method decides while it trains."""
 
 import pytest
 import torch
@@ -9,13 +7,12 @@ from torch import nn
 
 import sparsekit as sk
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError
-from sparsekit.measure.budget import BudgetError
 from sparsekit.measure.cost import cost_model
-from sparsekit_fl.client.costs import client_seconds, part_flops, round_cost, rowmask_flops
+from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops
 from sparsekit_fl.methods import per_fedavg
 from sparsekit_fl.results.records import cost_dict, cost_of
-from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_problem
+from sparsekit_fl.rounds import round_cost
+from sparsekit_fl.testing import OwnModels, tiny_clients
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
 BEST = OwnModels(keep="best")
@@ -75,38 +72,6 @@ def test_a_round_takes_as_long_as_its_slowest_client_or_ends_before_and_costs_no
     assert round_cost(costs, wall_seconds=3.0) == fl.WorkCost(flops=3, seconds=5.0, wall_seconds=3.0)
     assert round_cost(costs, wall_seconds=1.0, seconds=2.5).seconds == 2.5
     assert round_cost([], wall_seconds=0.0) == fl.WorkCost()
-
-
-def test_the_ratio_is_the_largest_that_fits() -> None:
-    devices = fl.DeviceBudgets(tiny_problem())
-    assert devices.costs(1.0)["flops"] == 2 * (6 * 8 + 8 * 3)
-    assert devices.capability(flops=2 * (6 * 5 + 5 * 3)).ratio == 5 / 8
-    assert devices.capability(flops=2 * (6 * 5 + 5 * 3) - 1).ratio == 4 / 8
-    assert devices.capability(flops=1e9).ratio == 1.0
-
-
-@pytest.mark.parametrize("budget", [{"flops": 100.0}, {"memory_bytes": 400.0}, {"flops": 120.0, "memory_bytes": 300.0}])
-def test_no_budget_is_exceeded(budget: dict[str, float]) -> None:
-    devices = fl.DeviceBudgets(tiny_problem())
-    capability = devices.capability(**budget, flops_per_second=1e9)
-    assert capability.flops_per_second == 1e9
-    assert all(devices.costs(capability.ratio)[name] <= limit for name, limit in budget.items())
-    wider = devices.costs(min(1.0, capability.ratio + 1 / 8))
-    assert any(wider[name] > limit for name, limit in budget.items())
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "told"),
-    [
-        ({}, InvalidValueError, "needs a metric"),
-        ({"flops": -1.0}, InvalidValueError, "above 0"),
-        ({"flops": 100.0, "ratio": 0.5}, InvalidValueError, "leave `ratio` out"),
-        ({"flops": 3.0}, BudgetError, "one unit of each group already costs 18 FLOPs"),
-    ],
-)
-def test_what_cannot_be_met_or_meant_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        fl.DeviceBudgets(tiny_problem()).capability(**given)
 
 
 def test_the_flops_of_a_part_are_those_of_its_weights() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper
 from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import utility

@@ -15,7 +15,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
-from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.keep import _sample, keep_model
 from sparsekit_fl.methods.submodels import calibrate

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from personal import ONE_STEP, client_context, deep_problem, tiny_run, training, watched
 
 from sparsekit.rng import torch_scope
-from sparsekit_fl.client.context import Rngs
 from sparsekit_fl.methods import ditto, fedlps, fedprox, local, per_fedavg
 from sparsekit_fl.methods.task import Task
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.streams import Streams
+from sparsekit_fl.streams import Rngs, Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit_fl.client.loop import Examples, evaluate
+from sparsekit_fl.client.fit import Examples, evaluate
 from sparsekit_fl.problem.metrics import IGNORED, TokenAccuracy, accuracy, cross_entropy, log_loss
 
 SCORES = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])

@@ -1,9 +1,10 @@
-"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, scores."""
+"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, optimizers, scores."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.foreach import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.graph import is_finite
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.config import Amp
+from sparsekit_fl.config import Amp, TrainingConfig
+from sparsekit_fl.optimizers import optimizer_class
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
 from sparsekit_fl.problem.problem import Problem, arranged
@@ -166,6 +169,125 @@ class Batches:
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
             yield self._examples.batches(order, self.bounds)
+
+
+Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
+"""Changes the gradients of a step: leaf → gradient, of the leaves that have one."""
+
+
+class SgdStep:
+    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
+
+    Args:
+        parameters: What trains; those that need no gradient are left alone.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: Weight decay.
+        clip: Largest norm of the whole gradient, before weight decay; None: any.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.lr = lr
+        self._momentum, self._weight_decay, self._clip = momentum, weight_decay, clip
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        """Leaf → name → tensor, as in a torch optimizer, which follows the units of a learnable mask."""
+
+    def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
+        """Take one step down a loss; `adjusts` change the gradients, one after the other, before clipping."""
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        gradients = {leaf: one for leaf, one in zip(self.parameters, found, strict=True) if one is not None}
+        with torch.no_grad():
+            for adjust in adjusts:
+                gradients = adjust(gradients)
+            self._apply(self._clipped(list(gradients.values())), list(gradients))
+
+    @property
+    def holder(self) -> Any:
+        """What holds the state of the leaves, so that it can follow a mask."""
+        return self
+
+    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
+        # All out of place, since autograd may hand out expanded or shared tensors.
+        if self._clip is None:
+            return gradients
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
+        return list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
+
+    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        """Change the leaves that have a gradient."""
+        if self._weight_decay:
+            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
+        if self._momentum:
+            velocity = [self._velocity(parameter) for parameter in parameters]
+            foreach_mul_(velocity, self._momentum)
+            foreach_add_(velocity, gradients)
+            gradients = velocity
+        foreach_add_(parameters, gradients, alpha=-self.lr)
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        state = self.state.setdefault(parameter, {})
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]
+
+
+class TorchStep(SgdStep):
+    """An optimizer of torch, which the options name, behind the calls of `SgdStep`.
+
+    Raises:
+        InvalidValueError: the options give a momentum or a weight decay that it does not take, or a value that it refuses.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], training: TrainingConfig) -> None:
+        super().__init__(parameters, lr=training.lr, clip=training.clip)
+        kind = optimizer_class(training.optimizer)
+        known = inspect.signature(kind).parameters
+        given: dict[str, Any] = {"lr": training.lr}
+        for name in ("momentum", "weight_decay"):
+            value = getattr(training, name)
+            if name in known:
+                given[name] = value
+            elif value:
+                raise InvalidValueError(f"optimizer {training.optimizer!r} takes no {name}, got {value}; leave it out")
+        try:
+            self._optimizer = kind(self.parameters, **given) if self.parameters else None
+        except (TypeError, ValueError) as error:
+            raise InvalidValueError(f"optimizer {training.optimizer!r} refuses its arguments: {error}") from error
+
+    @property
+    def holder(self) -> Any:
+        """The optimizer of torch."""
+        return self._optimizer
+
+    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        assert self._optimizer is not None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Raise UnknownNameError or InvalidValueError where torch lacks the optimizer of the options, or it refuses an argument."""
+    if not training.is_plain:
+        make_step(training, [torch.nn.Parameter(torch.zeros(2, 2))])
+
+
+def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> SgdStep | TorchStep:
+    """Build the optimizer of some leaves as the options say."""
+    if training.optimizer != "sgd":
+        return TorchStep(leaves, training)
+    return SgdStep(leaves, lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay, clip=training.clip)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""fit, batches and scores."""
+"""fit, batches, scores, and the random numbers of a client."""
 
 import math
 from collections import OrderedDict
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, fit
+from sparsekit_fl.client.fit import Batches, Examples, TrainingLog, evaluate, fit
 from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
+from sparsekit_fl.streams import Purpose, Rngs
 from sparsekit_fl.testing import tiny_clients
 
 
@@ -228,3 +229,11 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     runs = [tiny_run(method, clients=shaken_clients(), rounds=2, engine=fl.Processes(workers)) for workers in (1, 3)]
     assert runs[0].final.to_dict() == runs[1].final.to_dict()
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]
+
+
+def test_generators_are_those_that_numpy_spawns_in_whatever_order_they_are_asked_for() -> None:
+    purposes = get_args(Purpose)
+    spawned = dict(zip(purposes, np.random.default_rng(5).spawn(len(purposes)), strict=True))
+    lazy = Rngs(np.random.default_rng(5))
+    assert [lazy[one].random() for one in reversed(purposes)] == [spawned[one].random() for one in reversed(purposes)]
+    assert lazy["local"] is lazy["local"]
