@@ -58,12 +58,12 @@ class Bench:
     def score(self) -> None:
         """Score all units by every criterion."""
         model = self.network.model
-        view = sk.View(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
+        context = sk.ScoringContext(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
         for name in CRITERIA:
             if name not in self.scores:
                 plain: Any = {"products": Taylor(form="products"), "magnitude": Magnitude(), "random": Random()}.get(name, name)
                 criterion = with_data(plain, self.fit, self.network.loss)
-                self.scores[name] = {key: each.double() for key, each in score_units(criterion, self.graph, view).items()}
+                self.scores[name] = {key: each.double() for key, each in score_units(criterion, self.graph, context).items()}
                 self.save()
                 print(name, round(time.process_time()), flush=True)
         if self.name == "smollm2" and "fluctuation" not in self.scores:

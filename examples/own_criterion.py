@@ -25,15 +25,15 @@ import sparsekit as sk
 class Readers:
     """The importance of a unit is the norm of the weights that read it."""
 
-    def scores(self, graph: sk.UnitGraph, view: sk.View) -> Mapping[str, Tensor]:
+    def scores(self, graph: sk.UnitGraph, context: sk.ScoringContext) -> Mapping[str, Tensor]:
         """Score every unit: group name → float (units,), larger stays."""
-        assert view.weights is not None
+        assert context.weights is not None
         found = {}
         for name, group in graph.groups.items():
             total = torch.zeros(group.size)
             for piece in group.slices:
                 if piece.side == "in":
-                    weight = view.weights[piece.name].detach().movedim(piece.dim, 0).flatten(1)
+                    weight = context.weights[piece.name].detach().movedim(piece.dim, 0).flatten(1)
                     total += weight.square().sum(1)[piece.index].sum(1)
             found[name] = total.sqrt()
         return found

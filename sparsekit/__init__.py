@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Pull as Pull,
         SplitUCBV as SplitUCBV,
     )
-    from sparsekit.criteria.base import Criterion as Criterion, View as View
+    from sparsekit.criteria.base import Criterion as Criterion, ScoringContext as ScoringContext
     from sparsekit.finetuning import (
         finetune as finetune,
         recalibrate_batchnorm as recalibrate_batchnorm,

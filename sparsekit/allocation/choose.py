@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.allocation.shares import ratio_counts
-from sparsekit.criteria.base import Criterion, View, check_scores, refuse_nan, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, check_scores, refuse_nan, score_units
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -49,14 +49,14 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
     return keep
 
 
-def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], view: View) -> UnitMask:
+def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], context: ScoringContext) -> UnitMask:
     """Score the units, count how many stay and choose.
 
     Args:
         criterion: Scores the units.
         graph: The groups.
         ratios: Share of units kept in every group, in (0, 1], or one for each group, as in `ratio_counts`.
-        view: What the criterion may look at.
+        context: What the criterion may look at.
 
     Returns:
         The mask.
@@ -64,5 +64,5 @@ def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, 
     Raises:
         InvalidValueError: a ratio outside (0, 1], or scores that do not fit the graph.
     """
-    scores = score_units(criterion, graph, view)
+    scores = score_units(criterion, graph, context)
     return choose(graph, scores, ratio_counts(graph, ratios), source=f"{type(criterion).__name__} scores")

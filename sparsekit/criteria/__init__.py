@@ -1,7 +1,7 @@
 """Criteria: what a unit is worth. `registry` finds them by name."""
 
 from sparsekit.criteria.activation import Activation
-from sparsekit.criteria.base import Criterion, View, is_comparable
+from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
 from sparsekit.criteria.normalised import Lamp, Normalised
 from sparsekit.criteria.orders import Learned, Ordered, Random
 from sparsekit.criteria.scored import Scored
@@ -26,7 +26,7 @@ __all__ = [
     "Scored",
     "Taylor",
     "TorchPruning",
-    "View",
+    "ScoringContext",
     "is_comparable",
     "registry",
     "unit_magnitudes",

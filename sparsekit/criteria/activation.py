@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
 from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis
@@ -24,9 +24,9 @@ class Activation(DataDriven):
         single weights; summed over a unit's weights as in the structured variants that followed.
     """
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Run the batches forward and weigh: float64, at least 0."""
-        model = self._model(view, graph)
+        model = self._model(context, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}
         readers = unit_readers(model, graph)

@@ -1,4 +1,4 @@
-"""Criterion and View: what a unit is worth, and what the answer may depend on."""
+"""Criterion and ScoringContext: what a unit is worth, and what the answer may depend on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sparsekit.graph.state import StateDict
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class ScoringContext:
     """What a criterion may look at.
 
     Args:
@@ -36,7 +36,7 @@ class View:
         """
         if self.weights is None:
             name = type(criterion).__name__
-            raise MissingImportanceError(f"{name} needs the weights; pass View(weights=model.state_dict())")
+            raise MissingImportanceError(f"{name} needs the weights; pass ScoringContext(weights=model.state_dict())")
         return self.weights
 
 
@@ -46,21 +46,21 @@ class Criterion(Protocol):
 
     Two attributes are optional, and False where they are absent. `comparable`: scores of units of different groups mean the
     same, so that one ranking of all units makes sense; `Normalised` makes any criterion comparable. `learned`: the scores
-    follow `View.importance`, so that a learnable mask asks for them after every step.
+    follow `ScoringContext.importance`, so that a learnable mask asks for them after every step.
     """
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Score every unit.
 
         Args:
             graph: The groups.
-            view: What the scores may depend on.
+            context: What the scores may depend on.
 
         Returns:
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
 
         Raises:
-            MissingImportanceError: the view lacks what the criterion needs, or a criterion that reads data has none.
+            MissingImportanceError: the context lacks what the criterion needs, or a criterion that reads data has none.
             InvalidValueError: scores that are not finite, or groups that the criterion cannot score.
         """
         ...
@@ -99,7 +99,7 @@ def refuse_nan(values: Tensor, what: str) -> None:
         )
 
 
-def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str, Tensor]:
+def score_units(criterion: Criterion, graph: UnitGraph, context: ScoringContext) -> dict[str, Tensor]:
     """Ask `criterion` for its scores, in the order of the graph, and check their shapes.
 
     Raises:
@@ -110,6 +110,6 @@ def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str,
             "criterion must be an object with `scores`, such as sparsekit.criteria.Magnitude() or, by name,"
             f" sparsekit.criteria.registry['magnitude'](); got {criterion!r}"
         )
-    scores = criterion.scores(graph, view)
+    scores = criterion.scores(graph, context)
     check_scores(graph, scores, f"{type(criterion).__name__} scores")
     return {name: scores[name] for name in graph.groups}

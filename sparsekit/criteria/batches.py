@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves, without_fast_path
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers.attention import NarrowMultiheadAttention
@@ -205,13 +205,13 @@ class DataDriven:
         if self.limit is not None and self.limit < 1:
             raise InvalidValueError(f"limit must be at least 1 batch, got {self.limit}; None uses all batches")
 
-    def _model(self, view: View, graph: UnitGraph) -> nn.Module:
-        if view.model is None:
+    def _model(self, context: ScoringContext, graph: UnitGraph) -> nn.Module:
+        if context.model is None:
             raise MissingImportanceError(
-                f"{type(self).__name__} runs the model on data; pass View(model=model), the model that the graph is of"
+                f"{type(self).__name__} runs the model on data; pass ScoringContext(model=model), the model that the graph is of"
             )
-        graph.check_state(view.model.state_dict(), what=f"the {type(view.model).__name__}")
-        return view.model
+        graph.check_state(context.model.state_dict(), what=f"the {type(context.model).__name__}")
+        return context.model
 
     @contextmanager
     def _passes(self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None) -> Iterator[Iterator[Batch]]:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Criterion, View, is_learned, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, is_learned, score_units
 from sparsekit.criteria.weights import Magnitude
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -63,9 +63,9 @@ class Normalised:
         """As the criterion's."""
         return is_learned(self.criterion)
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Divide the criterion's scores; the order within each group stays."""
-        return {name: self._one(wide(s.detach())) for name, s in score_units(self.criterion, graph, view).items()}
+        return {name: self._one(wide(s.detach())) for name, s in score_units(self.criterion, graph, context).items()}
 
     def _one(self, scores: Tensor) -> Tensor:
         if self.by == "share_of_remaining":
@@ -99,6 +99,6 @@ class Lamp:
 
     comparable: ClassVar[bool] = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Divide each unit's squares by those of the units that are at least as large."""
-        return Normalised(Magnitude(order=2, coupled=self.coupled), by="share_of_remaining").scores(graph, view)
+        return Normalised(Magnitude(order=2, coupled=self.coupled), by="share_of_remaining").scores(graph, context)

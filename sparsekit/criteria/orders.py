@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 
@@ -21,13 +21,13 @@ class Learned:
 
     learned: ClassVar[bool] = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Return the importance itself: views, not copies."""
-        importance = {} if view.importance is None else view.importance
+        importance = {} if context.importance is None else context.importance
         for name in graph.groups:
             if name not in importance:
                 raise MissingImportanceError(
-                    f"Learned needs importance for group {name!r}; pass View(importance={{group: scores}})"
+                    f"Learned needs importance for group {name!r}; pass ScoringContext(importance={{group: scores}})"
                 )
         return importance
 
@@ -39,22 +39,22 @@ class Ordered:
     Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
     """
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
         """Score each unit by minus its index."""
         return {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}
 
 
 @dataclass(frozen=True)
 class Random:
-    """Keep a uniformly random subset, fresh each time; the view must have a generator.
+    """Keep a uniformly random subset, fresh each time; the context must have a generator.
 
     Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
     """
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Draw an order of each group's units; the first drawn is worth most, and no two are worth the same."""
-        generator = view.generator
+        generator = context.generator
         if generator is None:
-            raise MissingImportanceError("Random needs a generator; pass View(generator=torch.Generator())")
+            raise MissingImportanceError("Random needs a generator; pass ScoringContext(generator=torch.Generator())")
         orders = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
         return {name: -torch.argsort(order).to(torch.float64) for name, order in orders.items()}

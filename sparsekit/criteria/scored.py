@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.graph.graph import UnitGraph
 
 
@@ -26,6 +26,6 @@ class Scored:
     name: str = "Scored"
     comparable: bool = False
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
         """The scores as they were given."""
         return self.values

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count
 from sparsekit.criteria.gate_gradients import gate_moments
 from sparsekit.criteria.weights import along_axis, unit_entries
@@ -49,9 +49,9 @@ class Taylor(DataDriven):
         if self.form not in get_args(Form):
             raise InvalidValueError(f"form must be one of {', '.join(get_args(Form))}, got {self.form!r}")
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Estimate what removing each unit costs: float64, in units of the loss but for "squared"; may be negative."""
-        model = self._model(view, graph)
+        model = self._model(context, graph)
         if self.form == "products":
             return {name: check_finite(name, s, "Taylor") for name, s in self._products(model, graph).items()}
         found = {}
@@ -102,9 +102,9 @@ class Fisher(DataDriven):
 
     comparable: ClassVar[bool] = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        moments = gate_moments(self, self._model(view, graph), graph)
+        moments = gate_moments(self, self._model(context, graph), graph)
         return {name: check_finite(name, 0.5 * square, "Fisher") for name, (_, square) in moments.items()}
 
 
@@ -121,7 +121,7 @@ class PositionFisher(DataDriven):
 
     comparable: ClassVar[bool] = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Average the sums of squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        moments = gate_moments(self, self._model(view, graph), graph, positions=True)
+        moments = gate_moments(self, self._model(context, graph), graph, positions=True)
         return {name: check_finite(name, 0.5 * square, "PositionFisher") for name, (_, square) in moments.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, tree_map_only
-from sparsekit.criteria.base import View
+from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import (
     Batch,
     DataDriven,
@@ -129,12 +129,12 @@ class TorchPruning(DataDriven):
     loss: Loss | None = field(default=None, kw_only=True)
     comparable: bool = field(default=True, kw_only=True)
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Call the importance object on every group: float64, the mean over a unit's channels, as there for heads."""
         _library()
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
-        model = self._model(view, graph)
+        model = self._model(context, graph)
         before = {parameter: parameter.grad for parameter in model.parameters()}
         attributes = {module: set(vars(module)) for module in model.modules()}
         try:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -100,9 +100,9 @@ class Magnitude:
         if self.order not in (1, 2):
             raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {self.order!r}")
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Sum up each unit's weights, in their dtype."""
-        found, weights = {}, view.weights_for(self)
+        found, weights = {}, context.weights_for(self)
         for name, group in graph.groups.items():
             sums = unit_sums(group, weights, order=self.order, coupled=self.coupled)
             found[name] = sums if self.order == 1 else sums.sqrt()
@@ -119,9 +119,9 @@ class GeometricMedian:
     Source: He et al., Filter Pruning via Geometric Median, CVPR 2019.
     """
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Sum up distances; 0 in a group of one unit."""
-        weights, found = view.weights_for(self), {}
+        weights, found = context.weights_for(self), {}
         for name, group in graph.groups.items():
             own = own_slices(group, weights)
             # The square of a distance over several matrices is the sum over each: no long vectors are joined.
@@ -151,9 +151,9 @@ class BatchNormScale:
 
     comparable: ClassVar[bool] = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Read the scales."""
-        weights, found = view.weights_for(self), {}
+        weights, found = context.weights_for(self), {}
         for name, group in graph.groups.items():
             pieces = [piece for piece in group.slices if _is_norm_scale(piece, graph)]
             scales = [(wide(weights[piece.name].detach()).abs(), piece.index) for piece in pieces]
@@ -166,7 +166,7 @@ class BatchNormScale:
                 f"{' and others' if len(without) > 5 else ''}; pass otherwise=Normalised(Magnitude()),"
                 " or leave these groups out with sparsekit.graph.edit.without"
             )
-        other = score_units(self.otherwise, graph, view) if without and self.otherwise is not None else {}
+        other = score_units(self.otherwise, graph, context) if without and self.otherwise is not None else {}
         return {name: found[name] if name in found else other[name] for name in graph.groups}
 
 

@@ -12,7 +12,7 @@ from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.limits import Counts, Limits, Multiples
 from sparsekit.allocation.problem import Allocation, allocate, name_of
-from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, score_units
 from sparsekit.criteria.scored import Scored
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -123,8 +123,8 @@ class Cutter:
             try:
                 key = id(candidate.criterion)
                 if key not in scores:
-                    view = View(weights=model.state_dict(), model=model, generator=self.generator)
-                    found = score_units(candidate.criterion, graph, view)
+                    context = ScoringContext(weights=model.state_dict(), model=model, generator=self.generator)
+                    found = score_units(candidate.criterion, graph, context)
                     scores[key] = Scored(found, names[0], is_comparable(candidate.criterion))
                 cut = self._cut(candidate, model, graph, scores[key], limits, target, limit_ms, dry=dry and not judged)
             except InvalidValueError as error:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.choose import select
 from sparsekit.allocation.shares import ratio_counts
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, score_units
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 
@@ -40,18 +40,18 @@ class ExampleModel(nn.Module):
         return torch.stack([layer(x).square().sum(1) for layer in self.children()], 1)
 
 
-def example_view(seed: int = 0) -> View:
+def example_view(seed: int = 0) -> ScoringContext:
     """Everything that a criterion may look at, drawn from `seed`."""
     generator, graph = torch.Generator().manual_seed(seed), example_graph()
     importance = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()}
-    return View(importance=importance, weights=weights, generator=generator, model=ExampleModel(weights))
+    return ScoringContext(importance=importance, weights=weights, generator=generator, model=ExampleModel(weights))
 
 
 class CriterionContract:
     """What holds for every `Criterion`; the fixture `criterion` is to be supplied.
 
-    Override `graph` and `view` where the criterion needs other units than three layers side by side; equal seeds must give
+    Override `graph` and `context` where the criterion needs other units than three layers side by side; equal seeds must give
     equal views.
     """
 
@@ -59,25 +59,28 @@ class CriterionContract:
         """The units to score."""
         return example_graph()
 
-    def view(self, seed: int = 0) -> View:
-        """A view of `graph()`."""
+    def context(self, seed: int = 0) -> ScoringContext:
+        """A context of `graph()`."""
         return example_view(seed)
 
     def test_every_unit_has_a_score_by_which_any_share_can_be_kept(self, criterion: Criterion) -> None:
         assert isinstance(criterion, Criterion)
         for ratio in (1e-6, 0.5, 1.0):
-            assert select(criterion, self.graph(), ratio, self.view()).counts() == ratio_counts(self.graph(), ratio)
+            assert select(criterion, self.graph(), ratio, self.context()).counts() == ratio_counts(self.graph(), ratio)
 
     def test_scores_depend_on_the_view_alone_and_leave_it_as_it_was(self, criterion: Criterion) -> None:
         random, before = torch.random.get_rng_state(), pickle.loads(pickle.dumps(criterion))
-        score_units(copy.deepcopy(criterion), self.graph(), self.view(9))
-        view, untouched = self.view(5), self.view(5)
-        first, second = score_units(criterion, self.graph(), view), score_units(before, self.graph(), untouched)
+        score_units(copy.deepcopy(criterion), self.graph(), self.context(9))
+        context, untouched = self.context(5), self.context(5)
+        first, second = score_units(criterion, self.graph(), context), score_units(before, self.graph(), untouched)
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert criterion == before
         assert torch.equal(torch.random.get_rng_state(), random)
-        assert view.model is not None
-        assert all(parameter.grad is None and parameter.requires_grad for parameter in view.model.parameters())
-        assert view.model.training
-        for now, then in ((view.importance, self.view(5).importance), (view.model.state_dict(), self.view(5).weights)):
+        assert context.model is not None
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in context.model.parameters())
+        assert context.model.training
+        for now, then in (
+            (context.importance, self.context(5).importance),
+            (context.model.state_dict(), self.context(5).weights),
+        ):
             assert all(torch.equal(value, (then or {})[name]) for name, value in (now or {}).items())

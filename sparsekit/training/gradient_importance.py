@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
-from sparsekit.criteria.base import View, check_scores, is_learned
+from sparsekit.criteria.base import ScoringContext, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
@@ -159,8 +159,10 @@ class FollowScores(Rule):
                     generator = torch_generator(np.random.default_rng(0))  # the same draws in every program
                 weights = masked.narrow_model.dense_state()
                 model = None if self._learns else masked.narrow_model.dense_model()
-                view = View(importance=split_units(masked.graph, fused), weights=weights, generator=generator, model=model)
-                scores = masked.criterion.scores(masked.graph, view)
+                context = ScoringContext(
+                    importance=split_units(masked.graph, fused), weights=weights, generator=generator, model=model
+                )
+                scores = masked.criterion.scores(masked.graph, context)
                 check_scores(masked.graph, scores, source)
                 fused = torch.cat([scores[name] for name in masked.graph.groups])
             if not (unless_it_stands and masked.vectors.mask_unchanged(fused)):

@@ -16,7 +16,7 @@ from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
-from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
+from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
@@ -150,7 +150,7 @@ class LearnableMask(MaskedModule):
         """
         first = None if start is None else as_criterion(start)
         if first is not None:
-            scores = score_units(first, graph, View(weights=model.state_dict(), generator=generator, model=model))
+            scores = score_units(first, graph, ScoringContext(weights=model.state_dict(), generator=generator, model=model))
             with torch.no_grad():
                 self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
         if limit is not None:

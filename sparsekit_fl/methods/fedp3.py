@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from sparsekit.allocation import select
-from sparsekit.criteria import Ordered, View
+from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update
@@ -85,7 +85,7 @@ class FedP3(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the first units of every group, and upload those of the client's own layers."""
         graph = client.graph
-        units = select(Ordered(), graph, task.ratio, View())
+        units = select(Ordered(), graph, task.ratio, ScoringContext())
         result = sgd(client, replace(task, mask=units))
         keep_model(client, result, "last", task.ratio)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}

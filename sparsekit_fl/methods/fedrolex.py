@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import Criterion, View
+from sparsekit.criteria import Criterion, ScoringContext
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph import UnitGraph
 from sparsekit_fl.methods.heterofl import HeteroFL
@@ -27,22 +27,22 @@ class Rolling:
 
     step: int = 1
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Score each unit by minus its distance from the start of this round's window.
 
         Args:
             graph: The units.
-            view: A `RoundView`, whose round places the window.
+            context: A `RoundView`, whose round places the window.
 
         Returns:
             Group name → float64 (units,), no two equal.
 
         Raises:
-            MissingImportanceError: the view has no round.
+            MissingImportanceError: the context has no round.
 
         Source: Alam et al., FedRolex, NeurIPS 2022.
         """
-        round = getattr(view, "round", None)
+        round = getattr(context, "round", None)
         if round is None:
             raise MissingImportanceError("Rolling needs the round; pass RoundView(round=1)")
         return {

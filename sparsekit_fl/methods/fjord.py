@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from sparsekit.allocation import check_ratio, select
-from sparsekit.criteria import Ordered, View
+from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitMask
 from sparsekit_fl.client.context import ClientContext, rowmask_flops
@@ -108,9 +108,9 @@ class FjORD(Submodels):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
         ratio = task.ratio
-        widest = select(Ordered(), client.graph, ratio, View())
+        widest = select(Ordered(), client.graph, ratio, ScoringContext())
         widths = sorted({*(level for level in (client.levels if self.levels is None else self.levels) if level < ratio), ratio})
-        masks = [select(Ordered(), client.graph, width, View()) for width in widths]
+        masks = [select(Ordered(), client.graph, width, ScoringContext()) for width in widths]
         narrower = [_Width(client, task.state, widest, mask) for mask in masks[:-1]]
         leaves = load_leaves(client, task.state, widest)
         batches = client.batches()
@@ -148,5 +148,5 @@ class FjORD(Submodels):
         ratio = client.capability.ratio
         if ratio == 1.0:
             return Model(state=state)
-        mask = select(Ordered(), client.graph, ratio, View())
+        mask = select(Ordered(), client.graph, ratio, ScoringContext())
         return Model(state=Kept(client.graph, mask).gather_all(state), mask=mask, ratio=ratio)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from sparsekit.allocation import select
-from sparsekit.criteria import Criterion, Ordered, View
+from sparsekit.criteria import Criterion, Ordered, ScoringContext
 from sparsekit.errors import NoUnitsError
 from sparsekit.finetuning import recalibrate_batchnorm
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
@@ -33,7 +33,7 @@ _LARGEST_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundView(View):
+class RoundView(ScoringContext):
     """What a criterion may look at in a federated run.
 
     Args:
@@ -55,8 +55,8 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
     if state is None:
         assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
         state = side.state
-    view = RoundView(round=side.round, weights=state, generator=torch_generator(side.rngs["mask"]))
-    return select(criterion, side.graph, ratio, view)
+    context = RoundView(round=side.round, weights=state, generator=torch_generator(side.rngs["mask"]))
+    return select(criterion, side.graph, ratio, context)
 
 
 def require_units(graph: UnitGraph, who: str) -> None:

@@ -53,7 +53,7 @@ def _traced(kind: str = CONVOLUTIONS) -> tuple[sk.UnitGraph, Any, dict[str, Tens
             layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
             model, x = nn.Sequential(*layers, nn.Linear(30, 2)), torch.randn(3, 4)
     graph = sk.trace_units(model, x)
-    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+    scores = sk.criteria.Magnitude().scores(graph, sk.ScoringContext(weights=model.state_dict()))
     return graph, sk.cost_model(model, x, graph=graph), dict(scores)
 
 

@@ -26,7 +26,7 @@ from sparsekit.criteria import (
     Random,
     Scored,
     Taylor,
-    View,
+    ScoringContext,
 )
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
@@ -43,8 +43,10 @@ DATA = [
 class Neighbours:
     """Importance smoothed over neighbouring units: the rule of somebody else, in double precision."""
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        return {name: F.avg_pool1d((view.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups}
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+        return {
+            name: F.avg_pool1d((context.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups
+        }
 
 
 ALL: list[Any] = [
@@ -80,14 +82,14 @@ class TestActivation(CriterionContract):
     def criterion(self) -> Activation:
         return Activation(DATA)
 
-    def view(self, seed: int = 0) -> View:
+    def context(self, seed: int = 0) -> ScoringContext:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 1), nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 3))
-        return View(model=model, weights=model.state_dict())
+        return ScoringContext(model=model, weights=model.state_dict())
 
     def graph(self) -> UnitGraph:
-        model = self.view().model
+        model = self.context().model
         assert model is not None
         return sk.trace_units(model, torch.ones(2, 3))
 
@@ -97,20 +99,20 @@ def _scores(*values: float) -> dict[str, Tensor]:
 
 
 def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:
-    small, large = (select(Ordered(), example_graph(), ratio, View()) for ratio in (0.4, 0.7))
+    small, large = (select(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
     assert small["first"].tolist() == [True] * 3 + [False] * 4
     assert all(bool((large[name] | ~small[name]).all()) for name in large)
 
 
 def test_at_random_every_unit_is_equally_likely_and_one_permutation_a_group_is_drawn() -> None:
     generator, again = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
-    mask = select(Random(), example_graph(), 0.5, View(generator=generator))
+    mask = select(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
     for name, keep in mask.items():
         drawn = torch.randperm(keep.numel(), generator=again)
         assert set(drawn[: int(keep.sum())].tolist()) == set(keep.nonzero().flatten().tolist()), name
     assert torch.equal(generator.get_state(), again.get_state())
-    view = View(generator=generator)
-    hits = sum(select(Random(), example_graph(), 3 / 7, view)["first"].float() for _ in range(2000)) / 2000
+    context = ScoringContext(generator=generator)
+    hits = sum(select(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
     assert torch.allclose(hits, torch.full((7,), 3 / 7), atol=0.05)
 
 
@@ -120,10 +122,10 @@ def test_numbers_that_were_worked_out_by_hand() -> None:
     with torch.no_grad():
         first.copy_(torch.tensor([[3.0, -4.0], [1.0, 0.0], [0.0, 2.0]]))
         second.copy_(torch.tensor([[0.0, 1.0, 2.0], [0.0, 2.0, 2.0]]))
-    graph, view = sk.trace_units(model, torch.randn(1, 2)), View(weights=model.state_dict())
+    graph, context = sk.trace_units(model, torch.randn(1, 2)), ScoringContext(weights=model.state_dict())
 
     def of(criterion: Criterion) -> Tensor:
-        return criterion.scores(graph, view)["0"].double()
+        return criterion.scores(graph, context)["0"].double()
 
     expected: dict[Criterion, list[float]] = {
         Magnitude(): [7, 1, 2],
@@ -144,10 +146,10 @@ def test_batch_norm_scales_are_read_and_groups_without_them_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 2))
     scale = torch.tensor([0.5, -2.0, 1.0, 0.0])
     model.get_parameter("1.weight").detach().copy_(scale)
-    graph, view = sk.trace_units(model, torch.randn(2, 3, 2, 2)), View(weights=model.state_dict())
+    graph, context = sk.trace_units(model, torch.randn(2, 3, 2, 2)), ScoringContext(weights=model.state_dict())
     with pytest.raises(MissingImportanceError, match="no batch norm acts on the units of '3'; pass otherwise="):
-        BatchNormScale().scores(graph, view)
-    scores = BatchNormScale(otherwise=Normalised(Magnitude())).scores(graph, view)
+        BatchNormScale().scores(graph, context)
+    scores = BatchNormScale(otherwise=Normalised(Magnitude())).scores(graph, context)
     assert scores["0"].tolist() == scale.abs().tolist()
     assert float(scores["3"].mean()) == pytest.approx(1.0)
 
@@ -159,14 +161,14 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
     batches = [(torch.randn(3, 2, 4, 4), None), (torch.randn(5, 2, 4, 4), None)]
     inputs = model[:3](torch.cat([x for x, _ in batches])).detach()
     terms = model[3].weight.detach().abs() * inputs.square().mean(0).sqrt()
-    found = Activation(batches).scores(graph, View(model=model))["0"]
+    found = Activation(batches).scores(graph, ScoringContext(model=model))["0"]
     assert torch.allclose(found, terms.sum(0).reshape(4, 4).sum(1).double(), rtol=1e-5)
 
 
 def test_units_that_no_layer_reads_are_named() -> None:
-    view = example_view()
+    context = example_view()
     with pytest.raises(InvalidValueError, match="the units of group 'first' are not the input of a linear layer"):
-        Activation([torch.randn(2, 3)]).scores(example_graph(), view)
+        Activation([torch.randn(2, 3)]).scores(example_graph(), context)
 
 
 @dataclass(frozen=True)
@@ -175,26 +177,32 @@ class Fixed:
 
     values: Any
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         return {"first": self.values} if isinstance(self.values, Tensor) else dict.fromkeys(graph.groups, self.values)
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Magnitude(order=3), "order must be 1"),  # type: ignore[arg-type]
     (lambda: Normalised(Magnitude(), by="size"), "by must be one of"),  # type: ignore[arg-type]
-    (lambda: Learned().scores(example_graph(), View()), r"importance for group 'first'; pass View\(importance="),
-    (lambda: Random().scores(example_graph(), View()), r"generator; pass View\(generator="),
+    (
+        lambda: Learned().scores(example_graph(), ScoringContext()),
+        r"importance for group 'first'; pass ScoringContext\(importance=",
+    ),
+    (lambda: Random().scores(example_graph(), ScoringContext()), r"generator; pass ScoringContext\(generator="),
     *(
-        (lambda criterion=criterion: criterion.scores(example_graph(), View()), r"needs the weights; pass View\(weights=")
+        (
+            lambda criterion=criterion: criterion.scores(example_graph(), ScoringContext()),
+            r"needs the weights; pass ScoringContext\(weights=",
+        )
         for criterion in (Magnitude(), Lamp(), GeometricMedian(), BatchNormScale())
     ),
     (
-        lambda: select(Learned(), example_graph(), 0.5, View(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))),
+        lambda: select(Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))),
         r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
     ),
     *(
         (
-            lambda values=values: score_units(Fixed(values), example_graph(), View()),
+            lambda values=values: score_units(Fixed(values), example_graph(), ScoringContext()),
             rf"Fixed scores of group '{group}' must be a float tensor of shape \(\d,\), one score a unit, got {given}",
         )
         for values, group, given in (
@@ -212,6 +220,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 @pytest.mark.parametrize(("made", "told"), REFUSED)
 def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], told: str) -> None:
     with pytest.raises(
-        InvalidValueError if "needs" not in told and "pass View" not in told else MissingImportanceError, match=told
+        InvalidValueError if "needs" not in told and "pass ScoringContext" not in told else MissingImportanceError, match=told
     ):
         made()

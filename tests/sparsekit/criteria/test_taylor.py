@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, PositionFisher, Taylor, View
+from sparsekit.criteria import Fisher, PositionFisher, Taylor, ScoringContext
 from sparsekit.errors import InvalidValueError
 
 
@@ -58,7 +58,7 @@ def residual() -> tuple[nn.Module, sk.UnitGraph]:
 
 def test_the_cost_of_removal_is_that_of_gates_of_single_examples(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
     model, graph = residual
-    scores = Taylor(_batches(), F.cross_entropy).scores(graph, View(model=model))
+    scores = Taylor(_batches(), F.cross_entropy).scores(graph, ScoringContext(model=model))
     for name, rows in _gradients_of_examples(model, graph, _batches()).items():
         assert torch.allclose(scores[name], -rows.mean(0) + 0.5 * rows.square().mean(0), atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_a_sum_over_examples_is_refused(residual: tuple[nn.Module
     model, graph = residual
     for criterion in (Fisher, partial(Taylor, form="products")):
         with pytest.raises(InvalidValueError, match="must be the mean over the examples"):
-            criterion(_batches(), nn.CrossEntropyLoss(reduction="sum")).scores(graph, View(model=model))
+            criterion(_batches(), nn.CrossEntropyLoss(reduction="sum")).scores(graph, ScoringContext(model=model))
 
 
 def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_the_exact_square() -> None:
@@ -78,10 +78,14 @@ def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_th
     graph = sk.trace_units(model, torch.randn(2, 3))
     batches = _batches((3,), (1,) * 8)
     rows = _gradients_of_examples(model, graph, batches)["first"]
-    view = View(model=model)
+    context = ScoringContext(model=model)
     whole = [tuple(torch.cat(parts) for parts in zip(*batches))]
-    assert torch.allclose(Taylor(whole, F.cross_entropy, form="signed").scores(graph, view)["first"], -rows.mean(0), atol=1e-6)
-    assert torch.allclose(Fisher(batches, F.cross_entropy).scores(graph, view)["first"], 0.5 * rows.square().mean(0), atol=1e-6)
+    assert torch.allclose(
+        Taylor(whole, F.cross_entropy, form="signed").scores(graph, context)["first"], -rows.mean(0), atol=1e-6
+    )
+    assert torch.allclose(
+        Fisher(batches, F.cross_entropy).scores(graph, context)["first"], 0.5 * rows.square().mean(0), atol=1e-6
+    )
 
 
 def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that_read_a_unit() -> None:
@@ -92,7 +96,7 @@ def test_squares_of_single_positions_add_up_over_tokens_and_over_all_layers_that
     )  # fmt: skip
     x, y = torch.randn(4, 7, 3), torch.randint(5, (4, 7))
     graph = sk.trace_units(model, x)
-    [found] = PositionFisher([(x[:1], y[:1]), (x[1:], y[1:])], _token_loss).scores(graph, View(model=model)).values()
+    [found] = PositionFisher([(x[:1], y[:1]), (x[1:], y[1:])], _token_loss).scores(graph, ScoringContext(model=model)).values()
     gates = [torch.ones(4, 7, 6, requires_grad=True) for _ in range(2)]  # of each token, before each reader
     hidden = torch.tanh(model.first(x)).detach()
     _token_loss(model.out(hidden * gates[0]) + model.other(hidden * gates[1]), y).backward()
@@ -126,11 +130,11 @@ def test_mappings_and_objects_like_them_give_what_tuples_give() -> None:
     torch.manual_seed(0)
     model = Named()
     graph = sk.trace_units(model.body, torch.randn(2, 3))
-    plain = Taylor(_batches((3,)), F.cross_entropy).scores(graph, View(model=model.body))
+    plain = Taylor(_batches((3,)), F.cross_entropy).scores(graph, ScoringContext(model=model.body))
     named = [{"features": x, "labels": y} for x, y in _batches((3,))]
     graph = sk.trace_units(model, features=torch.randn(2, 3))
     for batches, loss in ((named, None), (named, F.cross_entropy), ([Encoding(b) for b in named], None)):
-        found = Taylor(batches, loss).scores(graph, View(model=model))
+        found = Taylor(batches, loss).scores(graph, ScoringContext(model=model))
         assert torch.equal(found["body.0"], plain["0"])
 
 
@@ -143,7 +147,7 @@ def test_modes_and_flags_are_put_back_after_an_error(residual: tuple[nn.Module, 
         raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
-        Taylor(_batches(), failing).scores(graph, View(model=model))
+        Taylor(_batches(), failing).scores(graph, ScoringContext(model=model))
     assert model.norm.training
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
     assert not model.head._forward_pre_hooks

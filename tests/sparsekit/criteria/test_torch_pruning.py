@@ -9,7 +9,7 @@ from torch import nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.criteria import View
+from sparsekit.criteria import ScoringContext
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.testing.criteria import CriterionContract
 
@@ -55,7 +55,7 @@ def test_scores_are_those_on_the_librarys_own_groups(name: str, model: nn.Module
     graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
     importance = make()
     found = TorchPruning(importance, batches=DATA if needs_data else None, loss=F.cross_entropy).scores(
-        graph, View(model=model)
+        graph, ScoringContext(model=model)
     )
     reference = make()
     if needs_data:
@@ -76,7 +76,7 @@ def test_scores_are_those_on_the_librarys_own_groups(name: str, model: nn.Module
 def test_activations_of_its_class_are_read_and_not_left_on_the_layers(model: nn.Module) -> None:
     graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
     importance = tp.importance.ActivationImportance(target_types=[nn.Conv2d, nn.Linear])
-    scores = TorchPruning(importance, batches=DATA).scores(graph, View(model=model))
+    scores = TorchPruning(importance, batches=DATA).scores(graph, ScoringContext(model=model))
     assert all(float(values.mean()) == pytest.approx(1.0) for values in scores.values())
     assert not any(hasattr(module, "_importance") for module in model.modules())
 
@@ -85,5 +85,5 @@ def test_heads_and_flattened_channels_are_averaged_over_their_positions() -> Non
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
     graph = sk.trace_units(model, torch.randn(2, 5, 8))
-    scores = TorchPruning(tp.importance.MagnitudeImportance()).scores(graph, View(model=model))
+    scores = TorchPruning(tp.importance.MagnitudeImportance()).scores(graph, ScoringContext(model=model))
     assert {name: values.numel() for name, values in scores.items()} == {n: g.size for n, g in graph.groups.items()}

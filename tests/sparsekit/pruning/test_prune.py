@@ -148,7 +148,7 @@ def test_the_graph_of_a_narrow_model_is_what_a_trace_of_it_finds(name: str) -> N
 
 
 class _Broken:
-    def scores(self, graph: sk.UnitGraph, view: sk.View) -> dict[str, Tensor]:
+    def scores(self, graph: sk.UnitGraph, context: sk.ScoringContext) -> dict[str, Tensor]:
         return {name: torch.full((group.size,), float("nan")) for name, group in graph.groups.items()}
 
 

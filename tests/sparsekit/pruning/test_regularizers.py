@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.criteria import Magnitude, View
+from sparsekit.criteria import Magnitude, ScoringContext
 from sparsekit.finetuning import GroupLasso, GroupSL, GrowingRegularizer
 from sparsekit.pruning.regularizers import UnitRegularizer
 
@@ -64,7 +64,7 @@ def test_training_with_a_lasso_empties_units_that_the_task_does_not_need() -> No
         model, batches, nn.functional.mse_loss, epochs=500,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), regularizer=GroupLasso(graph, 0.01),
     )  # fmt: skip
-    norms = Magnitude(order=2, coupled=True).scores(graph, View(weights=model.state_dict()))["0"]
+    norms = Magnitude(order=2, coupled=True).scores(graph, ScoringContext(weights=model.state_dict()))["0"]
     assert int((norms < 0.05).sum()) >= 6
     with torch.no_grad():
         assert float(nn.functional.mse_loss(model(x), batches[0][1])) < 0.05

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsekit import LearnableMask, criteria
 from sparsekit.allocation import choose, ratio_counts
-from sparsekit.criteria import Learned, View
+from sparsekit.criteria import Learned, ScoringContext
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 
@@ -24,9 +24,9 @@ class Opposite:
     dtype: torch.dtype = torch.float64
     learned: bool = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        assert view.importance is not None
-        return {name: (-view.importance[name]).to(self.dtype) for name in graph.groups}
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+        assert context.importance is not None
+        return {name: (-context.importance[name]).to(self.dtype) for name in graph.groups}
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Smoothed:
     asked: int = 0
     learned: bool = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        assert view.importance is not None
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+        assert context.importance is not None
         self.asked += 1
-        for name, values in view.importance.items():
+        for name, values in context.importance.items():
             before = self.mean.get(name, values)
             self.mean[name] = 0.9 * before + 0.1 * values
         return self.mean
@@ -52,10 +52,10 @@ class ByWeights:
 
     learned: bool = True
 
-    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        assert view.importance is not None
-        assert view.weights is not None
-        return {name: view.importance[name] + view.weights[f"{name}.bias"].abs() for name in graph.groups}
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
+        assert context.importance is not None
+        assert context.weights is not None
+        return {name: context.importance[name] + context.weights[f"{name}.bias"].abs() for name in graph.groups}
 
 
 def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
@@ -115,6 +115,6 @@ def test_any_criterion_may_choose_what_stays_anew_at_every_ratio(name: str) -> N
         if name == "fisher":
             whole = convolutions()[0]
             whole.load_state_dict(masked.dense_state())
-            view = View(weights=masked.dense_state(), model=whole.train())
-            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, view), masked.widths.counts())
+            context = ScoringContext(weights=masked.dense_state(), model=whole.train())
+            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, context), masked.widths.counts())
         train_step(masked, optimizer, x, y)

@@ -57,7 +57,7 @@ def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:
     model, (x, y) = _model(), _data()
     start = sk.criteria.Fisher([(x, y)], F.cross_entropy)
     masked = sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"), start=start, explore=0.0)
-    scores = start.scores(masked.graph, sk.View(weights=model.state_dict(), model=model))
+    scores = start.scores(masked.graph, sk.ScoringContext(weights=model.state_dict(), model=model))
     for name, keep in masked.unit_mask().items():
         if not keep.all():
             assert scores[name][keep].min() >= scores[name][~keep].max()
