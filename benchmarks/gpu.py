@@ -33,7 +33,7 @@ from common import in_turns, over
 from step import MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
-from sparsekit import LearnableMask, compact, select, trace_units
+from sparsekit import LearnableMask, compact, make_mask, trace_units
 from sparsekit.criteria import Magnitude, Random, ScoringContext
 from sparsekit_fl.results.records import describe_environment
 
@@ -62,7 +62,7 @@ def exactness(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
     for name in ["cnn"] if quick else list(MODELS):
         model, x, y = build(name)
         graph = trace_units(model, x[:2])
-        mask = select(Random(), graph, 0.5, ScoringContext(generator=torch.Generator().manual_seed(0)))
+        mask = make_mask(Random(), graph, 0.5, ScoringContext(generator=torch.Generator().manual_seed(0)))
         small = compact(model, graph, mask)
         truth = compact(model.double() if name != "lstm" else model, graph, mask)
         model.float()
@@ -195,7 +195,7 @@ def llama(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
     result["trace_seconds"] = time.perf_counter() - began
     result["groups"], result["units"] = len(graph.groups), graph.units
     began = time.perf_counter()
-    mask = select(Magnitude(), graph, 0.7, ScoringContext(weights=model.state_dict()))
+    mask = make_mask(Magnitude(), graph, 0.7, ScoringContext(weights=model.state_dict()))
     cut = compact(model, graph, mask).eval()
     synchronise(device)
     result["prune_seconds"] = time.perf_counter() - began

@@ -90,7 +90,7 @@ class Bench:
         counts = allocate(
             registry[allocation], self.graph, scores, self.costs, budget=self.budget(share), limits=keep, multiple_of=multiple
         )
-        return sk.choose(self.graph, scores, counts)
+        return sk.mask_from_scores(self.graph, scores, counts)
 
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
         """The small model, and its share of the FLOPs; `how` is "as cut", "bias" or "reconstructed"."""

@@ -38,7 +38,7 @@ def wanda_sp(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], b
     """Wanda (Sun et al., ICLR 2024) summed over units: one share of the features of every layer, all heads stay."""
     own = scores["activation"]
     counts = counts_of(graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head")
-    return sk.choose(graph, own, counts)
+    return sk.mask_from_scores(graph, own, counts)
 
 
 def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
@@ -50,7 +50,7 @@ def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores],
     counts = counts_of(
         graph, costs, own, budget, uniform, lambda name: graph.groups[name].kind == "head" or layer_of(name) in spared
     )
-    return sk.choose(graph, own, counts)
+    return sk.mask_from_scores(graph, own, counts)
 
 
 def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
@@ -60,13 +60,13 @@ def flap(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budge
     def ranking(problem: Problem) -> Any:
         return global_ranking(problem, scale="none")
 
-    return sk.choose(graph, own, counts_of(graph, costs, own, budget, ranking, lambda _: False))
+    return sk.mask_from_scores(graph, own, counts_of(graph, costs, own, budget, ranking, lambda _: False))
 
 
 def random_uniform(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
     """Random units, one share everywhere."""
     own = scores["random"]
-    return sk.choose(graph, own, counts_of(graph, costs, own, budget, uniform, lambda _: False))
+    return sk.mask_from_scores(graph, own, counts_of(graph, costs, own, budget, uniform, lambda _: False))
 
 
 MASKS: dict[str, Callable[..., sk.UnitMask]] = {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         tracing as tracing,
         training as training,
     )
-    from sparsekit.allocation.choose import choose as choose, select as select
+    from sparsekit.allocation.masks import mask_from_scores as mask_from_scores, make_mask as make_mask
     from sparsekit.allocation.problem import Allocation as Allocation
     from sparsekit.bandit import (
         PUCBV as PUCBV,

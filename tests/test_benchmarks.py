@@ -13,7 +13,7 @@ import torch
 from gpu import PARTS
 from prune_cells import Images
 
-from sparsekit.allocation.choose import select
+from sparsekit.allocation.masks import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -31,7 +31,7 @@ def test_the_reference_does_the_work_that_the_method_reports(method: str) -> Non
 def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel() -> None:
     case = client_step.Case("fedavg", "cnn", 0.5, 1)
     graph, model = case.spec.graph, case.spec.problem.model()
-    mask = select(Ordered(), graph, 0.5, ScoringContext())
+    mask = make_mask(Ordered(), graph, 0.5, ScoringContext())
 
     def needed(mask: Any) -> int:
         module = client_step.Reference._needed(case, model, SimpleNamespace(mask=mask))

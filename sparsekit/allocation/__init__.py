@@ -1,8 +1,8 @@
 """Allocation: how many units stay in each group, and which. `registry` finds allocations by name."""
 
 from sparsekit.allocation.by_cost import by_cost, by_loss, global_ranking
-from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.limits import PreferredMultiple
+from sparsekit.allocation.masks import make_mask, mask_from_scores
 from sparsekit.allocation.problem import Allocation, Problem, allocate
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.allocation.shares import by_ratio, check_ratio, ratio_counts, uniform
@@ -20,11 +20,11 @@ __all__ = [
     "by_loss",
     "by_ratio",
     "check_ratio",
-    "choose",
     "global_ranking",
+    "make_mask",
+    "mask_from_scores",
     "ratio_counts",
     "registry",
-    "select",
     "uniform",
 ]
 

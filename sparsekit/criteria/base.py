@@ -42,7 +42,7 @@ class ScoringContext:
 
 @runtime_checkable
 class Criterion(Protocol):
-    """What a unit is worth. An allocation says how many units stay; `choose` keeps those of the largest scores.
+    """What a unit is worth. An allocation says how many units stay; `mask_from_scores` keeps those of the largest scores.
 
     Two attributes are optional, and False where they are absent. `comparable`: scores of units of different groups mean the
     same, so that one ranking of all units makes sense; `Normalised` makes any criterion comparable. `learned`: the scores

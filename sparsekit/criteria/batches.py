@@ -208,7 +208,7 @@ class DataDriven:
     def _model(self, context: ScoringContext, graph: UnitGraph) -> nn.Module:
         if context.model is None:
             raise MissingImportanceError(
-                f"{type(self).__name__} runs the model on data; pass ScoringContext(model=model), the model that the graph is of"
+                f"{type(self).__name__} runs the model on data: pass ScoringContext(model=model) with the model of the graph"
             )
         graph.check_state(context.model.state_dict(), what=f"the {type(context.model).__name__}")
         return context.model

@@ -88,7 +88,7 @@ class UnitMask(_Mask):
             strange = sorted(set(given) ^ set(expected))[:5]
             raise ForeignMaskError(
                 f"the mask does not belong to this graph (differing groups and sizes: {strange});"
-                " make it with select(criterion, graph, ratio, view) or UnitMask.full(graph)"
+                " make it with make_mask(criterion, graph, ratio, context) or UnitMask.full(graph)"
             )
         for name, kept in self.counts().items():
             if kept < 1:

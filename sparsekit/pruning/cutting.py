@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.by_cost import global_ranking
-from sparsekit.allocation.choose import choose
 from sparsekit.allocation.limits import Counts, Limits, Multiples
+from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.problem import Allocation, allocate, name_of
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, score_units
 from sparsekit.criteria.scored import Scored
@@ -173,7 +173,7 @@ class Cutter:
             )
             if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
                 _warn_of_starved(graph, counts)
-            mask = choose(graph, scores.values, counts, source=f"{scores.name} scores")
+            mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
             if dry and limit_ms is None:  # who cuts by herself, perhaps in place, has no memory for a second model
                 return mask, model
             small = compact(model, graph, mask, rules=self.rules)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit.allocation.choose import choose
+from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.problem import Allocation, allocate
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import measure_costs
@@ -28,7 +28,7 @@ class AllocationContract:
             given = copy.deepcopy(scores)
             counts = allocate(allocation, graph, scores, costs, budget=Budget.of(budget))
             # Out of range, they would be refused.
-            assert choose(graph, scores, counts).counts() == dict(counts)
+            assert mask_from_scores(graph, scores, counts).counts() == dict(counts)
             assert dict(counts) == dict(allocate(allocation, graph, given, costs, budget=Budget.of(budget)))
             assert all(isinstance(count, int) for count in counts.values())
             assert all(torch.equal(values, given[name]) for name, values in scores.items())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsekit.allocation.choose import select
+from sparsekit.allocation.masks import make_mask
 from sparsekit.allocation.shares import ratio_counts
 from sparsekit.criteria.base import Criterion, ScoringContext, score_units
 from sparsekit.graph.graph import UnitGraph
@@ -40,7 +40,7 @@ class ExampleModel(nn.Module):
         return torch.stack([layer(x).square().sum(1) for layer in self.children()], 1)
 
 
-def example_view(seed: int = 0) -> ScoringContext:
+def example_context(seed: int = 0) -> ScoringContext:
     """Everything that a criterion may look at, drawn from `seed`."""
     generator, graph = torch.Generator().manual_seed(seed), example_graph()
     importance = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
@@ -61,12 +61,12 @@ class CriterionContract:
 
     def context(self, seed: int = 0) -> ScoringContext:
         """A context of `graph()`."""
-        return example_view(seed)
+        return example_context(seed)
 
     def test_every_unit_has_a_score_by_which_any_share_can_be_kept(self, criterion: Criterion) -> None:
         assert isinstance(criterion, Criterion)
         for ratio in (1e-6, 0.5, 1.0):
-            assert select(criterion, self.graph(), ratio, self.context()).counts() == ratio_counts(self.graph(), ratio)
+            assert make_mask(criterion, self.graph(), ratio, self.context()).counts() == ratio_counts(self.graph(), ratio)
 
     def test_scores_depend_on_the_view_alone_and_leave_it_as_it_was(self, criterion: Criterion) -> None:
         random, before = torch.random.get_rng_state(), pickle.loads(pickle.dumps(criterion))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsekit._torch import identity
-from sparsekit.allocation.choose import choose
+from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.criteria.base import ScoringContext, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
@@ -167,7 +167,7 @@ class FollowScores(Rule):
                 fused = torch.cat([scores[name] for name in masked.graph.groups])
             if not (unless_it_stands and masked.vectors.mask_unchanged(fused)):
                 scores = split_units(masked.graph, fused) if scores is None else scores
-                mask = choose(masked.graph, scores, masked.widths.counts(), source=source)
+                mask = mask_from_scores(masked.graph, scores, masked.widths.counts(), source=source)
                 if mask != masked.narrow_model.mask:
                     masked.change_mask(mask)
                 self._density = mask.density(masked.graph)

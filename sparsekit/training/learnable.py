@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsekit._torch import is_exporting, outside_compiler
-from sparsekit.allocation.choose import choose
+from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, is_learned, score_units
@@ -295,7 +295,7 @@ class LearnableMask(MaskedModule):
             self.scores.copy_(importance)
         self.scores.grad = None
         counts = self.widths.counts()
-        first = choose(self.graph, split_units(self.graph, self.scores.detach()), counts, source="importance")
+        first = mask_from_scores(self.graph, split_units(self.graph, self.scores.detach()), counts, source="importance")
         self.narrow_model.load(state, first)
         self.vectors.reload(magnitudes)
         self._rule = self.learning.rule(self)

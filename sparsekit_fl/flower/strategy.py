@@ -96,7 +96,7 @@ class SubmodelStrategy(Strategy):
         if self._mask == "learned":
             return None
         criterion = sk.criteria.Ordered() if self._mask == "ordered" else sk.criteria.Magnitude()
-        return sk.select(criterion, self._graph, ratio, sk.ScoringContext(weights=self._state))
+        return sk.make_mask(criterion, self._graph, ratio, sk.ScoringContext(weights=self._state))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Merge the submodels; the strategy inside gets the merged model in the place of each client's."""

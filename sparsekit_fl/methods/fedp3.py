@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekit.allocation import select
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import ClientContext
@@ -85,7 +85,7 @@ class FedP3(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the first units of every group, and upload those of the client's own layers."""
         graph = client.graph
-        units = select(Ordered(), graph, task.ratio, ScoringContext())
+        units = make_mask(Ordered(), graph, task.ratio, ScoringContext())
         result = sgd(client, replace(task, mask=units))
         keep_model(client, result, "last", task.ratio)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}

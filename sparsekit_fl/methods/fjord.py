@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from sparsekit.allocation import check_ratio, select
+from sparsekit.allocation import check_ratio, make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitMask
@@ -108,9 +108,9 @@ class FjORD(Submodels):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
         ratio = task.ratio
-        widest = select(Ordered(), client.graph, ratio, ScoringContext())
+        widest = make_mask(Ordered(), client.graph, ratio, ScoringContext())
         widths = sorted({*(level for level in (client.levels if self.levels is None else self.levels) if level < ratio), ratio})
-        masks = [select(Ordered(), client.graph, width, ScoringContext()) for width in widths]
+        masks = [make_mask(Ordered(), client.graph, width, ScoringContext()) for width in widths]
         narrower = [_Width(client, task.state, widest, mask) for mask in masks[:-1]]
         leaves = load_leaves(client, task.state, widest)
         batches = client.batches()
@@ -148,5 +148,5 @@ class FjORD(Submodels):
         ratio = client.capability.ratio
         if ratio == 1.0:
             return Model(state=state)
-        mask = select(Ordered(), client.graph, ratio, ScoringContext())
+        mask = make_mask(Ordered(), client.graph, ratio, ScoringContext())
         return Model(state=Kept(client.graph, mask).gather_all(state), mask=mask, ratio=ratio)

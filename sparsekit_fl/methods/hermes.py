@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from sparsekit.allocation import choose, ratio_counts
+from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.client.context import ClientContext
@@ -61,7 +61,7 @@ class Hermes(PruneWhenAccurate):
             norms[name] = unit_magnitudes(group, state)
             if isinstance(mask, UnitMask):
                 norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
-        return choose(client.graph, norms, ratio_counts(client.graph, ratio), source="norms")
+        return mask_from_scores(client.graph, norms, ratio_counts(client.graph, ratio), source="norms")
 
     def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
         """Train with the group lasso."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from sparsekit.allocation import select
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import Criterion, Ordered, ScoringContext
 from sparsekit.errors import NoUnitsError
 from sparsekit.finetuning import recalibrate_batchnorm
@@ -56,7 +56,7 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
         assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
         state = side.state
     context = RoundView(round=side.round, weights=state, generator=torch_generator(side.rngs["mask"]))
-    return select(criterion, side.graph, ratio, context)
+    return make_mask(criterion, side.graph, ratio, context)
 
 
 def require_units(graph: UnitGraph, who: str) -> None:

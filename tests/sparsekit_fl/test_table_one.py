@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from sparsekit import select, trace_units
+from sparsekit import make_mask, trace_units
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import cost_model
@@ -51,13 +51,14 @@ def costed(name: str):
 def test_the_flops_of_fedavg_and_of_half_of_its_units_are_those_of_tables_one_and_two(name, ratio, flops) -> None:
     passes, graph, costs, _, _ = costed(name)
     assert (
-        3 * passes * rowmask_flops(costs, None if ratio == 1.0 else select(Ordered(), graph, ratio, ScoringContext())) == flops
+        3 * passes * rowmask_flops(costs, None if ratio == 1.0 else make_mask(Ordered(), graph, ratio, ScoringContext()))
+        == flops
     )
 
 
 def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
     passes, graph, costs, _, _ = costed("cifar10")
-    masks = [select(Ordered(), graph, level, ScoringContext()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    masks = [make_mask(Ordered(), graph, level, ScoringContext()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
     mean = sum(rowmask_flops(costs, mask) for mask in masks) / 5
     assert 3 * passes * mean == pytest.approx(320.0964e12, rel=1e-6)
 
@@ -72,7 +73,7 @@ def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
 def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows, compacted) -> None:
     """Of every method that trains as many units as a client's capability says: eFD, HeteroFL, FedRolex, RCR."""
     _, graph, costs, _, _ = costed(name)
-    masks = [select(Ordered(), graph, level, ScoringContext()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    masks = [make_mask(Ordered(), graph, level, ScoringContext()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
     assert [rowmask_flops(costs, mask) / rowmask_flops(costs) for mask in masks] == pytest.approx(rows, abs=5e-5)
     assert [costs.forward_flops(mask) / costs.forward_flops() for mask in masks] == pytest.approx(compacted, abs=5e-5)
 

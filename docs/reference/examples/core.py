@@ -11,7 +11,7 @@ import sparsekit as sk
 model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
 x, y = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
 graph = sk.trace_units(model, x[:2])
-mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 masked = sk.LearnableMask(model, (x[:2],), ratio=0.5)
 small = sk.compact(model, graph, mask)
 rng = np.random.default_rng(0)
@@ -65,7 +65,7 @@ class Norms:
 
 
 assert isinstance(Norms(), sk.Criterion)
-sk.select(Norms(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+sk.make_mask(Norms(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.Interval
 rates = sk.Interval(1e-4, 1.0, scale="log")
@@ -139,9 +139,9 @@ pruned = sk.prune(model, (x[:1],), budget="params=50%", allocation=sk.allocation
 # sparsekit.bandit
 from sparsekit.bandit import PUCBV, Interval  # needs numpy alone
 
-# sparsekit.choose, sparsekit.allocation.choose
+# sparsekit.mask_from_scores, sparsekit.allocation.mask_from_scores
 scores = sk.criteria.Magnitude().scores(graph, sk.ScoringContext(weights=model.state_dict()))
-mask = sk.choose(graph, scores, {"0": 4})
+mask = sk.mask_from_scores(graph, scores, {"0": 4})
 
 # sparsekit.compact
 small = sk.compact(model, graph, mask)
@@ -180,8 +180,8 @@ sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask)
 # sparsekit.save_compact
 sk.save_compact(masked, "small.safetensors")
 
-# sparsekit.select, sparsekit.allocation.select
-mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+# sparsekit.make_mask, sparsekit.allocation.make_mask
+mask = sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.trace_units
 graph = sk.trace_units(model, x[:2])
@@ -244,28 +244,28 @@ again = sk.bandit.make_bandit("p-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 loss = nn.functional.cross_entropy
 for kind in (sk.criteria.Activation, sk.criteria.Fisher, sk.criteria.PositionFisher, sk.criteria.Taylor):
     criterion = kind(batches, loss)
-    sk.select(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
+    sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
 
 # sparsekit.criteria.BatchNormScale, sparsekit.criteria.GeometricMedian, sparsekit.criteria.Lamp, sparsekit.criteria.Magnitude
 for criterion in (sk.criteria.BatchNormScale(), sk.criteria.GeometricMedian(), sk.criteria.Lamp(), sk.criteria.Magnitude()):
-    sk.select(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+    sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.criteria.Learned
-sk.select(sk.criteria.Learned(), graph, 0.5, sk.ScoringContext(importance=masked.importance()))
+sk.make_mask(sk.criteria.Learned(), graph, 0.5, sk.ScoringContext(importance=masked.importance()))
 
 # sparsekit.criteria.Normalised, sparsekit.criteria.is_comparable
 assert not sk.criteria.is_comparable(sk.criteria.Magnitude())
 assert sk.criteria.is_comparable(sk.criteria.Normalised(sk.criteria.Magnitude()))
 
 # sparsekit.criteria.Ordered
-sk.select(sk.criteria.Ordered(), graph, 0.5, sk.ScoringContext())  # the first half of each group
+sk.make_mask(sk.criteria.Ordered(), graph, 0.5, sk.ScoringContext())  # the first half of each group
 
 # sparsekit.criteria.Random
-sk.select(sk.criteria.Random(), graph, 0.5, sk.ScoringContext(generator=torch.Generator().manual_seed(0)))
+sk.make_mask(sk.criteria.Random(), graph, 0.5, sk.ScoringContext(generator=torch.Generator().manual_seed(0)))
 
 # sparsekit.criteria.Scored
 scores = sk.criteria.Magnitude().scores(graph, sk.ScoringContext(weights=model.state_dict()))
-mask = sk.select(sk.criteria.Scored(scores), graph, 0.5, sk.ScoringContext())
+mask = sk.make_mask(sk.criteria.Scored(scores), graph, 0.5, sk.ScoringContext())
 
 # sparsekit.criteria.TorchPruning
 adapter = sk.criteria.TorchPruning  # needs torch-pruning, in the extra `bench`
@@ -307,7 +307,7 @@ except sk.errors.MissingDependencyError as error:
 
 # sparsekit.errors.MissingImportanceError
 try:
-    sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext())
+    sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext())
 except sk.errors.MissingImportanceError as error:
     print(error)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import select
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import (
     Activation,
     BatchNormScale,
@@ -25,13 +25,13 @@ from sparsekit.criteria import (
     PositionFisher,
     Random,
     Scored,
-    Taylor,
     ScoringContext,
+    Taylor,
 )
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+from sparsekit.testing.criteria import CriterionContract, example_context, example_graph
 
 DATA = [
     (torch.randn(4, 3, generator=generator), torch.rand(4, 3, generator=generator))
@@ -64,7 +64,7 @@ ALL: list[Any] = [
     *(Taylor(DATA, F.mse_loss, form=form) for form in ("cost", "signed", "absolute", "squared", "products")),
     Fisher(DATA, F.mse_loss),
     PositionFisher(DATA, F.mse_loss),
-    Scored(example_view().importance or {}),
+    Scored(example_context().importance or {}),
 ]
 
 
@@ -99,20 +99,20 @@ def _scores(*values: float) -> dict[str, Tensor]:
 
 
 def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:
-    small, large = (select(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
+    small, large = (make_mask(Ordered(), example_graph(), ratio, ScoringContext()) for ratio in (0.4, 0.7))
     assert small["first"].tolist() == [True] * 3 + [False] * 4
     assert all(bool((large[name] | ~small[name]).all()) for name in large)
 
 
 def test_at_random_every_unit_is_equally_likely_and_one_permutation_a_group_is_drawn() -> None:
     generator, again = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
-    mask = select(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
+    mask = make_mask(Random(), example_graph(), 0.5, ScoringContext(generator=generator))
     for name, keep in mask.items():
         drawn = torch.randperm(keep.numel(), generator=again)
         assert set(drawn[: int(keep.sum())].tolist()) == set(keep.nonzero().flatten().tolist()), name
     assert torch.equal(generator.get_state(), again.get_state())
     context = ScoringContext(generator=generator)
-    hits = sum(select(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
+    hits = sum(make_mask(Random(), example_graph(), 3 / 7, context)["first"].float() for _ in range(2000)) / 2000
     assert torch.allclose(hits, torch.full((7,), 3 / 7), atol=0.05)
 
 
@@ -166,7 +166,7 @@ def test_weights_are_multiplied_by_the_root_mean_square_of_what_they_read() -> N
 
 
 def test_units_that_no_layer_reads_are_named() -> None:
-    context = example_view()
+    context = example_context()
     with pytest.raises(InvalidValueError, match="the units of group 'first' are not the input of a linear layer"):
         Activation([torch.randn(2, 3)]).scores(example_graph(), context)
 
@@ -197,7 +197,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         for criterion in (Magnitude(), Lamp(), GeometricMedian(), BatchNormScale())
     ),
     (
-        lambda: select(Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))),
+        lambda: make_mask(
+            Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
+        ),
         r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
     ),
     *(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, PositionFisher, Taylor, ScoringContext
+from sparsekit.criteria import Fisher, PositionFisher, ScoringContext, Taylor
 from sparsekit.errors import InvalidValueError
 
 

@@ -53,7 +53,7 @@ def test_no_budget_is_exceeded_and_every_cut_is_exact(
         count = counts[group.name]
         assert count % step_of(group, multiple) == 0 or count == group.size or graph.ties
         assert count >= limits.get(group.name, (0.0, 1.0))[0] * group.size
-    mask = sk.choose(graph, scores, counts)
+    mask = sk.mask_from_scores(graph, scores, counts)
     check_masked_equals_compact(model, args, kwargs, graph, mask, gradients=False)
     if kind is by_cost or (kind is global_ranking and multiple == 1 and not limits and not graph.ties):
         for groups, allowed in free.items():

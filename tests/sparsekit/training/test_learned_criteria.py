@@ -11,7 +11,7 @@ from masked import batches_like, classifier, convolutions, train_alike, train_st
 from torch import Tensor
 
 from sparsekit import LearnableMask, criteria
-from sparsekit.allocation import choose, ratio_counts
+from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import Learned, ScoringContext
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -59,7 +59,7 @@ class ByWeights:
 
 
 def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
-    return choose(graph, scores, ratio_counts(graph, 0.5))
+    return mask_from_scores(graph, scores, ratio_counts(graph, 0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -116,5 +116,7 @@ def test_any_criterion_may_choose_what_stays_anew_at_every_ratio(name: str) -> N
             whole = convolutions()[0]
             whole.load_state_dict(masked.dense_state())
             context = ScoringContext(weights=masked.dense_state(), model=whole.train())
-            assert masked.unit_mask() == choose(masked.graph, criterion.scores(masked.graph, context), masked.widths.counts())
+            assert masked.unit_mask() == mask_from_scores(
+                masked.graph, criterion.scores(masked.graph, context), masked.widths.counts()
+            )
         train_step(masked, optimizer, x, y)

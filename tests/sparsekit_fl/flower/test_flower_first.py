@@ -116,7 +116,7 @@ def test_an_entry_is_the_mean_over_its_holders_and_stays_where_nobody_trained_it
         SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__), app_of(), state
     )
     graph = traced(TinyNet(), EXAMPLE)
-    masks = [sk.select(sk.criteria.Ordered(), graph, ratio, sk.ScoringContext(weights=state)) for ratio in ratios.values()]
+    masks = [sk.make_mask(sk.criteria.Ordered(), graph, ratio, sk.ScoringContext(weights=state)) for ratio in ratios.values()]
     for name, _ in TinyNet().named_parameters():
         tensor = state[name]
         zeros = {key: torch.zeros_like(value, dtype=torch.double) for key, value in state.items()}

@@ -5,7 +5,7 @@ import torch
 from personal import client_context
 from torch import nn
 
-from sparsekit.allocation import select
+from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit_fl.methods import hermes
 from sparsekit_fl.methods.client import load_leaves
@@ -36,7 +36,7 @@ def mixed() -> Problem:
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_the_lassos_gradient_is_autograds(ratio) -> None:
     spec, _, ctx = client_context(hermes(), mixed())
-    mask = select(Ordered(), spec.graph, ratio, ScoringContext())
+    mask = make_mask(Ordered(), spec.graph, ratio, ScoringContext())
     leaves = load_leaves(ctx, spec.initial, mask)
     adjust = _group_lasso(ctx, leaves, 0.3)
     with torch.no_grad():

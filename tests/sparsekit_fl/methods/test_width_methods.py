@@ -7,9 +7,9 @@ import torch
 from personal import client_context, deep_problem, training, watched
 
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation import choose, ratio_counts, select
+from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
 from sparsekit.allocation.shares import keep_count
-from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+from sparsekit.testing.criteria import CriterionContract, example_context, example_graph
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, rcr_dyn
 from sparsekit_fl.methods.fedrolex import Rolling
 from sparsekit_fl.methods.submodels import RoundView
@@ -51,7 +51,7 @@ def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     criterion = fedrolex().criterion()
     counts = torch.zeros(8, dtype=torch.int64)
     for round in range(1, 9):
-        counts += select(criterion, graph, ratio, RoundView(round=round))["first"]
+        counts += make_mask(criterion, graph, ratio, RoundView(round=round))["first"]
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
 
 
@@ -121,11 +121,11 @@ class TestRolling(CriterionContract):
         return Rolling()
 
     def view(self, seed: int = 0) -> RoundView:
-        return RoundView(round=3 + seed, **vars(example_view(seed)))
+        return RoundView(round=3 + seed, **vars(example_context(seed)))
 
 
 def test_the_step_is_a_choice() -> None:
     graph = example_graph()
     scores = Rolling(step=3).scores(graph, RoundView(round=2))
-    kept = choose(graph, scores, {**ratio_counts(graph, 1.0), "first": 2})["first"]
+    kept = mask_from_scores(graph, scores, {**ratio_counts(graph, 1.0), "first": 2})["first"]
     assert kept.nonzero().flatten().tolist() == [0, 6]

@@ -1,11 +1,11 @@
-"""choose() and select(): how scores and counts become a mask."""
+"""mask_from_scores() and make_mask(): how scores and counts become a mask."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsekit.allocation import choose
+from sparsekit.allocation import mask_from_scores
 from sparsekit.testing.criteria import example_graph
 
 SIZES = {name: group.size for name, group in example_graph().groups.items()}
@@ -27,7 +27,7 @@ def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.D
               for name, n in SIZES.items()}  # fmt: skip
     counts = {name: data.draw(st.integers(1, size)) for name, size in SIZES.items()}
     dtype = data.draw(st.sampled_from(FLOATS))
-    mask = choose(example_graph(), {name: torch.tensor(v, dtype=dtype) for name, v in values.items()}, counts)
+    mask = mask_from_scores(example_graph(), {name: torch.tensor(v, dtype=dtype) for name, v in values.items()}, counts)
     assert mask.counts() == counts
     for name, keep in mask.items():
         order = sorted(range(SIZES[name]), key=lambda unit: (-values[name][unit], unit))
@@ -37,4 +37,4 @@ def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.D
 def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
     scores = torch.full((7,), 1.0, dtype=torch.float64)
     scores[5] += 1e-12
-    assert _kept(choose(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]
+    assert _kept(mask_from_scores(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]

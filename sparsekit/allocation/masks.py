@@ -1,4 +1,4 @@
-"""choose() and select(): the only place where scores become a mask."""
+"""mask_from_scores() and make_mask(): the only place where scores become a mask."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,9 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 
 
-def choose(graph: UnitGraph, scores: Mapping[str, Tensor], counts: Mapping[str, int], *, source: str = "scores") -> UnitMask:
+def mask_from_scores(
+    graph: UnitGraph, scores: Mapping[str, Tensor], counts: Mapping[str, int], *, source: str = "scores"
+) -> UnitMask:
     """Keep the units of the largest scores.
 
     Args:
@@ -49,8 +51,8 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
     return keep
 
 
-def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], context: ScoringContext) -> UnitMask:
-    """Score the units, count how many stay and choose.
+def make_mask(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, float], context: ScoringContext) -> UnitMask:
+    """Score the units, and keep the largest scores of each group.
 
     Args:
         criterion: Scores the units.
@@ -65,4 +67,4 @@ def select(criterion: Criterion, graph: UnitGraph, ratios: float | Mapping[str, 
         InvalidValueError: a ratio outside (0, 1], or scores that do not fit the graph.
     """
     scores = score_units(criterion, graph, context)
-    return choose(graph, scores, ratio_counts(graph, ratios), source=f"{type(criterion).__name__} scores")
+    return mask_from_scores(graph, scores, ratio_counts(graph, ratios), source=f"{type(criterion).__name__} scores")
