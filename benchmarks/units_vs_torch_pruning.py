@@ -134,10 +134,10 @@ def list_roots(name: str) -> list[str]:
     """Names of the root modules of at most `MOST_GROUPS` groups that do not make the output."""
     model, args, kwargs = prepared(name)
     try:
-        fixed = trace_units(copy.deepcopy(model), *args, **kwargs).fixed
+        unprunable = trace_units(copy.deepcopy(model), *args, **kwargs).unprunable
     except NoUnitsError as error:
-        fixed = error.fixed
-    outputs = {item.module for item in fixed if item.reason == "model output"}
+        unprunable = error.unprunable
+    outputs = {item.module for item in unprunable if item.reason == "model output"}
     names = {module: key for key, module in model.named_modules()}
     roots = []
     for group in groups_of(model, args, kwargs)[1]:

@@ -50,11 +50,11 @@ class TraceError(SparsekitError, RuntimeError):
 
 
 class NoUnitsError(SparsekitError, ValueError):
-    """Nothing in the model can be removed exactly. `fixed` lists what was found and why it stays, as in `UnitGraph.fixed`."""
+    """Nothing in the model can be removed exactly. `unprunable` lists the units found, with reasons, as `UnitGraph` does."""
 
-    def __init__(self, message: str, fixed: Iterable[Any] = ()) -> None:
+    def __init__(self, message: str, unprunable: Iterable[Any] = ()) -> None:
         super().__init__(message)
-        self.fixed = tuple(fixed)
+        self.unprunable = tuple(unprunable)
 
 
 class UnsupportedModelError(SparsekitError, TypeError):

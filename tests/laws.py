@@ -15,7 +15,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 from sparsekit.training.widening import DenseModel
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def trace(
-    model: nn.Module, *args: Any, category: type[Warning] = FixedUnitsWarning, **options: Any
+    model: nn.Module, *args: Any, category: type[Warning] = UnprunableWarning, **options: Any
 ) -> tuple[UnitGraph, list[str]]:
     """Trace a model: its units, and the warnings of a category."""
     with warnings.catch_warnings(record=True) as caught:

@@ -131,14 +131,14 @@ add("weight-norm-throughout", images(4, 2, 9), {}, fixed=("normalised over its u
     )
 )
 add("weight-norm-hook", images(4, 3), {"0": 6, "2": 5})(lambda: _behind(_quietly(nn.utils.weight_norm, nn.Linear(3, 6))))
-add("weight-norm-of-all", images(4, 3), {"2": 5}, fixed=("'0' (6 units) kept whole: weight_norm over the whole weight",))(
+add("weight-norm-of-all", images(4, 3), {"2": 5}, fixed=("'0' (6 units) cannot be pruned: weight_norm over the whole weight",))(
     lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6), dim=None))
 )
 add(
     "spectral-norm",
     images(4, 3),
     {"2": 5},
-    fixed=("'0' (6 units) kept whole: spectral_norm divides by a norm of the whole weight",),
+    fixed=("'0' (6 units) cannot be pruned: spectral_norm divides by a norm of the whole weight",),
 )(lambda: _behind(parametrizations.spectral_norm(nn.Linear(3, 6))))
 add("spectral-norm-hook", images(4, 3), {"2": 5}, fixed=("spectral_norm divides by a norm of the whole weight",))(
     lambda: _behind(_quietly(nn.utils.spectral_norm, nn.Linear(3, 6)))
@@ -150,7 +150,7 @@ add(
     "orthogonal",
     images(4, 3),
     {"2": 5},
-    fixed=("'0' (6 units) kept whole: rows and columns of an orthogonal weight depend on each other",),
+    fixed=("'0' (6 units) cannot be pruned: rows and columns of an orthogonal weight depend on each other",),
 )(lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))))
 
 
@@ -260,7 +260,7 @@ add("interpolated-sum", images(2, 1, 5, 5), {"a": 6})(
     b=(1, 6, 1),
     head=(6, 2, 1),
 )
-add("padded-shortcut", images(4, 3), {"a": 4}, fixed=("'b' (2 units) kept whole",))(
+add("padded-shortcut", images(4, 3), {"a": 4}, fixed=("'b' (2 units) cannot be pruned",))(
     lambda m, x: m.head(F.relu(m.b(h := F.relu(m.a(x))) + F.pad(h, (0, 2)))), a=(3, 4), b=(4, 6), head=(6, 2)
 )
 add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=(3, 12), head=(6, 2))
@@ -281,7 +281,7 @@ def _unsaved(**scale: Any) -> nn.Module:
     return model
 
 
-_OUTSIDE = ("'a' (6 units) kept whole: combined by 'mul' with values that belong to no unit at zoo_constructs.py",)
+_OUTSIDE = ("'a' (6 units) cannot be pruned: combined by 'mul' with values that belong to no unit at zoo_constructs.py",)
 add("unsaved-attribute", images(4, 3), {"b": 5}, fixed=_OUTSIDE)(lambda: _unsaved())
 add("unsaved-buffer", images(4, 3), {"b": 5}, fixed=_OUTSIDE)(lambda: _unsaved(persistent=False))
 add("prelu-of-channels", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.PReLU(8)))
@@ -299,7 +299,7 @@ add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to 
     head=(4, 2),
 )
 add("largest-of-a-bag", tokens(11, 3, 4), {"0": 6})(lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 2)))
-add("weights-made-by-a-network", images(4, 3), {"b": 5}, fixed=("'a' (6 units) kept whole",))(
+add("weights-made-by-a-network", images(4, 3), {"b": 5}, fixed=("'a' (6 units) cannot be pruned",))(
     lambda m, x: F.linear(F.relu(m.a(F.relu(m.b(x)))), m.maker(x.new_ones(4)).view(2, 6)), a=(5, 6), b=(3, 5), maker=(4, 12)
 )
 add("distance-to-prototypes", images(4, 3), {"b": 5, "a": 6})(

@@ -30,19 +30,19 @@ _HEAD = """\
 # What can be removed, and what stays
 
 Every architecture of `tests/zoo*.py`, traced by the tests: its unit groups, the share of its parameters that lies on units
-and so can go, and what `trace_units` keeps whole and why (output layers, which always stay, are left out). The tests draw two
+and so can go, and what cannot be pruned and why (output layers, which always stay, are left out). The tests draw two
 random masks per architecture, and check that the gated model equals the compacted one, outputs and gradients, in float64
 to 1e-9.
 
 `python tests/zoo_table.py` makes this page again; a test fails when it is out of date.
 """
 
-_TABLE = "| architecture | groups (units) | can go | kept whole |\n|---|---|---|---|\n"
+_TABLE = "| architecture | groups (units) | can go | cannot be pruned |\n|---|---|---|---|\n"
 
 _KEPT_HEAD = """
-## With `norm="kept"`
+## With `prune_norms=True`
 
-The same for `trace_units(..., norm="kept")`, where layer norms, RMS norms and means are taken over the kept units, so that
+The same for `trace_units(..., prune_norms=True)`, where layer norms, RMS norms and means are taken over the kept units, so that
 the width of a transformer can go too.
 
 """
@@ -88,7 +88,7 @@ def row(name: str, model: nn.Module, graph: UnitGraph | None, fixed: Iterable[An
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def rows(architectures: Mapping[str, Architecture], norm: str) -> list[str]:
+def rows(architectures: Mapping[str, Architecture], prune_norms: bool) -> list[str]:
     """Trace every architecture for its row."""
     found = []
     for name in sorted(architectures):
@@ -96,16 +96,16 @@ def rows(architectures: Mapping[str, Architecture], norm: str) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                graph = trace_units(model, *args, norm=norm, example_kwargs=kwargs)  # type: ignore[arg-type]
-                found.append(row(name, model, graph, graph.fixed))
+                graph = trace_units(model, *args, prune_norms=prune_norms, example_kwargs=kwargs)
+                found.append(row(name, model, graph, graph.unprunable))
             except NoUnitsError as error:
-                found.append(row(name, model, None, error.fixed))
+                found.append(row(name, model, None, error.unprunable))
     return found
 
 
 def render() -> str:
     """The whole page."""
-    plain, kept = rows(zoo.ZOO, "fixed"), rows(zoo_norms.KEPT, "kept")
+    plain, kept = rows(zoo.ZOO, False), rows(zoo_norms.KEPT, True)
     cut = sum("| none |" not in line for line in plain)
     counted = f"\n{len(plain)} architectures, {cut} of them with units that can go.\n"
     lines = "".join(f"{line}\n" for line in plain), "".join(f"{line}\n" for line in kept)

@@ -86,7 +86,7 @@ add("rms-norm", images(4, 3), {"2": 5}, fixed=("'mean'",))(
 add("softmax", images(4, 3), {"2": 5}, fixed=("softmax",))(
     lambda: nn.Sequential(nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 )
-add("hard-coded-view", images(2, 1, 5, 5), {"b": 5}, fixed=("'conv' (4 units) kept whole", "zoo_wiring.py:"))(
+add("hard-coded-view", images(2, 1, 5, 5), {"b": 5}, fixed=("'conv' (4 units) cannot be pruned", "zoo_wiring.py:"))(
     lambda m, x: m.head(F.relu(m.b(F.relu(m.conv(x)).view(-1, 36)))), conv=(1, 4, 3), b=(36, 5), head=(5, 2)
 )
 add("sum-of-sigmoids", images(4, 3), {"b": 5}, fixed=("not zero",))(

@@ -92,10 +92,10 @@ class ModelOptions:
 class PruneOptions(ModelOptions):
     """The options of `sparsekit prune`."""
 
-    norm: Annotated[
-        Literal["fixed", "kept"],
-        typer.Option(help="'kept' also takes units under layer norms, which are then taken over the kept units."),
-    ] = "fixed"
+    prune_norms: Annotated[
+        bool,
+        typer.Option(help="Also prune units under layer norms, which are then taken over the kept units."),
+    ] = False
     dataset: Annotated[
         str | None,
         _data(help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation)."),

@@ -40,11 +40,11 @@ def _prune(options: PruneOptions) -> None:
     data_dir, batch_size and seed.
     """
     from sparsekit.pruning.report import PruneReport
-    from sparsekit.tracing.trace import FixedUnitsWarning
+    from sparsekit.tracing.trace import UnprunableWarning
 
     shown = not options.quiet and not options.as_json and sys.stderr.isatty()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)  # the report has the same facts
+        warnings.simplefilter("ignore", UnprunableWarning)  # the report has the same facts
         job = PruneJob(options, progress=shown)
         files: dict[str, str] = {}
         if options.dry_run:
@@ -72,8 +72,8 @@ def _print(report: PruneReport, how: str) -> None:
         shown = [column for column in head if column != "parameters it touches"]  # the page has them
         if rows:
             print_table(shown, [row[: len(shown)] for row in rows])
-    if report.fixed:
-        typer.echo(f"{len(report.fixed)} more are kept whole; `sparsekit units` says why")
+    if report.unprunable:
+        typer.echo(f"{len(report.unprunable)} more cannot be pruned; `sparsekit units` says why")
     for note in report.notes:
         typer.echo(note)
 
@@ -156,7 +156,7 @@ class PruneJob(Job):
             multiple_of=read_multiples(options.multiple_of or ()),
             schedule=self.schedule,
             finetune=self._train if options.epochs else None,
-            norm=options.norm,
+            prune_norms=options.prune_norms,
             generator=torch_generator(np.random.default_rng(options.seed)),
             dry_run=dry_run,
             progress=self.progress,

@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "units": Listed(
         "sparsekit.cli.units:units",
-        "Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.",
+        "Show the unit groups of a model: all that can be removed exactly, and what cannot be pruned, and why.",
     ),
 }
 

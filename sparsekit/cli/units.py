@@ -1,4 +1,4 @@
-"""`sparsekit units`: what can be removed from a model, and what stays whole."""
+"""`sparsekit units`: what can be removed from a model, and what cannot be pruned."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 class UnitsOptions(ModelOptions):
     """The options of `sparsekit units`."""
 
-    norm: Annotated[
-        Literal["fixed", "kept"],
-        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
-    ] = "fixed"
+    prune_norms: Annotated[
+        bool,
+        typer.Option(help="Also show units under layer norms, which are then taken over the kept units."),
+    ] = False
     time: Annotated[Literal["eager", "none"], typer.Option(help="Show how long a pass takes; none leaves it out.")] = "eager"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
 
 
 @takes(UnitsOptions)
 def _units(options: UnitsOptions) -> None:
-    """Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.
+    """Show the unit groups of a model: all that can be removed exactly, and what cannot be pruned, and why.
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """
     from sparsekit.measure.paired import measure_layers
     from sparsekit.tracing.blocks import is_meta
-    from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+    from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
     module, args, kwargs = load_with_inputs(options)
     with warnings.catch_warnings():
         # The same facts are in the table.
-        warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *args, norm=options.norm, example_kwargs=kwargs)
+        warnings.simplefilter("ignore", UnprunableWarning)
+        graph = trace_units(module, *args, prune_norms=options.prune_norms, example_kwargs=kwargs)
     times: dict[str, float] = {}
     if options.time == "eager" and not is_meta(module):
         times = measure_layers(module, args, kwargs)
@@ -92,9 +92,9 @@ def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str
                 "ties": list(group.modules),
             }
         )
-    fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
+    unprunable = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable]
     whole = {"ms": times[""]} if times else {}
-    return {"model": name, "parameters": total, "units": graph.units, **whole, "groups": groups, "fixed": fixed}
+    return {"model": name, "parameters": total, "units": graph.units, **whole, "groups": groups, "unprunable": unprunable}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -115,9 +115,9 @@ def _print(report: dict[str, Any]) -> None:
         f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"
         " more than 100 %."
     )
-    if report["fixed"]:
-        typer.echo("\nKept whole:")
-        kept = [(item["module"], str(item["size"]), item["reason"]) for item in report["fixed"]]
+    if report["unprunable"]:
+        typer.echo("\nCannot be pruned:")
+        kept = [(item["module"], str(item["size"]), item["reason"]) for item in report["unprunable"]]
         print_table(("module", "size", "reason"), kept, texts=["reason"])
 
 

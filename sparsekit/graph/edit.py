@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, NormSite, UnitGroup, UnitSlice
+from sparsekit.graph.groups import NormSite, UnitGroup, UnitSlice, Unprunable
 from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
 
@@ -17,7 +17,7 @@ _REASON = "left out on purpose"
 
 
 def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph without some groups: their units are fixed.
+    """Return the graph without some groups: their units count as unprunable.
 
     Args:
         graph: Any graph. Not changed.
@@ -31,9 +31,9 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
     """
     left_out = _checked(graph, groups)
-    fixed = (FixedUnits(name, graph.groups[name].size, _REASON) for name in graph.groups if name in left_out)
+    unprunable = (Unprunable(name, graph.groups[name].size, _REASON) for name in graph.groups if name in left_out)
     kept = {name: group for name, group in graph.groups.items() if name not in left_out}
-    return replace(_with_groups(graph, kept), fixed=(*graph.fixed, *fixed))
+    return replace(_with_groups(graph, kept), unprunable=(*graph.unprunable, *unprunable))
 
 
 def _with_groups(graph: UnitGraph, groups: Mapping[str, UnitGroup]) -> UnitGraph:
@@ -50,7 +50,7 @@ def _with_groups(graph: UnitGraph, groups: Mapping[str, UnitGroup]) -> UnitGraph
 
 
 def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph with some groups alone: the units of all others are fixed.
+    """Return the graph with some groups alone: the units of all others count as unprunable.
 
     Args:
         graph: Any graph. Not changed.
@@ -127,7 +127,7 @@ def remaining(graph: UnitGraph, names: Collection[str], modules: Collection[str]
     return replace(
         rest,
         shapes={name: shape for name, shape in graph.shapes.items() if name in names},
-        fixed=tuple(item for item in graph.fixed if item.module in modules or item.module in names),
+        unprunable=tuple(item for item in graph.unprunable if item.module in modules or item.module in names),
         sizes=tuple(size for size in rest.sizes if size.module in modules),
         norms=tuple(site for site in rest.norms if site.module in modules),
         layers=tuple(layer for layer in graph.layers if layer.name in modules),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.groups import FixedUnits, NormSite, SizeAttribute, UnitGroup, UnitSlice, group_order
+from sparsekit.graph.groups import NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
 from sparsekit.graph.index import gate, narrow_shape
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.state import StateDict
@@ -37,16 +37,16 @@ class UnitGraph:
         groups: Group name → group.
         shapes: State-dict key → shape, for the whole state.
         ties: Sets of groups that must keep equally many units (the layers of a stacked LSTM have one hidden size).
-        fixed: What was found but cannot be removed exactly.
+        unprunable: Units that were found but cannot be removed exactly.
         sizes: Integers of the model's own modules that follow the number of units.
-        norms: Calls that average over kept units only, found with norm="kept"; see `sparsekit.surgery.kept_norms`.
+        norms: Calls that average over kept units only, found with prune_norms=True; see `sparsekit.surgery.kept_norms`.
         layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.tracing.layer_order`.
     """
 
     groups: Mapping[str, UnitGroup]
     shapes: Mapping[str, torch.Size]
     ties: tuple[tuple[str, ...], ...] = ()
-    fixed: tuple[FixedUnits, ...] = ()
+    unprunable: tuple[Unprunable, ...] = ()
     sizes: tuple[SizeAttribute, ...] = ()
     norms: tuple[NormSite, ...] = ()
     layers: tuple[Layer, ...] = ()
@@ -57,7 +57,7 @@ class UnitGraph:
         more = len(self.groups) - len(shown)
         listed = ", ".join([*shown, f"and {more} more"] if more else shown)
         entries = sum(math.prod(shape) for shape in self.shapes.values())
-        whole = f"; {len(self.fixed)} kept whole" if self.fixed else ""
+        whole = f"; {len(self.unprunable)} cannot be pruned" if self.unprunable else ""
         groups = f"{len(self.groups)} group{'' if len(self.groups) == 1 else 's'}"
         return f"UnitGraph({self.units:,} units in {groups} over {entries:,} entries: {listed}{whole})"
 
@@ -216,7 +216,7 @@ class UnitGraph:
                 {name: _read_group(group) for name, group in raw["groups"].items()},
                 {name: torch.Size(shape) for name, shape in raw["shapes"].items()},
                 tuple(map(tuple, raw["ties"])),
-                tuple(FixedUnits(**item) for item in raw["fixed"]),
+                tuple(Unprunable(**item) for item in raw["unprunable"]),
                 tuple(SizeAttribute(**item) for item in raw["sizes"]),
                 tuple(_read_norm(site) for site in raw["norms"]),
                 tuple(

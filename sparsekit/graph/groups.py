@@ -1,4 +1,4 @@
-"""UnitSlice, UnitGroup: where units lie in tensors; FixedUnits, SizeAttribute, NormSite: what else a trace has found."""
+"""UnitSlice, UnitGroup: where units lie in tensors; Unprunable, SizeAttribute, NormSite: what else a trace has found."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,11 +73,11 @@ class UnitGroup:
 
 
 @dataclass(frozen=True)
-class FixedUnits:
-    """Units that stay whole, and why.
+class Unprunable:
+    """Units that cannot be pruned, and why.
 
     Args:
-        module: Qualified name of the module whose units stay.
+        module: Qualified name of the module that makes them.
         size: Number of units.
         reason: One sentence.
     """

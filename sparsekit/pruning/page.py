@@ -62,7 +62,7 @@ def draw_summary(report: PruneReport) -> str:
 def draw_page(report: PruneReport) -> str:
     """The whole report as a page of its own."""
     tables = {title: f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables().items()}
-    groups, kept = tables.pop("Groups"), tables.pop("Kept whole", "")
+    groups, kept = tables.pop("Groups"), tables.pop("Cannot be pruned", "")
     body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), *tables.values()]
     flops = [(layer.name, layer.flops_before, layer.flops_after) for layer in report.layers]
     body += ["<h2>Widths by layer</h2>", _widths(report)]

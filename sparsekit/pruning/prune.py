@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def prune(
     schedule: Schedule | str | None = None,
     finetune: AfterCut | None = None,
     graph: UnitGraph | None = None,
-    norm: Literal["fixed", "kept"] = "fixed",
+    prune_norms: bool = False,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     generator: torch.Generator | None = None,
     dry_run: bool = False,
@@ -113,7 +113,7 @@ def prune(
         schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored anew.
         finetune: Called with the narrow model and the number of the step after every cut.
         graph: The units, if they were traced before; else they are traced.
-        norm: What becomes of units that a layer norm averages over, as in `trace_units`.
+        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
         rules: Rules for layers of your own, as given to `trace_units`.
         generator: The source of randomness of criteria that draw; by default always the same.
         dry_run: Only decide and report: `model` of the result is then the dense model, and `finetune` is not called.
@@ -157,7 +157,7 @@ def prune(
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
     if graph is None:
-        graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
+        graph = trace_units(model, rules=rules, prune_norms=prune_norms, example_inputs=[call, *others])
     shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)
@@ -338,7 +338,7 @@ def _report(
         minimum=costs.costs(least_counts(free)),
         groups=groups,
         layers=layers,
-        fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed],
+        unprunable=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
         steps=history,
         measured=measured,
         candidates=tried if len(tried) > 1 else (),

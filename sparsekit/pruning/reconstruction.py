@@ -148,7 +148,7 @@ def reconstruct(
     Returns:
         Name of each layer → share of what was lost in its outputs that is left, in [0, 1], 1 where it keeps its weights: the
         mean square of the error after, divided by that before, on the examples that were held out. Transposed, grouped and
-        three-dimensional convolutions, parametrised and shared weights, and units that a graph with norm="kept" averages
+        three-dimensional convolutions, parametrised and shared weights, and units that a graph with prune_norms=True averages
         over, keep their weights.
 
     Raises:

@@ -99,7 +99,7 @@ class PruneReport:
         minimum: Metric → cost where every group keeps as few units as limits and multiples allow.
         groups: Before and after.
         layers: Before and after, in forward order.
-        fixed: Units that stay: module, number and reason.
+        unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
         measured: What else was measured: latencies before and after, errors of tables, scores of fine-tuning.
         candidates: Cuts that were tried, with the loss by which one was chosen; empty where there was no choice.
@@ -119,7 +119,7 @@ class PruneReport:
     minimum: Mapping[str, float]
     groups: Sequence[GroupReport]
     layers: Sequence[LayerReport]
-    fixed: Sequence[Mapping[str, Any]]
+    unprunable: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, float]] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
     candidates: Sequence[CandidateReport] = ()
@@ -204,9 +204,9 @@ class PruneReport:
             "Measured": (("what", "value"), measured),
             "Steps": (("step", *(self.steps[0] if self.steps else ())), steps if len(steps) > 1 else []),
             "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches", "parameters it touches"), groups),
-            "Kept whole": (
+            "Cannot be pruned": (
                 ("module", "size", "reason"),
-                [(item["module"], str(item["size"]), item["reason"]) for item in self.fixed],
+                [(item["module"], str(item["size"]), item["reason"]) for item in self.unprunable],
             ),
         }
         return {title: table for title, table in found.items() if table[1]}

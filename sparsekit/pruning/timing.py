@@ -73,7 +73,7 @@ def _reasons(
         elif layer is None:
             reason, excess = "norms and other layers without products", milliseconds - fewer * dense
         elif layer.flops_after >= layer.flops_before:
-            reason, excess = "layers that stayed whole", milliseconds - fewer * dense
+            reason, excess = "layers that cannot be pruned", milliseconds - fewer * dense
         else:
             own = layer.flops_after / layer.flops_before
             reason = (

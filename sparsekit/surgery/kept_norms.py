@@ -2,7 +2,7 @@
 
 A layer norm over 512 features of which 128 are kept is, in the narrow model, a norm over 128 numbers. For the dense model
 under the same mask to be the same function, its norm has to leave the dropped features out of its statistics. That is what
-norm="kept" means, and this file is the one place that says how it is done: calls that average over an axis are read from
+prune_norms=True means, and this file is the one place that says how it is done: calls that average over an axis are read from
 torch's functions, and computed over kept positions.
 """
 
@@ -265,7 +265,7 @@ def _inside(name: str, root: str) -> bool:
 def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
     """Run `model`, dense and with its dropped units gated, so that it equals the narrow model. It is changed inside only.
 
-    `keep`: group name → bool (units,). With a graph that was traced with norm="fixed" nothing changes.
+    `keep`: group name → bool (units,). With a graph that was traced with prune_norms=False nothing changes.
     """
     if not graph.norms:
         yield

@@ -5,14 +5,14 @@ import gc
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits
+from sparsekit.graph.groups import Unprunable
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import OUTPUT, Cause
@@ -30,8 +30,8 @@ from sparsekit.tracing.verify import Verifier
 _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
 
 
-class FixedUnitsWarning(UserWarning):
-    """Some units stay whole because removing them would not be exact."""
+class UnprunableWarning(UserWarning):
+    """Some units cannot be pruned, because removing them would not be exact."""
 
 
 class TrainModeWarning(UserWarning):
@@ -47,7 +47,7 @@ def trace_units(
     *inputs: Any,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
-    norm: Literal["fixed", "kept"] = "fixed",
+    prune_norms: bool = False,
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     **more_kwargs: Any,
@@ -67,9 +67,9 @@ def trace_units(
             than rounding, judged channel by channel against what the mask changes. Models of 50 million numbers and more, and
             those on the meta device, are compared block by block, so that a trace takes little more memory than the model;
             blocks on the meta device are filled with random values for it.
-        norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
-            transformer. "fixed" keeps them whole, since without some of them the statistics are others. "kept" lets
-            them go: a model under a mask then takes these statistics over the kept units, as the narrow model does.
+        prune_norms: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
+            transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
+            default these units cannot be pruned, since removing some of them changes the statistics.
         example_inputs: Further calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
             keyword arguments. All of them are traced and verified.
         example_kwargs: Keyword arguments of the call with `inputs`.
@@ -79,14 +79,14 @@ def trace_units(
         The groups, in forward order.
 
     Raises:
-        InvalidValueError: an unknown `norm`, or a keyword argument given twice.
+        InvalidValueError: a keyword argument given twice.
         TraceError: the model fails on the example inputs.
         UnsupportedModelError: TorchScript, a model that returns no tensor, or one that transforms operators, as with
             `torch.vmap`.
         NoUnitsError: nothing can be removed exactly.
 
     Warns:
-        FixedUnitsWarning: units stay whole; once per cause, naming the modules and the reason.
+        UnprunableWarning: units cannot be pruned; once per cause, naming the modules and the reason.
         UnreadParametersWarning: no pass read some parameters.
         TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
@@ -97,9 +97,7 @@ def trace_units(
     given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
     guard = ReadOnly(model)
     calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, example_inputs))]
-    if norm not in ("fixed", "kept"):
-        raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
-    tracer = Tracer(kept_norms=norm == "kept")
+    tracer = Tracer(kept_norms=prune_norms)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
@@ -108,7 +106,7 @@ def trace_units(
             built = _verified(verifier(model, calls, rules, training), tracer, built)
     if is_large(model):
         gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
-    hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
+    hint = "" if prune_norms else "; prune_norms=True averages over the kept units instead"
     _warn(built, hint)
     unread = [entry.names[0] for entry in tracer.entries if entry.is_parameter and entry.number not in tracer.used]
     if unread:
@@ -129,14 +127,13 @@ def trace_units(
             stacklevel=2,
         )
     if not built.graph.groups:
-        listed = (
-            "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in built.graph.fixed) or "no layer makes units"
-        )
+        found = built.graph.unprunable
+        listed = "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in found) or "no layer makes units"
         raise NoUnitsError(
-            f"nothing in {type(model).__name__} can be removed exactly. Kept whole: {listed}"
-            f"{hint if any(map(_is_average, built.graph.fixed)) else ''}."
+            f"nothing in {type(model).__name__} can be removed exactly. Found: {listed}"
+            f"{hint if any(map(_is_average, found)) else ''}."
             " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
-            built.graph.fixed,
+            found,
         )
     return built.graph
 
@@ -294,19 +291,19 @@ def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) 
     return built
 
 
-def _is_average(item: FixedUnits) -> bool:
+def _is_average(item: Unprunable) -> bool:
     return item.reason.startswith(("normalised over", *(f"reduced over its units by '{name}'" for name in _AVERAGES)))
 
 
 def _warn(built: Built, hint: str) -> None:
-    causes: dict[Cause, list[FixedUnits]] = {}
+    causes: dict[Cause, list[Unprunable]] = {}
     for item, cause in built.loud:
         causes.setdefault(replace(cause, quiet=False), []).append(item)
     for cause, items in causes.items():
         modules = ", ".join(f"{item.module!r} ({item.size} units)" for item in items)
         where = f" in {cause.module!r}" if cause.module and cause.module != items[0].module else ""
         warnings.warn(
-            f"{modules} kept whole: {cause.reason}{where}{hint if _is_average(items[0]) else ''}",
-            FixedUnitsWarning,
+            f"{modules} cannot be pruned: {cause.reason}{where}{hint if _is_average(items[0]) else ''}",
+            UnprunableWarning,
             stacklevel=3,
         )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class LearnableMask(MaskedModule):
             of keyword inputs. A list of these is several calls, so that every branch is seen. Not needed with `graph`.
         graph: The units, if they were traced before.
         rules: Rules for layers of your own, as in `trace_units`.
-        norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
+        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
         criterion: Computes the importance of units, in place of learning it from the loss. It is asked when the ratio changes
             or `recompute_mask` is called. One that is `learned` is asked after every step, as with
             `learning=GradientImportance()`.
@@ -108,7 +108,7 @@ class LearnableMask(MaskedModule):
         *,
         graph: UnitGraph | None = None,
         rules: Rules | None = None,
-        norm: Literal["fixed", "kept"] = "fixed",
+        prune_norms: bool = False,
         criterion: Criterion | None = None,
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
@@ -124,7 +124,7 @@ class LearnableMask(MaskedModule):
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = trace_units(model, norm=norm, rules=rules, example_inputs=ModelInputs.several(example_inputs))
+            graph = trace_units(model, prune_norms=prune_norms, rules=rules, example_inputs=ModelInputs.several(example_inputs))
         graph.check_state(model.state_dict(), what="the model")
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")

@@ -69,7 +69,7 @@ class _Scorer(nn.Module):
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("model", [_Reader, _Scorer])
 def test_infinity_is_an_input_where_the_model_can_do_with_it_and_is_named_where_it_cannot(
     model: type[nn.Module], lazy: bool, caplog: pytest.LogCaptureFixture

@@ -315,7 +315,7 @@ except sk.errors.MissingImportanceError as error:
 try:
     sk.trace_units(nn.Linear(4, 2), torch.randn(1, 4))
 except sk.errors.NoUnitsError as error:  # one of the errors that are a SparsekitError, as all of this package
-    print(error.fixed)
+    print(error.unprunable)
 
 # sparsekit.errors.TraceError, sparsekit.errors.UnsupportedModelError
 for wrong in (model, torch.jit.script(nn.Linear(4, 2))):

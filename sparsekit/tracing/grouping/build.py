@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, Kind, NormSite, SizeAttribute, UnitGroup, UnitSlice
+from sparsekit.graph.groups import Kind, NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import NOT_ZERO, OUTPUT, Cause, Entry, IntArray
 from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
@@ -33,7 +33,7 @@ class Built:
 
     graph: UnitGraph
     nodes: Mapping[str, IntArray]
-    loud: tuple[tuple[FixedUnits, Cause], ...]
+    loud: tuple[tuple[Unprunable, Cause], ...]
     sizes: tuple[SizeAttribute, ...]
 
 
@@ -184,7 +184,7 @@ class _Builder:
         pieces.sort(key=lambda pair: pair[0])
         return UnitGroup(name, len(roots), kind, tuple(piece for _, piece in pieces))
 
-    def fixed(self) -> tuple[tuple[FixedUnits, Cause], ...]:
+    def fixed(self) -> tuple[tuple[Unprunable, Cause], ...]:
         """What stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
         left = self.cause != -1  # fixed roots that no record has made yet
@@ -198,7 +198,7 @@ class _Builder:
         for (module, number), size in counts.items():
             cause = causes[number]
             where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
-            found.append((FixedUnits(module, size, f"{cause.reason}{where}"), cause))
+            found.append((Unprunable(module, size, f"{cause.reason}{where}"), cause))
         return tuple(found)
 
 

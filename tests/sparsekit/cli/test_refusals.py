@@ -62,7 +62,6 @@ LINES = {
         ("--epochs 1", "needs data"),
         ("--epochs -1", "'--epochs': -1 is not in the range x>=0"),
         ("--batch-size 0", "'--batch-size': 0 is not in the range x>=1"),
-        ("--norm none", "'--norm': 'none' is not one of 'fixed', 'kept'"),
         ("--limit 3", "LAYER=LEAST:LARGEST"),
         ("--limit 0=.5 --limit 0=.7", "--limit names 0 twice"),
         ("--multiple-of x", "KIND=number"),

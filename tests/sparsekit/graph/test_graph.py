@@ -9,7 +9,7 @@ from zoo_base import Lambda
 
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, UnitGroup, UnitSlice
+from sparsekit.graph.groups import UnitGroup, UnitSlice, Unprunable
 from sparsekit.tracing.trace import trace_units
 
 
@@ -20,7 +20,9 @@ def _graph() -> UnitGraph:
         UnitSlice("fc.weight", 1, torch.tensor([[0, 1], [2, 3]]), "in", gated=False),
     )
     shapes = {"conv.weight": torch.Size((2, 1)), "fc.weight": torch.Size((1, 4)), "fc.bias": torch.Size((1,))}
-    return UnitGraph({"conv": UnitGroup("conv", 2, "channel", slices)}, shapes, fixed=(FixedUnits("fc", 1, "model output"),))
+    return UnitGraph(
+        {"conv": UnitGroup("conv", 2, "channel", slices)}, shapes, unprunable=(Unprunable("fc", 1, "model output"),)
+    )
 
 
 def _state() -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from sparsekit.layers.attention import NarrowMultiheadAttention
 from sparsekit.pruning.prune import prune
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing import blocks
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 from sparsekit.training.learnable import LearnableMask
 
 traced = functools.cache(zoo.traced)
@@ -28,7 +28,7 @@ traced = functools.cache(zoo.traced)
 def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> None:
     model = zoo.Lambda(lambda m, x: m.attn(x, x, x), attn=nn.MultiheadAttention(6, 3))
     with (
-        pytest.warns(FixedUnitsWarning, match=r"'attn' \(3 units\) kept whole: the model returns values averaged over them"),
+        pytest.warns(UnprunableWarning, match=r"'attn' \(3 units\) cannot be pruned: the model returns values averaged"),
         pytest.raises(NoUnitsError),
     ):
         trace_units(model, torch.randn(2, 4, 6))
@@ -106,7 +106,7 @@ def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     mask = HIDDEN[hidden]
     model, x = Masked(kind), torch.randn(1 if len(mask) == 1 else 2, 5, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)
+        warnings.simplefilter("ignore", UnprunableWarning)
         graph = trace_units(model, x, mask)
         assert [*graph.groups] == [*trace_units(model, x, torch.zeros_like(mask)).groups]
         pruned = prune(model, (x, mask), budget="params=80%")

@@ -40,7 +40,7 @@ class Careless(LAYER_RULE.CentredRule):  # type: ignore[name-defined, misc]
 
 def test_a_wrong_rule_is_caught_by_the_verification() -> None:
     model = nn.Sequential(nn.Linear(3, 6), LAYER_RULE.Centred(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-    with pytest.warns(UserWarning, match=r"'0' \(6 units\) kept whole: the compacted model fails"):
+    with pytest.warns(UserWarning, match=r"'0' \(6 units\) cannot be pruned: the compacted model fails"):
         graph = trace_units(model, torch.randn(2, 5, 3), rules={LAYER_RULE.Centred: Careless()})
     assert list(graph.groups) == ["2"]
 

@@ -1,4 +1,4 @@
-"""norm="kept": averages over kept positions are those of what is kept, and a dense network under a mask is the narrow one."""
+"""prune_norms=True: averages are taken over kept positions, and a dense network under a mask equals the narrow one."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from zoo_base import Lambda
 from sparsekit.errors import TraceError
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.kept_norms import NormCall, kept_norms, read_norm_call
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
 class _Catch(TorchFunctionMode):
@@ -99,14 +99,14 @@ def test_under_autocast_a_norm_gives_the_dtype_that_torch_gives() -> None:
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-    graph, x = trace_units(model, torch.randn(4, 3), norm="kept"), torch.zeros(4, 3, device="meta")
+    graph, x = trace_units(model, torch.randn(4, 3), prune_norms=True), torch.zeros(4, 3, device="meta")
     with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), Operators() as operators:
         model(x)
     assert not {"_local_scalar_dense", "_to_copy"} & set(operators.names)
 
 
 def test_in_inference_the_fused_transformer_kernel_does_not_pass_the_norms_by() -> None:
-    model, args, _, graph = zoo.traced("transformer-encoder", norm="kept")
+    model, args, _, graph = zoo.traced("transformer-encoder", prune_norms=True)
     dense, mask = copy.deepcopy(model).eval(), random_mask(graph, 0.5, 0)
     with torch.no_grad():
         gates = {name: keep.float() for name, keep in mask.items()}
@@ -123,7 +123,7 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
         return m.head(h - h.mean(-1, keepdim=True))
 
     model = Lambda(fickle, a=nn.Linear(3, 6), head=nn.Linear(6, 2), swap=False)
-    graph = trace_units(model, torch.randn(4, 3), norm="kept")
+    graph = trace_units(model, torch.randn(4, 3), prune_norms=True)
     model.swap = True
     with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):
         model(torch.randn(4, 3))
@@ -135,6 +135,6 @@ def test_norms_that_differ_in_training_are_fixed() -> None:
         return m.head(torch.relu(m.b(h - h.mean(-1, keepdim=True))))
 
     model = Lambda(differs, a=nn.Linear(3, 6), b=nn.Linear(6, 5), head=nn.Linear(5, 2))
-    with pytest.warns(FixedUnitsWarning, match="'a' .6 units. kept whole: averaged over by one call that sees other units"):
-        graph = trace_units(model, torch.randn(4, 3), norm="kept")
+    with pytest.warns(UnprunableWarning, match="'a' .6 units. cannot be pruned: averaged over by one call that sees"):
+        graph = trace_units(model, torch.randn(4, 3), prune_norms=True)
     assert list(graph.groups) == ["b"]

@@ -62,15 +62,15 @@ def test_random_networks_are_cut_exactly() -> None:
 
 
 def test_random_networks_with_norms_over_kept_units_are_cut_exactly() -> None:
-    cut, wrong = check_seeds(range(1000, 1000 + FAST // 2), norm="kept")
+    cut, wrong = check_seeds(range(1000, 1000 + FAST // 2), prune_norms=True)
     assert wrong == []
     assert cut > 0.45 * FAST
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["fixed", "kept"])
-def test_hundreds_of_random_networks_are_cut_exactly(norm: str) -> None:
-    cut, wrong = check_seeds(range(ALL), norm=norm)
+@pytest.mark.parametrize("prune_norms", [False, True])
+def test_hundreds_of_random_networks_are_cut_exactly(prune_norms: bool) -> None:
+    cut, wrong = check_seeds(range(ALL), prune_norms=prune_norms)
     assert wrong == []
     assert cut > 0.9 * ALL
 

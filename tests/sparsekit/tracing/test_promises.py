@@ -19,7 +19,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import ModelInputs
-from sparsekit.tracing.trace import FixedUnitsWarning, UnreadParametersWarning
+from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 from sparsekit.tracing.verify import Verifier
 
 trace = functools.partial(laws.trace, category=UnreadParametersWarning)
@@ -97,7 +97,7 @@ BARE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("name", BARE)
 def test_a_model_without_values_is_traced_counted_and_cut_as_one_with_values(name: str) -> None:
     make, shape = BARE[name]
@@ -114,7 +114,7 @@ def test_a_model_without_values_is_traced_counted_and_cut_as_one_with_values(nam
     }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize("only", [None, 1], ids=["all of it", "one layer"])
 @pytest.mark.parametrize("name", BARE)
@@ -290,7 +290,7 @@ def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> N
 
     model = Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
     assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
-    with pytest.warns(FixedUnitsWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
+    with pytest.warns(UnprunableWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3), example_inputs=[torch.randn(1, 3)])
 
 

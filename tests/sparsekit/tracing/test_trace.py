@@ -13,7 +13,7 @@ from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.ops import find_handler
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
 def test_one_warning_for_one_cause() -> None:
@@ -23,7 +23,7 @@ def test_one_warning_for_one_cause() -> None:
         b=nn.Linear(3, 6),
         head=nn.Linear(6, 2),
     )
-    with pytest.warns(FixedUnitsWarning) as caught, pytest.raises(NoUnitsError):
+    with pytest.warns(UnprunableWarning) as caught, pytest.raises(NoUnitsError):
         trace_units(model, torch.zeros(1, 3))
     assert len(caught) == 1
 
@@ -65,7 +65,7 @@ INEXACT: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("name", INEXACT)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_what_cannot_be_cut_exactly_is_never_cut(name: str, verify: bool) -> None:
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name: str) -> None:
     model, x, error, told = REFUSED[name]
@@ -195,6 +195,6 @@ def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(mo
     monkeypatch.setattr("sparsekit.tracing.dispatch.find_handler", counted)
     monkeypatch.setattr("sparsekit.tracing.dispatch._MOST_WORK", 50_000)
     model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
+    with pytest.warns(UnprunableWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3))
     assert 10 < len(met) < 60

@@ -58,7 +58,7 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_an_output_that_says_little_hides_no_error(output: str) -> None:
     for seed, mistake in enumerate(MISTAKES.values()):
@@ -68,7 +68,7 @@ def test_an_output_that_says_little_hides_no_error(output: str) -> None:
     assert list(sk.trace_units(honest, torch.randn(6, 4)).groups) == ["a"]
 
 
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 def test_a_number_that_is_the_width_is_an_output_and_without_any_float_nothing_is_cut() -> None:
     for output in (lambda h: (h.shape[1], 0), lambda h: 1.0 / h.shape[1]):
         model = Lambda(lambda m, x: (m.head(m.a(x)), output(m.a(x))), a=nn.Linear(4, 8), head=nn.Linear(8, 5))  # noqa: B023
@@ -130,7 +130,7 @@ def test_a_group_that_others_would_hide_is_judged_alone() -> None:
 
 
 @pytest.mark.usefixtures("large")
-@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 @pytest.mark.parametrize(
     "forward",
     [

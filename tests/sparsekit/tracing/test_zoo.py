@@ -19,28 +19,28 @@ import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import find_tensors
-from sparsekit.tracing.trace import FixedUnitsWarning, UnreadParametersWarning
+from sparsekit.tracing.trace import UnprunableWarning, UnreadParametersWarning
 
-CASES = [(name, "fixed") for name in zoo.ZOO] + [(name, "kept") for name in zoo_norms.KEPT]
+CASES = [(name, False) for name in zoo.ZOO] + [(name, True) for name in zoo_norms.KEPT]
 PAGE = zoo_table.PAGE.read_text(encoding="utf-8").splitlines()
 
 
-def check_trace(name: str, norm: Any) -> tuple[nn.Module, Any, Any, sk.UnitGraph | None]:
+def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGraph | None]:
     """Trace the model, and compare with what must be found."""
-    expected: Architecture = (zoo.ZOO if norm == "fixed" else zoo_norms.KEPT)[name]
-    model, args, kwargs = build(name, None if norm == "fixed" else zoo_norms.KEPT)
+    expected: Architecture = (zoo_norms.KEPT if norms else zoo.ZOO)[name]
+    model, args, kwargs = build(name, zoo_norms.KEPT if norms else None)
     before = snapshot(model.train())
     graph = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            graph = sk.trace_units(model, *args, norm=norm, example_kwargs=kwargs)
-            fixed = graph.fixed
+            graph = sk.trace_units(model, *args, prune_norms=norms, example_kwargs=kwargs)
+            fixed = graph.unprunable
         except NoUnitsError as error:
-            fixed, messages = error.fixed, [str(error)]
+            fixed, messages = error.unprunable, [str(error)]
     assert snapshot(model) == before
     assert UnreadParametersWarning not in {w.category for w in caught}
-    told = [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
+    told = [str(w.message) for w in caught if issubclass(w.category, UnprunableWarning)]
     messages = told if graph is not None else [*messages, *told]
     assert [(g.name, g.size) for g in (graph.groups.values() if graph else ())] == list(expected.groups.items())
     assert bool(told) == bool(expected.fixed)
@@ -58,11 +58,11 @@ def check_trace(name: str, norm: Any) -> tuple[nn.Module, Any, Any, sk.UnitGraph
     return model, args, kwargs, graph
 
 
-def check_saved(name: str, norm: str, model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph, path: Path) -> None:
+def check_saved(name: str, norms: bool, model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph, path: Path) -> None:
     """Save the compact model, load it again and compare bit for bit."""
     mask = random_mask(graph, 0.5, 2)
     small = sk.compact(model, graph, mask).eval()
-    fresh = build(name, None if norm == "fixed" else zoo_norms.KEPT)[0]
+    fresh = build(name, zoo_norms.KEPT if norms else None)[0]
     small(*args, **kwargs)
     check_native(small, fresh)
     sk.save_compact(small, path, graph=graph, mask=mask)
@@ -102,25 +102,25 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
 
 
 @pytest.mark.parametrize(
-    ("name", "norm"),
+    ("name", "norms"),
     [
         # One in four with other kernels too: what is compared bit for bit is a file and a layer's own arithmetic.
-        pytest.param(name, norm, id=f"{name}-{norm}", marks=[] if place % 4 else [pytest.mark.same_bits])
-        for place, (name, norm) in enumerate(CASES)
+        pytest.param(name, norms, id=f"{name}-norms" if norms else name, marks=[] if place % 4 else [pytest.mark.same_bits])
+        for place, (name, norms) in enumerate(CASES)
     ],
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:LSTM with projections")
-def test_an_architecture(name: str, norm: str, tmp_path: Path) -> None:
-    model, args, kwargs, graph = check_trace(name, norm)
+def test_an_architecture(name: str, norms: bool, tmp_path: Path) -> None:
+    model, args, kwargs, graph = check_trace(name, norms)
     if graph is None:
         return
-    trains = (zoo.ZOO if norm == "fixed" else zoo_norms.KEPT)[name].trains
+    trains = (zoo_norms.KEPT if norms else zoo.ZOO)[name].trains
     for train, ratio in ((False, 0.5), (True, 0.3)):
         mask = random_mask(graph, ratio, 1 + train)
         check_masked_equals_compact(model, args, kwargs, graph, mask, train=train, gradients=trains)
     check_nothing_is_lost(model, graph, mask)
     check_costs(model, args, kwargs, graph)
-    check_saved(name, norm, model, args, kwargs, graph, tmp_path / "small.safetensors")
+    check_saved(name, norms, model, args, kwargs, graph, tmp_path / "small.safetensors")
 
 
 def test_the_page_lists_the_zoo_and_nothing_else() -> None:

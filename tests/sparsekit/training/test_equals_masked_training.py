@@ -16,7 +16,7 @@ from zoo_norms import KEPT
 import sparsekit as sk
 from sparsekit.criteria import Learned
 
-pytestmark = pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 
 OPTIMIZERS: dict[str, Any] = {
     "slowly": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.LearnableMask, sk.LearnableMask]:
     """An architecture of the zoo, trained both ways."""
-    model, args, _ = build(name, KEPT if options.get("norm") == "kept" else None)
+    model, args, _ = build(name, KEPT if options.get("prune_norms") else None)
     return train_alike(model.double().train(), batches_like(args), OPTIMIZERS[optimizer], **options)
 
 
@@ -48,13 +48,13 @@ def test_importance_that_is_learned_by_gradients(name: str, optimizer: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "norm"),
-    [("conv2d", "slowly", "fixed"), ("lstm", "adam", "fixed"), ("gpt", "adam", "fixed"), ("vit-fused-qkv", "slowly", "kept")],
+    ("name", "optimizer", "norms"),
+    [("conv2d", "slowly", False), ("lstm", "adam", False), ("gpt", "adam", False), ("vit-fused-qkv", "slowly", True)],
 )
-def test_importance_that_is_measured_in_the_loss(name: str, optimizer: str, norm: str) -> None:
+def test_importance_that_is_measured_in_the_loss(name: str, optimizer: str, norms: bool) -> None:
     eager = sk.LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
     options = {"ratios": {26: 0.3, 41: 0.7}, "changes": 4, "ratio": 0.5, "learning": eager, "relative": 1e-8}
-    alike(name, optimizer, steps=56, norm=norm, **options)
+    alike(name, optimizer, steps=56, prune_norms=norms, **options)
 
 
 SWAPPING = sk.LossImportance(explore=1.0, samples_per_unit=4, num_std_errors=0.0)
@@ -83,7 +83,7 @@ def test_widths_that_move_within_a_budget(name: str) -> None:
 
 
 DENSE_PASSES: dict[str, Any] = {
-    "steps": 12, "ratios": {8: 0.25}, "shaken": 4, "tolerance": 1e-9, "norm": "kept", "ratio": 0.5, "criterion": Learned(),
+    "steps": 12, "ratios": {8: 0.25}, "shaken": 4, "tolerance": 1e-9, "prune_norms": True, "ratio": 0.5, "criterion": Learned(),
 }  # fmt: skip
 
 

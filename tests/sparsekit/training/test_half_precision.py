@@ -25,7 +25,7 @@ def _classifier(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tens
 
 def _masked(dtype: torch.dtype) -> LearnableMask:
     model, x, _ = _classifier(dtype)
-    return LearnableMask(model, (x,), norm="kept", ratio=0.5, explore=0.0, criterion=Learned())
+    return LearnableMask(model, (x,), prune_norms=True, ratio=0.5, explore=0.0, criterion=Learned())
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -198,7 +198,7 @@ class Chain(nn.Module):
 def test_a_mask_can_be_copied_after_a_dense_pass(again: Callable[[LearnableMask], LearnableMask]) -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.LSTM(3, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 2)])
-    masked = LearnableMask(Chain(model), (torch.randn(2, 5, 3),), norm="kept", ratio=0.5, explore=1.0, criterion=Learned())
+    masked = LearnableMask(Chain(model), (torch.randn(2, 5, 3),), prune_norms=True, ratio=0.5, explore=1.0, criterion=Learned())
     x = torch.randn(2, 5, 3)
     masked(x).sum().backward()
     twin = again(masked)

@@ -13,7 +13,7 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels, uniform
 from sparsekit.layers.labels.views import written_over
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
 def over(tensor: Tensor, before: TensorLabels, target: Tensor, written: TensorLabels) -> TensorLabels | None:
@@ -65,5 +65,5 @@ def test_a_view_of_one_unit_taken_before_the_write_keeps_the_units_whole() -> No
         return result
 
     model = Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning, match="written in place"), pytest.raises(NoUnitsError):
+    with pytest.warns(UnprunableWarning, match="written in place"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3), verify=False)
