@@ -63,7 +63,7 @@ def main() -> None:
         error = 1.0 - accuracy(train(pull.value, training, epochs=2, seed=trial), val)
         # The reward is 0 at best, so an arm that nobody has pulled (its mean counts as 0) looks good until it is tried.
         # As bad as guessing at a rate above 1 means that the training went astray, and larger rates do no better.
-        bandit.tell(pull, reward=-error, drop="above" if error > 0.8 and pull.value > 1.0 else None)
+        bandit.tell(pull, reward=-error, eliminate="above" if error > 0.8 and pull.value > 1.0 else None)
     best = bandit.best().value
     print(f"best learning rate after {PULLS} pulls: {best:.3g}")
 

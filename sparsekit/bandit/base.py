@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsekit.errors import InvalidValueError
 
-Drop = Literal["below", "above"]
+Side = Literal["below", "above"]
 """The side of a value that `tell` rules out."""
 
 
@@ -233,17 +233,17 @@ class Bandit(Protocol):
         """
         ...
 
-    def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
+    def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
         """Report what came of a pull, in any order. Whatever is refused leaves the bandit as it was, the pull open.
 
         Args:
             pull: What `ask` gave, or the same id with the value that was tried in its place.
             reward: Larger is better.
-            drop: Rule out the values near the pull's on this side of it. A bandit that cannot may ignore it.
+            eliminate: Rule out the values near the pull's on this side of it. A bandit that cannot may ignore it.
 
         Raises:
             InvalidValueError: the pull is not open, the value lies outside the interval, the reward is not finite, or
-                `drop` is no such word.
+                `eliminate` is neither of them.
         """
         ...
 

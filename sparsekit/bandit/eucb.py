@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.base import Drop, Interval, check_number
+from sparsekit.bandit.base import Interval, Side, check_number
 from sparsekit.bandit.logged import Arm, ArmBandit, hold, may_split
 from sparsekit.errors import InvalidValueError
 
@@ -26,7 +26,7 @@ class EUCB(ArmBandit):
     - until the first reward the arm is drawn at random; later ties go to the lowest arm, so empty arms are tried from
       the low end on;
     - an arm is not split where a part would be narrower than `min_width`, so there are at most 1 / min_width arms;
-    - nothing is eliminated: `drop` is taken and ignored;
+    - nothing is eliminated: `eliminate` is taken and ignored;
     - with `upper`, only arms that begin below it compete, and the draw stops there; if none does, `upper` is proposed.
 
     Source: Jiang et al., "FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge Computing",
@@ -100,8 +100,8 @@ class EUCB(ArmBandit):
     def _choose(self, bound: float | None) -> float:
         return self._draw_best(list(pairwise(self._edges)), bound)
 
-    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
-        del reward, drop  # sums are made anew from all that was told
+    def _learn(self, value: float, reward: float, eliminate: Side | None) -> None:
+        del reward, eliminate  # sums are made anew from all that was told
         position = int(self._positions(np.array([value]))[0])
         low, high = self._edges[position], self._edges[position + 1]
         if may_split(self.space, low, value, high, min_width=self.min_width):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.bandit.base import Drop
+from sparsekit.bandit.base import Side
 from sparsekit.bandit.tree import NARROWEST, Floats, Integers, Tree
 
 # Cells to begin with on an interval, and in a box of two axes or more.
@@ -422,7 +422,7 @@ class Field(Tree):
             return cell
         return self._split_between(cell, point)
 
-    def drop_side(self, arm: int, side: Drop) -> None:
+    def eliminate_side(self, arm: int, side: Side) -> None:
         """Never pull what lies on one side of an arm in its cell, along the first axis; nothing where that is too narrow."""
         low, at, high = float(self.low[arm, 0]), float(self.points[arm, 0]), float(self.high[arm, 0])
         if min(at - low, high - at) < 2.0 * NARROWEST or self.full:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from sparsekit.bandit.base import Box, BoxPull, Drop, Interval, Pull, check_number
+from sparsekit.bandit.base import Box, BoxPull, Interval, Pull, Side, check_number
 from sparsekit.errors import InvalidValueError
 
 Trial = TypeVar("Trial", Pull, BoxPull)
@@ -62,14 +62,14 @@ class LoggedBandit(ABC, Generic[Trial]):
         """Return the value of the pull `self._next`, at most `bound` unless that is None."""
 
     @abstractmethod
-    def tell(self, pull: Trial, reward: float, *, drop: Drop | None = None) -> None:
+    def tell(self, pull: Trial, reward: float, *, eliminate: Side | None = None) -> None:
         """Report what came of a pull; see `Bandit.tell`."""
 
     @abstractmethod
     def _place_of_best(self) -> int:
         """Return the place, in `self.told`, of the pull to be recommended."""
 
-    def _take(self, pull: Trial, reward: float, drop: Drop | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
+    def _take(self, pull: Trial, reward: float, eliminate: Side | None, *, cost: float = 1.0) -> tuple[Any, float, bool]:
         """Check and note what is told of a pull, and close it.
 
         Returns:
@@ -87,13 +87,13 @@ class LoggedBandit(ABC, Generic[Trial]):
                 f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
                 f"{'' if cost == 1.0 else f' at cost {cost!r}'}; tell a small finite number for a failed trial, or forget it"
             )
-        if drop not in (None, "below", "above"):
-            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
-        if drop is not None and not isinstance(self.space, Interval):
-            raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
+        if eliminate not in (None, "below", "above"):
+            raise InvalidValueError(f"eliminate must be 'below', 'above' or None, got {eliminate!r}")
+        if eliminate is not None and not isinstance(self.space, Interval):
+            raise InvalidValueError("eliminate rules out one side of a value of an Interval; a Box has no sides")
         del self._open[pull.id]
         said: dict[str, Any] = {} if cost == 1.0 else {"cost": cost}
-        said |= {} if drop is None else {"drop": drop}
+        said |= {} if eliminate is None else {"eliminate": eliminate}
         self._log.append({"tell": pull.id, "value": value, "reward": number, **said})
         self._told.append((self._pull(pull.id, value), number / cost))
         return value, number, value != proposed
@@ -308,13 +308,13 @@ class ArmBandit(LoggedBandit[Pull]):
         """The index U of each arm, in the order of `arms`."""
 
     @abstractmethod
-    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
+    def _learn(self, value: float, reward: float, eliminate: Side | None) -> None:
         """Take in a reward."""
 
-    def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
+    def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
         """Credit a reward to the arm of the executed value; see `Bandit.tell`."""
-        value, number, _ = self._take(pull, reward, drop)
-        self._learn(value, number, drop)
+        value, number, _ = self._take(pull, reward, eliminate)
+        self._learn(value, number, eliminate)
 
     def _even(self, count: int) -> list[float]:
         """So many values from end to end of the space, even on its scale.

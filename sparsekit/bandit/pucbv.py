@@ -1,4 +1,4 @@
-"""P-UCBV: an upper-confidence bandit that splits the interval where it has pulled and can drop one side at once."""
+"""P-UCBV: an upper-confidence bandit that splits the interval where it has pulled and can discard one side at once."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.base import Drop, Interval, check_number
+from sparsekit.bandit.base import Interval, Side, check_number
 from sparsekit.bandit.logged import Arm, ArmBandit, hold, may_split
 from sparsekit.errors import InvalidValueError
 
@@ -20,7 +20,7 @@ class PUCBV(ArmBandit):
         U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor),
 
     and the arm of largest index is pulled at a value drawn uniformly from it (on the scale of the space). The reward, G in
-    the paper, splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `drop` takes
+    the paper, splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `eliminate` takes
     the part "below" the value, or that from it "above", away for good. FedLPS drops below when the accuracy fell by more
     than Δ: a smaller ratio would hurt more.
 
@@ -38,7 +38,7 @@ class PUCBV(ArmBandit):
     | the part that is eliminated | the caller says: "below" the value (FedLPS, when accuracy fell) or "above" |
     | the last arm | never goes: elimination takes one part of a split, so at least one arm stands |
     | a pull on a boundary | belongs to the arm above (at the end of the space: the last), which is not split |
-    | a part below `min_width` | is not split off; the arm gets the reward whole, and `drop` does nothing |
+    | a part below `min_width` | is not split off; the arm gets the reward whole, and `eliminate` does nothing |
     | a value where arms were dropped | the nearest arm (ties: the lower) gets the reward and is not split |
     | `upper` | only arms that begin below it compete; the draw stops there; if none does, it is proposed itself |
     | another value was executed | the value in the told pull counts, whatever was proposed |
@@ -124,13 +124,13 @@ class PUCBV(ArmBandit):
     def _choose(self, bound: float | None) -> float:
         return self._draw_best([(arm.low, arm.high) for arm in self._arms], bound)
 
-    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
+    def _learn(self, value: float, reward: float, eliminate: Side | None) -> None:
         position, _ = hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
         parts = [arm]
         if may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
             below, above = replace(arm, high=value), replace(arm, low=value)
-            parts = [part for part, side in ((below, "below"), (above, "above")) if side != drop]
+            parts = [part for part, side in ((below, "below"), (above, "above")) if side != eliminate]
         self._arms[position : position + 1] = parts
 
     def _place_of_best(self) -> int:

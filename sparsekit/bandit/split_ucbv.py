@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from sparsekit.bandit.base import Box, BoxPull, Drop, Interval, Pull, check_number
+from sparsekit.bandit.base import Box, BoxPull, Interval, Pull, Side, check_number
 from sparsekit.bandit.field import Field
 from sparsekit.bandit.logged import Arm, LoggedBandit, Trial
 from sparsekit.errors import InvalidValueError
@@ -54,7 +54,7 @@ class SplitUCBV(LoggedBandit[Trial]):
     | several open pulls | each open one counts as told with the reward that was expected, until 64 more were proposed |
     | another value was executed | becomes an arm of its own, in a cell split off from the one that it lies in |
     | `upper` | cells that begin below compete; if the arm of the chosen one lies above, it gets a new one below |
-    | `drop` | the part of the cell on that side of the value is never proposed again |
+    | `eliminate` | the part of the cell on that side of the value is never proposed again |
     | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
     | no `discount` | a cumulative sum looks for falling rewards; arms then keep a twentieth of a reward each |
@@ -117,24 +117,24 @@ class SplitUCBV(LoggedBandit[Trial]):
     def _point(self, value: Any) -> tuple[float, ...]:
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
-    def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, drop: Drop | None = None) -> None:
+    def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
         """Report what came of a pull.
 
         Args:
             pull: What `ask` gave, or the same id with the value that was tried in its place.
             reward: Larger is better.
             cost: What the pull took, above 0, in any unit. With it `reward` is a gain, and gain per cost is maximised.
-            drop: Never propose the part of the cell "below" or "above" the value again; for an `Interval` alone.
+            eliminate: Never propose the part of the cell "below" or "above" the value again; for an `Interval` alone.
 
         Raises:
             InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, the cost is
-                not above 0, or `drop` is no such word; nothing has changed then and the pull stays open.
+                not above 0, or `eliminate` is neither of them; nothing has changed then and the pull stays open.
         """
         price = cost if type(cost) is float else check_number(cost, "cost")
         weight = price / (self._unit_cost or price) if price > 0.0 else 0.0
         if not (price < math.inf and 0.0 < weight < math.inf):
             raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
-        value, number, elsewhere = self._take(pull, reward, drop, cost=price)
+        value, number, elsewhere = self._take(pull, reward, eliminate, cost=price)
         self._unit_cost = price / weight
         field = self._field
         arm = field.open.pop(pull.id)
@@ -143,8 +143,8 @@ class SplitUCBV(LoggedBandit[Trial]):
                 field.miss(arm, weight)
             arm = field.arm_at(np.array(self._point(value)))
         field.learn(arm, number / price, weight, len(self._told) - 1)
-        if drop is not None:
-            field.drop_side(arm, drop)
+        if eliminate is not None:
+            field.eliminate_side(arm, eliminate)
 
     def forget(self, pull: Trial) -> None:
         super().forget(pull)  # type: ignore[arg-type]  # which mypy takes for one of any kind

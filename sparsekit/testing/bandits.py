@@ -48,8 +48,8 @@ class BanditContract:
             pull = bandit.ask(upper=upper)
             assert space.low <= pull.value <= upper
             executed = pull.value if step % 3 else space.from_unit(step / 100)
-            drop = (None, "above", "below")[step % 3]
-            bandit.tell(replace(pull, value=executed), -1.0, drop=drop)  # type: ignore[arg-type]
+            eliminate = (None, "above", "below")[step % 3]
+            bandit.tell(replace(pull, value=executed), -1.0, eliminate=eliminate)  # type: ignore[arg-type]
             assert bandit.ask().value in space
         assert bandit.ask(upper=space.low).value == space.low
         for upper in (math.nan, -math.inf, 0.0):

@@ -205,11 +205,11 @@ class FedLPS(Method):
         gain, seconds = utility(accuracy) - utility(before), max(seconds, 1e-9)
         bandit: Any = self._bandit(server, memory, seed=0)
         cut = self.credit == "drawn" and update.ratio < drawn
-        drop = "below" if accuracy - before < self.threshold and not cut else None
+        eliminate = "below" if accuracy - before < self.threshold and not cut else None
         if "cost" in inspect.signature(bandit.tell).parameters:
-            bandit.tell(pull, gain, cost=seconds, drop=drop)
+            bandit.tell(pull, gain, cost=seconds, eliminate=eliminate)
         else:
-            bandit.tell(pull, gain / seconds, drop=drop)
+            bandit.tell(pull, gain / seconds, eliminate=eliminate)
         memory["bandit"], memory["pull"] = bandit.state_dict(), None
 
     # On a client

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparsekit.bandit import EUCB, PUCBV, Arm, Interval, Pull
 
-Drop = Literal["below", "above"] | None
+Side = Literal["below", "above"] | None
 UNIT = Interval(0.0, 1.0)
 
 
@@ -20,8 +20,8 @@ def build(space: Interval = UNIT, *, horizon: float | None = 10, seed: int = 0, 
     return PUCBV(space, horizon=horizon, rng=np.random.default_rng(seed), **options)
 
 
-def execute(bandit: PUCBV | EUCB, value: float, reward: float, drop: Drop = None) -> None:
-    bandit.tell(replace(bandit.ask(), value=value), reward, drop=drop)
+def execute(bandit: PUCBV | EUCB, value: float, reward: float, eliminate: Side = None) -> None:
+    bandit.tell(replace(bandit.ask(), value=value), reward, eliminate=eliminate)
 
 
 near = pytest.approx
@@ -117,10 +117,10 @@ def test_the_first_arm_is_drawn_at_random_and_evenly() -> None:
 
 def test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed() -> None:
     bandit = build(arms=1)
-    execute(bandit, 0.5, -1.0, drop="below")
+    execute(bandit, 0.5, -1.0, eliminate="below")
     pull = bandit.ask(upper=0.25)
     assert pull.value == 0.25
-    bandit.tell(pull, -3.0, drop="above")
+    bandit.tell(pull, -3.0, eliminate="above")
     assert bandit.arms == (Arm(0.5, 1.0, 2, -2.0, 1.0),)
 
 
@@ -156,17 +156,17 @@ STEP = st.tuples(
     seed=st.integers(0, 99),
 )
 def test_arms_and_proposals_keep_their_invariants(
-    steps: list[tuple[float, float | None, float, Drop]], space: Interval, arms: int, min_width: float, seed: int
+    steps: list[tuple[float, float | None, float, Side]], space: Interval, arms: int, min_width: float, seed: int
 ) -> None:
     bandit = build(space, arms=arms, min_width=min_width, seed=seed)
     gone = 0.0
-    for share, executed, reward, drop in steps:
+    for share, executed, reward, eliminate in steps:
         upper = space.from_unit(share)
         pull = bandit.ask(upper=upper)
         assert space.low <= pull.value <= upper
         value = pull.value if executed is None else space.from_unit(executed)
         before = bandit.arms
-        bandit.tell(replace(pull, value=value), reward, drop=drop)
+        bandit.tell(replace(pull, value=value), reward, eliminate=eliminate)
         after = bandit.arms
 
         held = [arm for arm in before if arm.low <= value < arm.high or value == arm.high == space.high]
@@ -178,11 +178,11 @@ def test_arms_and_proposals_keep_their_invariants(
             assert all(arm.pulls == parent.pulls + 1 for arm in changed)
             assert all(replace(changed[0], low=arm.low, high=arm.high) == arm for arm in changed)
             if len(changed) == 2:
-                assert drop is None
+                assert eliminate is None
                 assert [(arm.low, arm.high) for arm in changed] == [(parent.low, value), (value, parent.high)]
             elif (changed[0].low, changed[0].high) != (parent.low, parent.high):
-                expected = (value, parent.high) if drop == "below" else (parent.low, value)
-                assert drop is not None
+                expected = (value, parent.high) if eliminate == "below" else (parent.low, value)
+                assert eliminate is not None
                 assert (changed[0].low, changed[0].high) == expected
                 gone += space.to_unit(parent.high) - space.to_unit(parent.low)
                 gone -= space.to_unit(changed[0].high) - space.to_unit(changed[0].low)

@@ -72,7 +72,7 @@ def test_a_setting_that_is_not_allowed_is_refused(name: str, options: dict[str, 
         (["log", 1], {"tell": 0, "reward": 1.0}),
         (["log", 1, "value"], 1.5),
         (["log", 1, "reward"], math.nan),
-        (["log", 1, "drop"], "under"),
+        (["log", 1, "eliminate"], "under"),
     ],
 )
 def test_a_malformed_state_is_refused_and_changes_nothing(name: str, path: list[Any], value: Any) -> None:

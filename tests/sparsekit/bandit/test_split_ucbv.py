@@ -103,7 +103,7 @@ def test_a_probe_heeds_a_bound_and_what_was_dropped() -> None:
         assert pull.value <= 0.4
         bounded.tell(pull, hill(pull.value) + draw)
     pull = halved.ask()
-    halved.tell(Pull(pull.id, 0.5), 0.0, drop="below")
+    halved.tell(Pull(pull.id, 0.5), 0.0, eliminate="below")
     gone = [(arm.high, after.low) for arm, after in pairwise(halved.arms) if arm.high < after.low]
     assert [high for _, high in gone] == [0.5]
     assert not any(low <= value < high for value in play(halved, hill, 400) for low, high in gone)
@@ -180,7 +180,7 @@ def test_a_state_resumes_to_the_same_bits_in_a_box_with_costs_and_open_pulls() -
 @given(
     seed=st.integers(0, 2**16),
     discount=st.sampled_from([None, 1.0, 0.9]),
-    steps=st.lists(st.sampled_from(["tell", "leave open", "elsewhere", "drop", "fall", "costly"]), max_size=60),
+    steps=st.lists(st.sampled_from(["tell", "leave open", "elsewhere", "eliminate", "fall", "costly"]), max_size=60),
 )
 @settings(max_examples=60, deadline=None)
 def test_what_is_remembered_of_the_index_is_what_would_be_computed(seed: int, discount: float | None, steps: list[str]) -> None:
@@ -192,7 +192,7 @@ def test_what_is_remembered_of_the_index_is_what_would_be_computed(seed: int, di
             continue
         executed = Pull(pull.id, float(rng.random())) if step == "elsewhere" else pull
         reward = hill(executed.value) + float(rng.normal(0.0, 0.1)) - 3.0 * (step == "fall")
-        bandit.tell(executed, reward, cost=2.0 if step == "costly" else 1.0, drop="above" if step == "drop" else None)
+        bandit.tell(executed, reward, cost=2.0 if step == "costly" else 1.0, eliminate="above" if step == "eliminate" else None)
         forgetful = copy.deepcopy(bandit)
         forgetful._field._index = None
         assert forgetful.indices() == bandit.indices()
