@@ -103,7 +103,7 @@ REGISTRIES = {
         {"base", "batches", "by_name", "gate_gradients"},
     ),
     "sparsekit/allocation": (
-        "sparsekit.allocation", "registry", {"choose", "limits", "problem", "saliency", "schedule", "walk"},
+        "sparsekit.allocation", "registry", {"limits", "masks", "problem", "saliency", "schedule", "walk"},
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
