@@ -1,4 +1,4 @@
-"""without(), only(), narrow(), remaining(): a graph with fewer groups, fewer units, or of a model with fewer modules."""
+"""without(), only(), narrow(): a graph with fewer groups or fewer units."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -104,33 +104,6 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
         },
         shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
         norms=tuple(site(norm) for norm in graph.norms),
-    )
-
-
-def remaining(graph: UnitGraph, names: Collection[str], modules: Collection[str]) -> UnitGraph:
-    """Return the graph of the model without some of its modules, such as those of a residual branch.
-
-    Args:
-        graph: Any graph. Not changed.
-        names: State-dict keys that are left.
-        modules: Names of the modules that are left.
-
-    Returns:
-        A new graph: units that nothing makes or nothing reads any longer are no units of it.
-    """
-    groups = {}
-    for name, group in graph.groups.items():
-        slices = tuple(piece for piece in group.slices if piece.name in names)
-        if {piece.side for piece in slices} == {piece.side for piece in group.slices}:
-            groups[name] = replace(group, slices=slices)
-    rest = _with_groups(graph, groups)
-    return replace(
-        rest,
-        shapes={name: shape for name, shape in graph.shapes.items() if name in names},
-        unprunable=tuple(item for item in graph.unprunable if item.module in modules or item.module in names),
-        sizes=tuple(size for size in rest.sizes if size.module in modules),
-        norms=tuple(site for site in rest.norms if site.module in modules),
-        layers=tuple(layer for layer in graph.layers if layer.name in modules),
     )
 
 

@@ -120,6 +120,6 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     return {
         name: scatter(state[name].detach(), dense.detach(), axes[name])
         if name in state or name in graph.shapes
-        else dense.detach().clone()  # of a residual branch that was removed
+        else dense.detach().clone()  # not part of the model
         for name, dense in into.items()
     }

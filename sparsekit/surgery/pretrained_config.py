@@ -17,7 +17,6 @@ from torch import nn
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.removed import Removed
 
 _TRIES = 400
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
@@ -27,8 +26,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
 
     Like layers must have kept equally many units: `sparsekit.graph.edit.tie_layers(graph)` before the mask is chosen sees
-    to it, and so does one ratio for all groups. Layers that went whole, as with `prune(..., limits={"layer": …})`, leave their
-    list, and later ones are numbered anew.
+    to it, and so does one ratio for all groups.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
@@ -54,13 +52,6 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     _check_even(graph, counts)
     cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
     pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
-    with_gone = _lists_with_gone(small)
-    for home, layers in with_gone.items():
-        kept = [place for place, module in enumerate(layers) if not isinstance(module, Removed)]
-        left = nn.ModuleList(layers[place] for place in kept)
-        vars(left)["kept_layers"] = kept  # saved with the list, for `load_compact`
-        small.set_submodule(home, left)
-        pairs.add((len(layers), len(left)))
     spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}
     changes = _changes(config, pairs, spans)
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -71,35 +62,12 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
             _set(config, chosen)
             vars(small).pop("save_pretrained", None)  # what refuses to write a wrong configuration
             return {".".join(path): value for path, value in chosen}
-    for home, layers in with_gone.items():
-        small.set_submodule(home, layers)
     classes = sorted({re.sub(r"\d+", "#", name) for name in cut})
     raise UnsupportedModelError(
         f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}"
         " (some classes derive the size of a head from their number, so that no head can go). Leave such groups out with"
         " sparsekit.graph.edit.without, or save the model with sparsekit.save_compact"
     )
-
-
-def _lists_with_gone(small: nn.Module) -> dict[str, nn.ModuleList]:
-    """Name → list of layers of which some are gone.
-
-    Raises:
-        UnsupportedModelError: a part of a layer is gone.
-    """
-    found: dict[str, nn.ModuleList] = {}
-    for name, module in small.named_modules():
-        home = name.rpartition(".")[0]
-        if isinstance(module, Removed):
-            layers = small.get_submodule(home)
-            if not isinstance(layers, nn.ModuleList):
-                raise UnsupportedModelError(
-                    f"{name!r} is a part of a layer and is gone, which no configuration of the package transformers can say;"
-                    ' let whole layers go, limits={"layer": …} in place of "block", or save the model with'
-                    " sparsekit.save_compact"
-                )
-            found[home] = layers
-    return found
 
 
 def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:

@@ -28,7 +28,6 @@ from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.surgery.removed import Removed, put_removed
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
 
@@ -118,7 +117,6 @@ def load_compact(
     model = _make(factory)
     tensors, spec = read_file(Path(path))
     with damage(path):
-        model = _without_branches(path, model, spec["modules"])
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
         _check_architecture(path, model, tensors, spec)
     devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in named_entries(model).items()}
@@ -140,32 +138,6 @@ def load_compact(
         if isinstance(entry, nn.Parameter):
             entry.requires_grad_(name not in fixed)
     return small
-
-
-def _without_branches(path: str | os.PathLike[str], model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
-    """The model without the residual branches and the layers of lists that are gone in the file; itself where none is."""
-    parts = [Removed.part_of(name, values) for name, (kind, values) in saved.items() if kind == Removed.__qualname__]
-    lists = {name: values["kept_layers"] for name, (_, values) in saved.items() if "kept_layers" in values}
-    if not parts and not lists:
-        return model
-    model = copy_with(model, named_entries(model))
-    known = dict(model.named_modules())
-    for name in (part.module for part in parts):
-        if not name or name not in known:
-            raise CompactFileError(
-                f"{path} lacks a branch at {name!r}, where the factory makes nothing; pass the factory of the dense model"
-            )
-    put_removed(model, parts)
-    for name, kept in lists.items():
-        layers = dict(model.named_modules()).get(name)  # whose numbers change with each list
-        if not isinstance(layers, nn.ModuleList) or not max(kept, default=0) < len(layers):
-            raise CompactFileError(
-                f"{path} has layers of a list at {name!r} that the factory does not make; pass the factory of the dense model"
-            )
-        left = nn.ModuleList(layers[place] for place in kept)
-        vars(left)["kept_layers"] = kept
-        model.set_submodule(name, left)
-    return model
 
 
 def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:

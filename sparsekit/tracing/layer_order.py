@@ -9,12 +9,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparsekit._torch import DispatchMode
 from sparsekit.errors import TraceError
 from sparsekit.graph.layers import Layer
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.ops.call import tensors_of
 from sparsekit.tracing.passes import ReadOnly, lent_copy, private_passes
-from sparsekit.tracing.values import Values
+
+
+class _Reads(DispatchMode):
+    """Notes which entries each operator of a pass reads, by the names given for their ids."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.events: list[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = tensors_of((*args, *(kwargs or {}).values()))
+        self.events.append([self._names[id(tensor)] for tensor in read if id(tensor) in self._names])
+        return func(*args, **(kwargs or {}))
 
 
 def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> tuple[Layer, ...]:
@@ -31,18 +46,19 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
     Raises:
         TraceError: the model fails on the inputs.
     """
-    private, seen = lent_copy(model).eval(), Values()
+    private = lent_copy(model).eval()
     tensors = named_entries(private)
-    names: dict[int, str] = {}  # number of the value → name; of tied names the first
+    names: dict[int, str] = {}  # id of the entry → name; of tied names the first
     for name, tensor in tensors.items():
-        names.setdefault(seen.number(tensor), name)
-    ties = {name: names[seen.number(tensor)] for name, tensor in tensors.items()}
+        names.setdefault(id(tensor), name)
+    ties = {name: names[id(tensor)] for name, tensor in tensors.items()}
+    seen = _Reads(names)
     try:
         with private_passes():
             ModelInputs(example_inputs, example_kwargs, ReadOnly(model)).call(private, seen)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
-    return _layers([[names[value] for value in op.reads if value in names] for op in seen.ops], tensors, ties)
+    return _layers(seen.events, tensors, ties)
 
 
 def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> tuple[Layer, ...]:
