@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["add", "in_turns", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
+__all__ = ["add", "in_turns", "mask_of", "over", "processor_seconds", "read", "round_seconds", "show", "spread"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # Some benchmarks use modules of the tests, which they import after this one.
@@ -73,7 +73,7 @@ def round_seconds(marks: Sequence[float]) -> list[float]:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of results, or the rows of a stored one (.csv); none where there is no file."""
     if path.suffix == ".csv":
-        from sparsekit_fl.stored import read_rows
+        from sparsekit_fl.results.stored import read_rows
 
         return list(read_rows(path)) if path.exists() else []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
@@ -109,3 +109,21 @@ def show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
 
 def _cell(value: Any) -> str:
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def mask_of(graph: Any, dense: Any, small: Any) -> Any:
+    """The units that another library kept, as a mask over ours.
+
+    Vectors of batch norms lose the entries of their own units alone, so that their statistics say which are left.
+    """
+    import torch
+
+    import sparsekit as sk
+
+    left, whole, keep = small.state_dict(), dense.state_dict(), {}
+    for name, group in graph.groups.items():
+        piece = next(each for each in group.slices if each.name.endswith("running_mean"))
+        known = {(float(a), float(b)) for a, b in zip(left[piece.name], left[piece.name.replace("mean", "var")])}
+        mean, variance = whole[piece.name], whole[piece.name.replace("mean", "var")]
+        keep[name] = torch.tensor([(float(mean[i]), float(variance[i])) in known for i in piece.index[:, 0]])
+    return sk.UnitMask(keep)

@@ -41,7 +41,7 @@ from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.problem.models.networks import Cnn, Vgg
-from sparsekit_fl.results import RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 
 be_quiet()
 

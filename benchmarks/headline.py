@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from common import read
 
-from sparsekit_fl.stored import read_table
+from sparsekit_fl.results.stored import read_table
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "results"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import mask_of
 from prune_cells import Cell, Cut, flops_of, train
 from torch import Tensor, nn
 
@@ -182,6 +183,16 @@ def _torch_pruning(kind: str, *, is_global: bool, isomorphic: bool = False, grad
     return arm
 
 
+def torch_pruning_refitted(cell: Cell, *, teacher: bool = False) -> Cut:
+    """The units that its L2 norms keep, refitted as ours are; the dense model may teach."""
+    found = ARMS["torch-pruning: L2"](cell)
+    graph = sk.trace_units(cell.dense.eval(), cell.example)
+    mask = mask_of(graph, cell.dense, found.model)
+    small = sk.compact(cell.dense, graph, mask)
+    sk.reconstruct(cell.dense, small, graph, mask, cell.once("batches", cell.scoring))
+    return replace(found, compensated=small, teacher=teacher, notes={**found.notes, "widths": mask.counts()})
+
+
 class _Regularize:
     """The library's regulariser in the place of ours."""
 
@@ -210,6 +221,8 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours: group-sl": ours_group_sl,
     "ours: group-sl, repaired": partial(ours_group_sl, repaired=True),
     "torch-pruning: L2": _torch_pruning("magnitude", is_global=False),
+    "torch-pruning: L2, our refit": torch_pruning_refitted,
+    "torch-pruning: L2, our refit and teacher": partial(torch_pruning_refitted, teacher=True),
     "torch-pruning: L2, global": _torch_pruning("magnitude", is_global=True),
     "torch-pruning: L2, isomorphic": _torch_pruning("magnitude", is_global=True, isomorphic=True),
     "torch-pruning: taylor": _torch_pruning("taylor", is_global=True, gradients=True),

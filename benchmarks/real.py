@@ -52,6 +52,7 @@ class Bench:
             units.write_text(sk.trace_units(model, example[0]).to_json())
         self.graph = sk.UnitGraph.from_json(units.read_text())
         self.costs = measure_costs(model, example, {}, self.graph, ("flops",), None)
+        self.prior: Scores | None = None
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
@@ -93,7 +94,7 @@ class Bench:
         return sk.mask_from_scores(self.graph, scores, counts)
 
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
-        """The small model, and its share of the FLOPs; `how` is "as cut", "bias" or "reconstructed"."""
+        """The small model, and its share of the FLOPs; `how` is "as cut", "bias", "reconstructed" or "reconstructed alone"."""
         model, network = self.network.model, self.network
         if arm == "shortgpt":
             return shortgpt(network, share, self.fit), share
@@ -101,13 +102,14 @@ class Bench:
         small = sk.compact(model, self.graph, mask)
         if how == "bias":
             with_bias(network, small, self.graph, mask, self.fit)
-        if how == "reconstructed":
-            reconstruct(model, small, self.graph, mask, self.fit)
+        if how.startswith("reconstructed"):
+            reconstruct(model, small, self.graph, mask, self.fit, sequential=how == "reconstructed")
         if network.loss is not None:
             indices = self.graph.kept_indices(mask)
-            prior = statistics_prior(model, self.fit) if how == "reconstructed" else None
-            if prior is not None:
-                prior = {name: value[indices[name][0]] if name in indices else value for name, value in prior.items()}
+            prior = None
+            if how.startswith("reconstructed"):
+                self.prior = self.prior or statistics_prior(model, self.fit)
+                prior = {name: value[indices[name][0]] if name in indices else value for name, value in self.prior.items()}
             recalibrate_batchnorm(small, self.fit, prior=prior)
         dense, kept = self.costs.dense_costs()["flops"], network.kept_flops
         return small, (self.costs.costs(mask.counts())["flops"] - kept) / (dense - kept)

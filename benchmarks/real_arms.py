@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from common import mask_of
 from real_nets import Network
 from torch import Tensor, nn
 
@@ -149,7 +150,7 @@ def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str
     importance = tp.importance.GroupTaylorImportance() if kind == "taylor" else tp.importance.GroupMagnitudeImportance(p=2)
     pruner = tp.pruner.BasePruner(
         small, network.example[0], importance, global_pruning=kind == "taylor", pruning_ratio=0.95, iterative_steps=100,
-        ignored_layers=[small._fc], round_to=8,
+        ignored_layers=[small._fc],
     )  # fmt: skip
     dense = tp.utils.count_ops_and_params(small, network.example[0])[0]
     if kind == "taylor":
@@ -157,11 +158,4 @@ def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str
             network.loss(small(x), y).backward()  # type: ignore[misc]
     while tp.utils.count_ops_and_params(small, network.example[0])[0] > share * dense:
         pruner.step()
-    # Vectors of batch norms lose entries of their own units alone, so that they say which are left.
-    left, whole, keep = small.state_dict(), network.model.state_dict(), {}
-    for name, group in graph.groups.items():
-        piece = next(each for each in group.slices if each.name.endswith("running_mean"))
-        known = {(float(a), float(b)) for a, b in zip(left[piece.name], left[piece.name.replace("mean", "var")])}
-        mean, variance = whole[piece.name], whole[piece.name.replace("mean", "var")]
-        keep[name] = torch.tensor([(float(mean[i]), float(variance[i])) in known for i in piece.index[:, 0]])
-    return sk.UnitMask(keep)
+    return mask_of(graph, network.model, small)

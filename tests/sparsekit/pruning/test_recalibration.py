@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.finetuning import recalibrate_batchnorm, reconstruct
-from sparsekit.pruning import reconstruction
+from sparsekit.pruning import least_squares, reconstruction
 
 
 def test_statistics_are_averages_over_the_batches() -> None:
@@ -190,7 +190,7 @@ def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(see
 def test_rows_are_drawn_from_everywhere_and_always_the_same() -> None:
     """Of more rows than are taken, every column of the images gives its share."""
     layer = nn.Conv2d(1, 1, 1)
-    reader = reconstruction._Reader("layer", layer, torch.arange(1), None)
+    reader = least_squares.Reader("layer", layer, torch.arange(1), None)
     x = torch.arange(32.0).expand(128, 1, 32, 32)  # a pixel says its column
     rows, places = reader.rows(x, torch.Generator().manual_seed(0))
     share = torch.bincount(rows.flatten().long(), minlength=32) / len(rows)

@@ -1,0 +1,234 @@
+"""fit_in_sequence(): the blocks of a network refitted one after the other, each on the inputs that the cut blocks give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import tree_leaves
+from sparsekit.criteria.batches import Batch, example_count, scoring, split_batch
+from sparsekit.progress import track
+from sparsekit.pruning.least_squares import Fit, Reader
+
+_PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
+_NEAR = 0.03
+"""Largest error, as a share of an added value, at which a tensor counts as a sum with that value; bfloat16 needs some."""
+_HELD = 6
+"""Hidden states of every batch that are held at once: two streams, their successors, targets of two layers."""
+_BLOCK = ""
+"""Name of a block, seen from inside."""
+_Others: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """What the blocks of a model are called on.
+
+    Args:
+        hidden: Batch → the hidden state that enters the first block.
+        others: Batch → block → positional arguments after the hidden state, and keyword arguments.
+        shapes: Batch → shape of the hidden state after each block.
+    """
+
+    hidden: list[Tensor]
+    others: list[list[_Others]]
+    shapes: list[list[torch.Size]]
+
+
+def fit_in_sequence(
+    model: nn.Module,
+    small: nn.Module,
+    chain: Sequence[str],
+    readers: Sequence[Reader],
+    batches: Sequence[Batch],
+    fit: Callable[[Reader], Fit],
+    *,
+    ridge: float,
+    memory_bytes: int,
+    progress: bool,
+) -> dict[str, float]:
+    """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
+
+    A layer that is fitted by itself ignores that its inputs are off in the cut model, and so is the stream that its output is
+    added to. Here each layer is fitted on the inputs that it gets in the cut model. Where a block adds its output to a
+    stream, the target is the stream of the dense model after that sum, so that the layer makes up for earlier errors, too, as
+    far as its inputs predict them.
+
+    Args:
+        model: The dense model.
+        small: The cut model; weights are changed in place.
+        chain: Names of the blocks, from `find_chain`.
+        readers: Layers that lose inputs.
+        batches: They are run block by block.
+        fit: Makes the fit of a layer.
+        ridge: As for `reconstruct`.
+        memory_bytes: What hidden states of all batches may take.
+        progress: Whether to draw a progress bar on stderr.
+
+    Returns:
+        Name of a layer → share of its error that is left, for each layer that was fitted: for none where the blocks do not
+        follow one another, or where their hidden states need more memory.
+    """
+    left: dict[str, float] = {}
+    blocks, narrow = ([whole.get_submodule(name) for name in chain] for whole in (model, small))
+    with scoring(model), scoring(small), torch.no_grad():
+        dense, cut = (_note_calls(*each, batches, memory_bytes) for each in ((model, blocks), (small, narrow)))
+        if dense is None or cut is None or dense.shapes != cut.shapes:
+            return left
+        wanted_states, states = dense.hidden, cut.hidden
+        firsts = [sum(map(example_count, batches[:place])) for place in range(len(batches))]
+        for place, name in enumerate(track(chain, "Reconstructing blocks", show=progress)):
+            inside = {each.name.removeprefix(f"{name}."): each for each in readers if each.name.startswith(f"{name}.")}
+            streams = _streams(blocks[place], inside, wanted_states[0], dense.others[0][place])
+            names = {*streams, *(stream for stream in streams.values() if stream)}
+            wanted, after = [], []
+            for state, others in zip(wanted_states, dense.others):
+                found = _run(blocks[place], state, others[place], names)
+                after.append(found[0])
+                wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
+            for layer, stream in streams.items():
+                reader, mine = inside[layer], fit(inside[layer])
+                for batch, (state, others) in enumerate(zip(states, cut.others)):
+                    found = _run(narrow[place], state, others[place], names)
+                    target = wanted[batch][layer]
+                    if stream is None and reader.outputs is not None:
+                        target = target[..., reader.outputs.to(target.device)]
+                    mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
+                if mine.seen.count:
+                    left[reader.name] = mine.solve(small.get_submodule(reader.name), ridge)
+            states = [_run(narrow[place], state, others[place])[0] for state, others in zip(states, cut.others)]
+            wanted_states = after
+    return left
+
+
+def find_chain(model: nn.Module, readers: Sequence[Reader]) -> list[str]:
+    """Names of blocks of one class in a list or sequence, of those with linear readers inside the one with most."""
+    best: list[str] = []
+    most = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len({type(block) for block in module}) == 1 < len(module):
+            prefix = f"{name}." if name else ""
+            mine = [
+                reader for reader in readers if reader.name.startswith(prefix) and reader.name.count(".") > prefix.count(".")
+            ]
+            if len(mine) > most and all(isinstance(reader.layer, nn.Linear) for reader in mine):
+                best, most = [prefix + key for key, _ in module.named_children()], len(mine)
+    return best
+
+
+def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Batch], memory_bytes: int) -> _Calls | None:
+    """Note the arguments of the blocks.
+
+    None unless each is called once, on the hidden state that the one before returns, and the states fit into memory.
+    """
+    calls = _Calls([], [], [])
+    for batch in batches:
+        noted: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = []
+
+        def note(module: nn.Module, args: Any, kwargs: Any, out: Any, noted: list[Any] = noted) -> None:
+            noted.append((module, args, kwargs, _first(out)))
+
+        with ExitStack() as stack, _without_cache(model):
+            for block in blocks:
+                stack.callback(block.register_forward_hook(note, with_kwargs=True).remove)
+            args, kwargs, _ = split_batch(batch, keep_target=False)
+            model(*args, **kwargs)
+        entering: Any = noted[0][1][0] if noted and noted[0][1] else None
+        if [module for module, *_ in noted] != list(blocks) or not isinstance(entering, Tensor):
+            return None
+        calls.hidden.append(entering)
+        if _HELD * sum(state.nbytes for state in calls.hidden) > memory_bytes:
+            return None
+        for _, args, kwargs, out in noted:
+            others = (args[1:], kwargs)
+            if not args or args[0] is not entering or not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(others)):
+                return None
+            entering = out
+        calls.others.append([(args[1:], kwargs) for _, args, kwargs, _ in noted])
+        calls.shapes.append([entry[0].shape for _, entry, *_ in noted] + [entering.shape])
+    return calls
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Models of transformers hand a cache to their layers otherwise, which a second call of a layer would add to."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "use_cache"):
+        yield
+        return
+    before, config.use_cache = config.use_cache, False
+    try:
+        yield
+    finally:
+        config.use_cache = before
+
+
+def _run(
+    block: nn.Module, state: Tensor, others: _Others, names: Iterable[str] = (), moved: str | None = None
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Run a block: its hidden state, and name → first input and output of the modules inside, in the order of calls.
+
+    Noise is added to the output of the module `moved`.
+    """
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for name in names:
+
+            def enter(_: nn.Module, args: Any, name: str = name) -> None:
+                if args and isinstance(args[0], Tensor):
+                    inputs[name] = args[0].clone()  # others may add to it in place
+
+            def leave(_: nn.Module, __: Any, out: Any, name: str = name) -> Any:
+                out = out + _noise(out) if name == moved else out
+                if isinstance(out, Tensor):
+                    outputs[name] = out.clone()
+                return out
+
+            module = block.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        args, kwargs = others
+        inputs[_BLOCK] = state
+        return _first(block(state, *args, **kwargs)), inputs, outputs
+
+
+def _value(layer: str, stream: str | None, out: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
+    """What is to be as in the dense model: the stream after the sum, or the output of the layer itself."""
+    return outputs[layer] if stream is None else inputs[stream] if stream else out
+
+
+def _noise(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out) * out.std()
+
+
+def _streams(block: nn.Module, layers: Collection[str], state: Tensor, others: _Others) -> dict[str, str | None]:
+    """Layer, in the order of calls → the module whose input is a stream to which the layer's output was added.
+
+    The name is "" where that stream is the block's output; it is None where there is no such stream. A stream is known by
+    noise on the layer's output: it changes by just that noise.
+    """
+    names = [name for name, _ in block.named_modules() if name]
+    out, inputs, outputs = _run(block, state, others, names)
+    found: dict[str, str | None] = {}
+    for layer in (name for name in inputs if name in layers):
+        changed, moved, _ = _run(block, state, others, names, layer)
+        value, noise = outputs[layer], _noise(outputs[layer])
+
+        def is_stream(before: Tensor, after: Tensor, value: Tensor = value, noise: Tensor = noise) -> bool:
+            if before.shape != noise.shape or torch.equal(before, value):
+                return False
+            return float((after - before - noise).norm()) < _NEAR * float(noise.norm())
+
+        pairs = [(name, inputs[name], moved[name]) for name in inputs if name in moved and name != _BLOCK]
+        found[layer] = next((name for name, *pair in [*pairs, (_BLOCK, out, changed)] if is_stream(*pair)), None)
+    return found
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple | list) else value
