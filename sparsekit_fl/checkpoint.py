@@ -24,7 +24,7 @@ from sparsekit_fl.client.context import Memory
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import data_fingerprint
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.results import RoundRecord, plain
+from sparsekit_fl.results.records import RoundRecord, plain
 from sparsekit_fl.spec import RunSpec, short_digest
 from sparsekit_fl.storage import dumps, loads, lock_folder, sync_folder, write_atomically
 

@@ -1,17 +1,10 @@
-"""The option `device`: one device, or several by commas, for worker processes in turn; exact arithmetic; the environment."""
+"""The option `device`: one device, or several by commas, which worker processes take in turn; and exact arithmetic there."""
 
-import importlib.metadata
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import Any
 
-import numpy as np
 import torch
-
-import sparsekit
 
 
 def devices(device: str) -> list[str]:
@@ -50,36 +43,3 @@ def exact_arithmetic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-
-
-def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Return versions and settings that results may depend on, and when the run ended, as plain values.
-
-    `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` if they are not installed.
-    """
-    cuda = device.startswith("cuda")
-    return {
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "sparsekit": sparsekit.__version__,
-        "flwr": _version("flwr"),
-        "ray": _version("ray"),
-        "threads": torch.get_num_threads(),
-        "workers": workers,
-        "device": device,
-        "platform": platform.platform(),
-        "gpu": [torch.cuda.get_device_name(name) for name in devices(device)] if cuda and torch.cuda.is_available() else None,
-        "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -31,7 +31,7 @@ from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results import RoundRecord, RunResult
+from sparsekit_fl.results.records import RoundRecord, RunResult
 from sparsekit_fl.rounds import run
 
 

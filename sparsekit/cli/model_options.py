@@ -59,7 +59,7 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 def read_runtimes(text: str) -> tuple[str, ...]:
     """Read `eager,compile`, or `none`."""
-    from sparsekit.measure.paired import RUNTIMES
+    from sparsekit.measure.budget import RUNTIMES
 
     found = tuple(name.strip() for name in text.split(","))
     if found == ("none",):

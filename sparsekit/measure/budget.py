@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from numbers import Real
+from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
@@ -34,9 +35,12 @@ class Budget:
         bytes: Bytes of all parameters and buffers, as a saved file holds them.
         memory: Bytes of the activations at their peak, in a forward pass of the example inputs without gradients.
         latency_ms: Milliseconds of a forward pass of the example inputs on this device.
+        runtime: What runs these passes: "eager", "compile" (torch.compile), "export" (a program of torch.export) or "onnx"
+            (ONNX Runtime on the CPU). Take the one in which the model will be deployed.
 
     Raises:
-        InvalidValueError: no metric is given, a share outside (0, 100] %, or a number that cannot be meant as one.
+        InvalidValueError: no metric is given, a share outside (0, 100] %, a number that cannot be meant as one, or a runtime
+            without a limit of milliseconds.
     """
 
     flops: str | float | None = None
@@ -44,18 +48,23 @@ class Budget:
     bytes: str | float | None = None
     memory: str | float | None = None
     latency_ms: str | float | None = None
+    runtime: str = "eager"
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "runtime"}
         if not given:
             raise InvalidValueError(f'a budget needs a metric, as in Budget(flops="50%"); metrics: {", ".join(METRICS)}')
         for name, value in given.items():
             _check(name, value)
+        if self.runtime not in RUNTIMES:
+            raise InvalidValueError(f"a runtime must be one of {', '.join(RUNTIMES)}, got {self.runtime!r}")
+        if self.runtime != "eager" and self.latency_ms is None:
+            raise InvalidValueError(f"runtime={self.runtime!r} says what runs the passes of latency_ms, which is not limited")
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics that are limited."""
-        return tuple(item.name for item in fields(self) if getattr(self, item.name) is not None)
+        return tuple(name for name in METRICS if getattr(self, name) is not None)
 
     def limits(self, dense: Mapping[str, float]) -> dict[str, float]:
         """The largest cost that is allowed, by metric.
@@ -93,8 +102,10 @@ class Budget:
         if progress >= 1.0:
             return self
         limits = self.limits(dense)
-        return Budget(**{name: dense[name] + max(0.0, progress) * (min(end, dense[name]) - dense[name])
-                         for name, end in limits.items()})  # fmt: skip
+        values: dict[str, Any] = {
+            name: dense[name] + max(0.0, progress) * (min(end, dense[name]) - dense[name]) for name, end in limits.items()
+        }
+        return replace(self, **values)
 
     @staticmethod
     def of(budget: Budget | Mapping[str, str | float] | str | Sequence[str]) -> Budget:
@@ -116,24 +127,27 @@ class Budget:
                 f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}'
             )
         texts = [budget] if isinstance(budget, str) else budget
-        found: dict[str, str | float] = {}
+        found: dict[str, Any] = {}
         for pair in (part for text in texts for part in text.split(",") if part.strip()):
             name, sign, value = (part.strip() for part in pair.partition("="))
             if not sign or not value:
                 raise InvalidValueError(f"a budget is written as metric=value, as in flops=50% or latency_ms=4, got {pair!r}")
-            if name not in METRICS:
+            if name not in (*METRICS, "runtime"):
                 raise UnknownNameError(f"unknown metric {name!r} in the budget; {nearest(name, METRICS)}")
             if name in found:
                 raise InvalidValueError(f"the budget gives {name!r} twice; leave one of them out")
-            found[name] = value if value.endswith("%") else _number(name, value)
+            found[name] = value if value.endswith("%") or name == "runtime" else _number(name, value)
         return Budget(**found)
 
     def __str__(self) -> str:
         values = ((name, getattr(self, name)) for name in self.metrics)
-        return ", ".join(f"{name} ≤ {value if isinstance(value, str) else format_cost(name, value)}" for name, value in values)
+        told = ", ".join(f"{name} ≤ {value if isinstance(value, str) else format_cost(name, value)}" for name, value in values)
+        return told if self.runtime == "eager" else f"{told}, run by {self.runtime}"
 
 
-METRICS = tuple(field.name for field in fields(Budget))
+METRICS = tuple(field.name for field in fields(Budget) if field.name != "runtime")
+RUNTIMES = ("eager", "compile", "export", "onnx")
+"""What can run a model: its own forward pass, torch.compile, torch.export, ONNX Runtime."""
 
 
 def _number(name: str, text: str) -> float:

@@ -302,6 +302,7 @@ def measure_costs(
     graph: UnitGraph | None,
     metrics: Iterable[str] = (),
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    runtime: str = "eager",
 ) -> CostModel:
     """The same for inputs of any names, those of the options of `cost_model` among them."""
     chosen = tuple(metrics)
@@ -319,5 +320,5 @@ def measure_costs(
     if "memory" in chosen:
         meters["memory"] = measure_memory(model, args, kwargs, graph, rules)
     if "latency_ms" in chosen:
-        meters["latency_ms"] = measure_table(model, args, kwargs, graph, rules)
+        meters["latency_ms"] = measure_table(model, args, kwargs, graph, rules, runtime)
     return replace(costs, meters=meters) if meters else costs

@@ -20,6 +20,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import gather, narrow_shape
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.measure.clock import LatencyCache, device_of, stopwatch
+from sparsekit.measure.paired import prepare
 from sparsekit.measure.shapes import probe_shapes, shape_at, without_data
 from sparsekit.measure.volumes import Array, Axes, Meter, Volumes
 from sparsekit.rng import torch_generator
@@ -101,12 +102,16 @@ def measure_latency(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float = 0.5, least: int = 5
 ) -> float:
     """Median milliseconds of a forward pass without gradients, after two to warm up; takes `seconds`, and `least` passes."""
-    timed = stopwatch(device_of(model, args))
-    times: list[float] = []
     with torch.no_grad():
-        begun = time.perf_counter()
-        while len(times) < 200 and (len(times) < least + 2 or time.perf_counter() - begun < seconds):
-            times.append(timed(lambda: model(*args, **kwargs)))
+        return _median_ms(lambda: model(*args, **kwargs), device_of(model, args), seconds=seconds, least=least)
+
+
+def _median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5, least: int = 5) -> float:
+    timed = stopwatch(device)
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 200 and (len(times) < least + 2 or time.perf_counter() - begun < seconds):
+        times.append(timed(call))
     return float(np.median(times[2:])) * 1000
 
 
@@ -116,8 +121,12 @@ def measure_table(
     kwargs: Mapping[str, Any],
     graph: UnitGraph,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    runtime: str = "eager",
 ) -> LatencyMeter:
-    """Measure the layers of the dense model at some widths, on the batch that is meant, or read what was measured before."""
+    """Measure the layers of the dense model at some widths, on the batch that is meant, or read what was measured before.
+
+    Layers are measured in eager passes. Another runtime scales all times by what the whole dense model takes in it.
+    """
     light, given, named, calls = without_data(model, args, kwargs, partial(_calls, rules=rules))
 
     def shapes(module: nn.Module) -> list[tuple[int, ...]]:
@@ -133,9 +142,12 @@ def measure_table(
     layers = _Layers(copied, graph, rules, LatencyCache(device), device)
     points = [layers.table(*parts) for parts in zip(calls, inputs, outputs, strict=True)]
     layers.cache.save()
-    whole = measure_latency(copied, args, kwargs)
+    whole = eager = measure_latency(copied, args, kwargs)
+    if runtime != "eager":
+        with torch.no_grad():
+            whole = _median_ms(prepare(copied, runtime, args, kwargs), device)
     grid = np.array([grid for grid, _ in points]).reshape(len(points), 2, len(SHARES))
-    tables = np.array([times for _, times in points]).reshape(len(points), len(SHARES), len(SHARES))
+    tables = np.array([times for _, times in points]).reshape(len(points), len(SHARES), len(SHARES)) * (whole / eager)
     dense = {name: group.size for name, group in graph.groups.items()}
     return LatencyMeter([tied[0] for tied in graph.tied_sets], inputs, outputs, dense, grid, tables, whole)
 
@@ -143,7 +155,7 @@ def measure_table(
 def _calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], rules: Mapping[type[nn.Module], LayerRule] | None
 ) -> list[_Call]:
-    """The calls of the layers in one pass: modules without children, and those whose inside is one operator."""
+    """The calls of the layers in one pass: modules without children, and layers that hold others, such as a padding."""
     found: list[_Call] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -160,7 +172,7 @@ def _calls(
         for name, module in model.named_modules():
             rule = find_rule(module, rules)
             if name and not name.startswith(tuple(opaque)):
-                if rule is not None and rule.opaque:
+                if rule is not None and (rule.opaque or any(True for _ in module.parameters(recurse=False))):
                     opaque.append(f"{name}.")
                 elif any(True for _ in module.children()):
                     continue

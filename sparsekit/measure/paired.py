@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import nn
 
 from sparsekit._torch import DispatchMode, operator_packet
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.layers import find_rule
+from sparsekit.measure.budget import RUNTIMES
 from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.surgery.onnx import onnx_of
 from sparsekit.tracing.inputs import find_tensors, map_tensors
@@ -99,7 +101,8 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
     with torch.no_grad(), evaluated(model), contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name and not any(module.children()) and any(True for _ in module.parameters()):
+            own = any(True for _ in module.parameters(recurse=False))
+            if name and own and (find_rule(module) is not None or not any(True for _ in module.children())):
                 hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: begin(name)).remove)
                 hooks.callback(module.register_forward_hook(lambda *_, name=name: end(name)).remove)
         for number in range(passes + 1):
@@ -164,29 +167,37 @@ def measure_turns(
     Raises:
         MissingDependencyError: a package of the runtime is not installed.
     """
-    order, own = np.random.default_rng(0), torch.get_num_threads()
-    timed = stopwatch(device_of(before, args, kwargs))
-    turns: list[tuple[float, float]] = []
+    own = torch.get_num_threads()
     try:
         if threads:
             torch.set_num_threads(threads)
         with torch.no_grad(), evaluated(before, after):
             first, second = (prepare(model, runtime, args, kwargs) for model in (before, after))
-            for _ in range(_WARM):
-                timed(first), timed(second)
-            begun = time.perf_counter()
-            while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
-                late = timed(second) if order.random() >= 0.5 else None
-                turns.append((timed(first), timed(second) if late is None else late))
+            pair = time_turns(first, second, stopwatch(device_of(before, args, kwargs)), seconds=seconds)
     finally:
         torch.set_num_threads(own)
+    return replace(pair, batch=batch, threads=threads, runtime=runtime)
+
+
+def time_turns(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    timed: Callable[[Callable[[], object]], float],
+    *,
+    seconds: float = 0.5,
+) -> TimePair:
+    """Time two calls in turns, as `prepare` makes them of a dense and of a pruned model; `timed` is a stopwatch."""
+    order = np.random.default_rng(0)
+    turns: list[tuple[float, float]] = []
+    for _ in range(_WARM):
+        timed(first), timed(second)
+    begun = time.perf_counter()
+    while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
+        late = timed(second) if order.random() >= 0.5 else None
+        turns.append((timed(first), timed(second) if late is None else late))
     old, new = 1000 * np.median(np.array(turns), axis=0)
     low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
-    return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns), runtime)
-
-
-RUNTIMES = ("eager", "compile", "export", "onnx")
-"""What can run a model: its own forward pass, torch.compile, torch.export, ONNX Runtime."""
+    return TimePair(0, 0, float(old), float(new), float(middle), float(low), float(high), len(turns))
 
 
 def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:

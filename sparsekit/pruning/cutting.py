@@ -1,7 +1,7 @@
 """Cutter: one cut of a model to a budget by each of some candidates, of which the best on unseen batches is kept."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,9 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
+from sparsekit.measure.clock import device_of, evaluated, stopwatch
 from sparsekit.measure.cost import CostModel
-from sparsekit.measure.paired import measure_turns
+from sparsekit.measure.paired import prepare, time_turns
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.latency import meet_latency
 from sparsekit.pruning.reconstruction import Reconstruct, recalibrate_batchnorm, reconstruct, statistics_prior
@@ -86,6 +87,7 @@ class Cutter:
     progress: bool
     tried: Sequence[CandidateReport] = ()
     scores: Mapping[str, Scored] = field(default_factory=dict)
+    _dense_pass: Callable[[], object] | None = None
     _prior: tuple[nn.Module | None, Mapping[str, Tensor]] = (None, {})
 
     def best(
@@ -182,7 +184,12 @@ class Cutter:
 
         def timed(budget: Budget | None) -> tuple[tuple[UnitMask, nn.Module], float]:
             found = to(budget)
-            pair = measure_turns(self.dense, found[1], self.call.args, self.call.kwargs)
+            runtime = "eager" if self.budget is None else self.budget.runtime
+            args, kwargs = self.call.args, self.call.kwargs
+            with torch.no_grad(), evaluated(self.dense, found[1]):
+                self._dense_pass = self._dense_pass or prepare(self.dense, runtime, args, kwargs)
+                small_pass = prepare(found[1], runtime, args, kwargs)
+                pair = time_turns(self._dense_pass, small_pass, stopwatch(device_of(self.dense, args, kwargs)))
             # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
             share = self.budget is not None and isinstance(self.budget.latency_ms, str)
             return found, costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms

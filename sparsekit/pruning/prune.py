@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -161,7 +162,8 @@ def prune(
     shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)
-    costs = measure_costs(model, call.args, call.kwargs, graph, wanted.metrics if wanted else (), rules)
+    metrics, runtime = ((), "eager") if wanted is None else (wanted.metrics, wanted.runtime)
+    costs = measure_costs(model, call.args, call.kwargs, graph, metrics, rules, runtime)
     dense = costs.dense_costs()
     notes = [] if calibration is not None else _notes_without_data(model, candidates[0].criterion)
     cutter = Cutter(
@@ -190,7 +192,8 @@ def prune(
     judge("of the dense model")
     for step in range(1, schedule.steps + 1):
         last, when = step == schedule.steps, "" if schedule.steps == 1 else f" of step {step}"
-        target = None if wanted is None else Budget(**wanted.part(schedule.progress(step), dense).limits(dense))
+        limits_now: dict[str, Any] = wanted.part(schedule.progress(step), dense).limits(dense) if wanted else {}
+        target = None if wanted is None else replace(wanted, **limits_now)
         cut = cutter.best(
             candidates,
             small,

@@ -22,7 +22,7 @@ from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_optio
 from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
-    from sparsekit_fl.report.trials import Trial
+    from sparsekit_fl.results.report.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
@@ -68,8 +68,8 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted, need
-    from sparsekit_fl.report.comparison import check_target, comparisons_of
-    from sparsekit_fl.report.tables import show
+    from sparsekit_fl.results.report.comparison import check_target, comparisons_of
+    from sparsekit_fl.results.report.tables import show
 
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")

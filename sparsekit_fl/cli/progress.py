@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from sparsekit_fl.callbacks import Callback, RunView, progress_bar
-from sparsekit_fl.results import RoundRecord, primary_metric
-from sparsekit_fl.stored import flops_text, score_text, seconds_text, share_text
+from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.scores import primary_metric
+from sparsekit_fl.results.text import flops_text, score_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from sparsekit_fl.report.trials import Trial
+    from sparsekit_fl.results.report.trials import Trial
 
 
 class Events(Callback):

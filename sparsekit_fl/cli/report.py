@@ -35,7 +35,7 @@ def _report(
     """
     from sparsekit_fl.paper.published import published_beside
     from sparsekit_fl.paper.report import write_report
-    from sparsekit_fl.report.tables import show, show_published
+    from sparsekit_fl.results.report.tables import show, show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:

@@ -19,7 +19,7 @@ from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results import RunResult
+    from sparsekit_fl.results.records import RunResult
 
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
 _MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
@@ -68,7 +68,7 @@ def _run(method_name: str, options: RunOptions) -> None:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
-    from sparsekit_fl.report.columns import result_table
+    from sparsekit_fl.results.report.columns import result_table
 
     if options.json:
         typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
@@ -102,7 +102,7 @@ def _show(result: RunResult, options: RunOptions) -> None:
 
 def _curve(result: RunResult) -> str:
     """Return the primary metric over the rounds as a sparkline, with its first and its last value."""
-    from sparsekit_fl.stored import score_text
+    from sparsekit_fl.results.text import score_text
 
     name = result.final.primary_metric
     scored = [(record.round, record.evaluation.personal) for record in result.rounds if record.evaluation]
@@ -119,8 +119,8 @@ def _curve(result: RunResult) -> str:
 def _clients(result: RunResult) -> Table:
     """Return a row for each of the clients with the worst scores."""
     from sparsekit_fl.problem.metrics import lower_is_better
-    from sparsekit_fl.results import value_of
-    from sparsekit_fl.stored import score_text
+    from sparsekit_fl.results.scores import value_of
+    from sparsekit_fl.results.text import score_text
 
     def text(value: float | None) -> str:
         return "–" if value is None or not math.isfinite(value) else score_text(name, value).removeprefix(f"{name} ")

@@ -19,7 +19,7 @@ from sparsekit_fl.engines.flower.nodes import Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import check_fit
-from sparsekit_fl.results import RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.spec import RunSpec, check_device
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app

@@ -10,10 +10,10 @@ from typing import Any
 
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers, published_text
-from sparsekit_fl.report.comparison import TARGET, Comparison
-from sparsekit_fl.report.figures import bars, curve, level_figures, points_of
-from sparsekit_fl.report.plots import Figure
-from sparsekit_fl.report.trials import Level, Trial
+from sparsekit_fl.results.report.comparison import TARGET, Comparison
+from sparsekit_fl.results.report.figures import bars, curve, level_figures, points_of
+from sparsekit_fl.results.report.plots import Figure
+from sparsekit_fl.results.report.trials import Level, Trial
 
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
 _STRATEGIES: Mapping[str, str] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.report.comparison import Comparison, Row
+from sparsekit_fl.results.report.comparison import Comparison, Row
 
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0

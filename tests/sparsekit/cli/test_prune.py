@@ -1,6 +1,7 @@
 """`sparsekit prune`: what it writes and prints, dry runs, resuming, and bad input."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
 from sparsekit.surgery import export_onnx
+from sparsekit.surgery.onnx import SlowWidthsWarning
 
 
 def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -139,3 +141,20 @@ def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | 
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "slow"), [(40, False), (20, False), (37, True)])
+def test_widths_without_fast_kernels_in_onnx_runtime_are_told(width: int, slow: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="the extra 'export' is not installed")
+    model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 16, 3)).eval()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        export_onnx(model, (torch.zeros(1, 3, 8, 8),), tmp_path / "model.onnx")
+    assert [str(each.message) for each in told if each.category is SlowWidthsWarning] == (
+        [
+            "1 of 2 convolutions have a number of channels, such as 37, for which ONNX Runtime has no fast kernels; prune with"
+            " the default of multiple_of, or with multiples of 4"
+        ]
+        if slow
+        else []
+    )

@@ -13,6 +13,7 @@ from torch import nn
 import sparsekit as sk
 from sparsekit.measure.clock import LatencyCache, cache_folder
 from sparsekit.measure.latency import measure_latency, measure_table
+from sparsekit.measure.paired import measure_layers, prepare
 from sparsekit.measure.volumes import CostTracker
 from sparsekit.pruning.latency import meet_latency
 
@@ -83,6 +84,42 @@ def test_a_budget_of_milliseconds_is_met_by_the_measured_model() -> None:
     pruned = sk.prune(_net(), X, budget={"latency_ms": "60%"})
     assert pruned.report.after["latency_ms"] <= pruned.report.limits["latency_ms"]
     assert "error of the table, small model" in pruned.report.measured
+
+
+class _Padded(nn.Conv2d):
+    """A convolution that holds its padding, as those of EfficientNet do."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.pad = nn.ZeroPad2d(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.pad(x))
+
+
+def test_layers_that_hold_others_are_timed() -> None:
+    model = nn.Sequential(_Padded(3, 32, 3), nn.ReLU(), nn.Sequential(_Padded(32, 8, 3), nn.ReLU())).eval()
+    meter = measure_table(model, (X,), {}, sk.trace_units(model, X))
+    assert meter._tables.shape[0] == 4, "two convolutions and two activations"
+    assert measure_layers(model, (X,), {}).keys() == {"", "0", "2.0"}
+
+
+@pytest.mark.parametrize("runtime", ["export", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_budget_of_milliseconds_is_measured_in_its_runtime(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runtime == "onnx":
+        pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
+    model, asked = _net(), []
+
+    def noted(*args: Any) -> Any:
+        asked.append(args[:2])
+        return prepare(*args)
+
+    for place in ("measure.latency", "pruning.cutting"):
+        monkeypatch.setattr(f"sparsekit.{place}.prepare", noted)
+    pruned = sk.prune(model, (X,), budget=sk.Budget(latency_ms="60%", runtime=runtime))
+    assert {own for _, own in asked} == {runtime}
+    assert sum(module is model for module, _ in asked) == 1, "the dense model is prepared once to be timed in turns"
+    assert pruned.report.after["latency_ms"] <= 0.6 * pruned.report.before["latency_ms"]
 
 
 def test_the_limit_is_met_where_the_table_is_wrong() -> None:

@@ -25,7 +25,7 @@ from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.node import DeviceMemories
 from sparsekit_fl.engines.flower.nodes import _run_id
 from sparsekit_fl.errors import LostMemoryError
-from sparsekit_fl.models import load_model
+from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 

@@ -6,7 +6,7 @@ import pytest
 from saved_results import SECONDS, compared, result
 
 from sparsekit_fl.paper.figures import missing_figures, paper_figures
-from sparsekit_fl.report.plots import Figure
+from sparsekit_fl.results.report.plots import Figure
 
 
 def figures(*results: dict[str, Any], target: float | None = None) -> dict[str, Figure]:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 from saved_results import compared, result
-from stored_tables import write_table
 
 from sparsekit.errors import DataError
 from sparsekit_fl.paper.report import read_comparisons
-from sparsekit_fl.stored import read_table
+from sparsekit_fl.results.stored import read_table, write_table
 
 
 def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> None:

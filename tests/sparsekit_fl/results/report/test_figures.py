@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from saved_results import FLOPS, SECONDS, compared, result
 
-from sparsekit_fl.report.figures import figures_of
-from sparsekit_fl.report.plots import Figure
+from sparsekit_fl.results.report.figures import figures_of
+from sparsekit_fl.results.report.plots import Figure
 
 
 def figures(*results: dict[str, Any]) -> dict[str, Figure]:

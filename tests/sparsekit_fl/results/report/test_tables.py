@@ -9,10 +9,10 @@ from rich.console import Console
 from saved_results import SECONDS, compared, result
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.columns import texts
-from sparsekit_fl.report.comparison import Comparison, check_target
-from sparsekit_fl.report.tables import latex_escape, latex_table, markdown_table, show
-from sparsekit_fl.report.trials import Trial
+from sparsekit_fl.results.report.columns import texts
+from sparsekit_fl.results.report.comparison import Comparison, check_target
+from sparsekit_fl.results.report.tables import latex_escape, latex_table, markdown_table, show
+from sparsekit_fl.results.report.trials import Trial
 
 NASTY = "a_b & 100% of #1 {$x^2$} ~ <c> \\d ± – µ 木"
 

@@ -7,8 +7,8 @@ import pytest
 from saved_results import compared, result, save
 
 from sparsekit.errors import DataError
-from sparsekit_fl.report.comparison import comparisons_of
-from sparsekit_fl.report.trials import Trial, collect
+from sparsekit_fl.results.report.comparison import comparisons_of
+from sparsekit_fl.results.report.trials import Trial, collect
 
 
 def test_levels_are_read_from_the_configuration() -> None:

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from sparsekit_fl.errors import need
-from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.plots import Figure
+from sparsekit_fl.results.report.comparison import Comparison
+from sparsekit_fl.results.report.plots import Figure
 
 WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

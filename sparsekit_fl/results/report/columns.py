@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit_fl.problem.names import lower_by_name
-from sparsekit_fl.stored import scale, seconds_text
+from sparsekit_fl.results.text import scale, seconds_text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.stored import flat, read_result, read_table
+from sparsekit_fl.results.read import flat, read_result
+from sparsekit_fl.results.stored import read_table
 
 TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparsekit_fl.errors import need
-from sparsekit_fl.stored import scale
+from sparsekit_fl.results.text import scale
 
 # Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")

@@ -10,9 +10,9 @@ from typing import Any
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.errors import need
-from sparsekit_fl.report.columns import Column, columns_of, texts, value_of
-from sparsekit_fl.report.trials import Level, Trial, protocols_of
-from sparsekit_fl.stored import share_text
+from sparsekit_fl.results.report.columns import Column, columns_of, texts, value_of
+from sparsekit_fl.results.report.trials import Level, Trial, protocols_of
+from sparsekit_fl.results.text import share_text
 
 TARGET = "target_seconds"
 _SUBJECT = "fedlps"

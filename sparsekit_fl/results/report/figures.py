@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from sparsekit_fl.errors import need
-from sparsekit_fl.report.comparison import TARGET, Comparison, slug
-from sparsekit_fl.report.plots import Figure
-from sparsekit_fl.report.trials import Level
+from sparsekit_fl.results.report.comparison import TARGET, Comparison, slug
+from sparsekit_fl.results.report.plots import Figure
+from sparsekit_fl.results.report.trials import Level
 
 _ACCURACY = "mean personal accuracy on test data"
 # Metric of the x axis → the figure.
