@@ -101,10 +101,9 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV": ("split-ucbv", {}),
     "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
     "P-UCBV": ("p-ucbv", {}),
-    "E-UCB": ("e-ucb", {}),
 }
 # Those that search an interval alone.
-ONE_AXIS = {"P-UCBV", "E-UCB"}
+ONE_AXIS = {"P-UCBV"}
 NAMES = (*OURS, *PYXAB_NAMES, "Random")
 
 

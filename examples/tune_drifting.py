@@ -21,8 +21,6 @@ BANDITS: dict[str, Callable[[np.random.Generator], Bandit]] = {
     "split-ucbv, discount 0.98": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng, discount=0.98),
     "split-ucbv, as it comes": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng),
     "split-ucbv, no discount": lambda rng: make_bandit("split-ucbv", SPACE, rng=rng, discount=1.0),
-    "e-ucb, discount 0.99": lambda rng: make_bandit("e-ucb", SPACE, rng=rng, discount=0.99, exploration=0.1),
-    "e-ucb, no discount": lambda rng: make_bandit("e-ucb", SPACE, rng=rng, discount=1.0, exploration=0.1),
     "p-ucbv": lambda rng: make_bandit("p-ucbv", SPACE, rng=rng, horizon=PULLS),
 }
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.client import sgd as sgd
     from sparsekit_fl.methods.means import mean as mean
     from sparsekit_fl.methods.submodels import units as units
-    from sparsekit_fl.methods.task import Model as Model, Result as Result, Task as Task
+    from sparsekit_fl.methods.client import Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions

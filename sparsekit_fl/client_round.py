@@ -20,8 +20,8 @@ from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.methods.client import Model, Result, Task
 from sparsekit_fl.methods.submodels import calibrate
-from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Purpose, Rngs, Streams

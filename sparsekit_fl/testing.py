@@ -22,10 +22,9 @@ from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
 from sparsekit_fl.methods.local import Local
-from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource

@@ -112,8 +112,8 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"base", "client", "context", "exits", "keep", "learned",
-         "make", "masks", "means", "submodels", "task"},
+        {"base", "client", "context", "exits", "keep",
+         "make", "masks", "means", "submodels"},
     ),
     "sparsekit_fl/problem/datasets": (
         "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders"},

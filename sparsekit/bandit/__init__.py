@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from sparsekit.bandit.base import Bandit, Box, BoxPull, Interval, Pull
-from sparsekit.bandit.eucb import EUCB
 from sparsekit.bandit.logged import Arm
 from sparsekit.bandit.make import make_bandit, registry
 from sparsekit.bandit.pucbv import PUCBV
 from sparsekit.bandit.split_ucbv import SplitUCBV
 
 __all__ = [
-    "EUCB",
     "PUCBV",
     "Arm",
     "Bandit",

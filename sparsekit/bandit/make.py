@@ -15,7 +15,6 @@ DEFAULT = "split-ucbv"
 registry = Registry(
     "bandit",
     {
-        "e-ucb": "sparsekit.bandit.eucb:EUCB",
         "p-ucbv": "sparsekit.bandit.pucbv:PUCBV",
         "split-ucbv": "sparsekit.bandit.split_ucbv:SplitUCBV",
     },

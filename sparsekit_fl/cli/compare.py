@@ -203,7 +203,7 @@ compare = command_app(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
-        "sparsekit compare fedlps 'fedlps bandit=e-ucb' 'fedlps bandit=split-ucbv' --out runs/bandits",
+        "sparsekit compare fedlps 'fedlps bandit=split-ucbv' --out runs/bandits",
         "sparsekit compare fedavg 'fedprox mu=0.1' 'fedprox mu=1'",
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",

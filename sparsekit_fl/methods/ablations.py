@@ -9,84 +9,77 @@ variant reports both, and `ratios=0.5` gives all clients the same. `ratios` and 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from sparsekit_fl.methods.fedlps import FedLPS
-from sparsekit_fl.options import Ratio
-
-_FIX = "Capabilities are drawn once, whatever the run says."
-_DYN = "Capabilities are drawn again in every round, whatever the run says."
+from sparsekit_fl.methods.fedlps import FedLPS, Pattern, Ratios
 
 
 @dataclass(frozen=True, kw_only=True)
 class FLST(FedLPS):
     """FLST: one ratio for all clients, 0.5 as in Table II; the pattern is learned."""
 
-    note: ClassVar[str] = "All clients have one ratio, whatever they can do."
+    note = "All clients have one ratio, whatever they can do."
 
-    ratios: Literal["bandit", "capability"] | Ratio = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class RCRFix(FedLPS):
-    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
-
-    called: ClassVar[str] = "rcr-fix"
-    note: ClassVar[str] = _FIX
-    capability: ClassVar[Literal["fixed", "dynamic"] | None] = "fixed"
-
-    ratios: Literal["bandit", "capability"] | Ratio = "capability"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RCRDyn(RCRFix):
-    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn again in every round."""
-
-    called: ClassVar[str] = "rcr-dyn"
-    note: ClassVar[str] = _DYN
-    capability: ClassVar[Literal["fixed", "dynamic"] | None] = "dynamic"
+    ratios: Ratios = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class PUCBVFix(FedLPS):
     """P-UCBV-Fix: FedLPS whose capabilities are drawn once."""
 
-    called: ClassVar[str] = "p-ucbv-fix"
-    note: ClassVar[str] = _FIX
-    capability: ClassVar[Literal["fixed", "dynamic"] | None] = "fixed"
+    called = "p-ucbv-fix"
+    note = "Capabilities are drawn once, whatever the run says."
+    capability = "fixed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PUCBVDyn(FedLPS):
     """P-UCBV-Dyn: FedLPS whose capabilities are drawn again in every round."""
 
-    called: ClassVar[str] = "p-ucbv-dyn"
-    note: ClassVar[str] = _DYN
-    capability: ClassVar[Literal["fixed", "dynamic"] | None] = "dynamic"
+    called = "p-ucbv-dyn"
+    note = "Capabilities are drawn again in every round, whatever the run says."
+    capability = "dynamic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRFix(PUCBVFix):
+    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
+
+    called = "rcr-fix"
+
+    ratios: Ratios = "capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRDyn(PUCBVDyn):
+    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn again in every round."""
+
+    called = "rcr-dyn"
+
+    ratios: Ratios = "capability"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSRandom(FedLPS):
     """FedLPS with units drawn at random, again for each client and round."""
 
-    called: ClassVar[str] = "fedlps-random"
+    called = "fedlps-random"
 
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = "random"
+    pattern: Pattern = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSOrdered(FedLPS):
     """FedLPS with the first units of every layer."""
 
-    called: ClassVar[str] = "fedlps-ordered"
+    called = "fedlps-ordered"
 
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = "ordered"
+    pattern: Pattern = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSMagnitude(FedLPS):
     """FedLPS with the units of largest absolute weights in the received model."""
 
-    called: ClassVar[str] = "fedlps-magnitude"
+    called = "fedlps-magnitude"
 
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = "magnitude"
+    pattern: Pattern = "magnitude"

@@ -12,6 +12,8 @@ To score a client, it calls `deploy`. Before the first round, a run calls `confi
 A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
 strings, and lists and dicts of these. Random numbers come from `server.rngs` and `client.rngs`. Both make a run give the same
 bits on every engine and after every resume.
+
+The types that hooks take and return, and their usual steps, can be imported from here.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.methods.context import ServerContext
 from sparsekit_fl.methods.means import mean
-from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
+
+__all__ = [
+    "ClientContext", "Method", "Model", "Problem", "Result", "ServerContext", "StateDict", "Task", "UnitGraph", "Update",
+    "mean", "sgd",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,11 @@
-"""Training on a client: `sgd`, with what methods add to its gradients."""
+"""`Task`, `Result` and `Model`: what a client is asked, learns and deploys; `sgd`: how it trains."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
@@ -15,13 +13,79 @@ from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, SgdStep, Step, TorchStep, TrainingLog, make_step
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.problem.problem import Loss
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task:
+    """What one client trains in one round.
+
+    Args:
+        state: On the client, the dense state that training starts from: the global entries, and the client's private ones.
+            Read-only. The server leaves it empty, since every client gets the global state.
+        mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
+            model is sent.
+        ratio: Share of the units to train, in (0, 1].
+        extra: Further tensors for the client, by name.
+    """
+
+    state: StateDict = field(default_factory=dict)
+    mask: Mask | None = None
+    ratio: float = 1.0
+    extra: StateDict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
+    """What a client learned in one round.
+
+    Args:
+        state: The trained state: narrow if `mask` is a unit mask, else dense.
+        mask: What was trained; None for everything.
+        log: Losses and counts of the training.
+        upload: What is uploaded, if that is not `mask`; None: `mask`.
+        extra: Further tensors to upload, by name.
+        metrics: Further numbers to upload, by name.
+        work: FLOPs, if they are not those of `log` under `mask`.
+        ratio: The executed ratio, in (0, 1]; None: that of the task.
+        module: A module that holds `state`, ready to be scored; None if there is none.
+    """
+
+    state: StateDict
+    mask: Mask | None
+    log: TrainingLog
+    upload: Mask | None = None
+    extra: StateDict = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    work: WorkCost | None = None
+    ratio: float | None = None
+    module: nn.Module | None = None
+
+    @staticmethod
+    def of(client: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> Result:
+        """Return the state of the client's narrow model as a result; `others` are the other fields."""
+        return Result(state=client.masked.narrow_state(), mask=mask, log=log, module=client.masked.model, **others)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """What a client deploys, and is scored with.
+
+    Args:
+        state: Narrow if `mask` is a unit mask, else dense.
+        mask: What is kept; None for a whole model.
+        ratio: The ratio that it was trained with; None if it is not sparse.
+    """
+
+    state: StateDict
+    mask: Mask | None = None
+    ratio: float | None = None
 
 
 def sgd(
@@ -52,7 +116,10 @@ def sgd(
 
     Source: McMahan et al., AISTATS 2017; the pull is that of FedProx (Li et al., MLSys 2020).
     """
-    client = adapted(client, loss=loss, **training)
+    if training:
+        client = replace(client, training=replace(client.training, **training))
+    if loss is not None:
+        client = replace(client, problem=replace(client.problem, loss=loss))
     leaves = load_leaves(client, task.state, task.mask)
     found = [] if adjusts is None else list(adjusts(leaves))
     if pull and anchor is None:
@@ -61,28 +128,16 @@ def sgd(
     elif pull and anchor is not None:
         found.append(pull_towards(leaves, [anchor[name].to(leaf) for name, leaf in leaves.items()], pull))
     if isinstance(task.mask, WeightMask):
-        found.append(freeze_dropped(leaves, task.mask))
+        kept = {leaf: task.mask[name].to(leaf) for name, leaf in leaves.items() if name in task.mask}
+        found.append(lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()})
     log = train_leaves(client, leaves, client.batches() if batches is None else batches, found)
     return Result.of(client, task.mask, log)
 
 
-def adapted(client: ClientContext, *, loss: Loss | None = None, **training: Any) -> ClientContext:
-    """Return the same client with another loss, or with other options of `TrainingConfig`."""
-    if training:
-        client = dataclasses.replace(client, training=dataclasses.replace(client.training, **training))
-    return client if loss is None else dataclasses.replace(client, problem=dataclasses.replace(client.problem, loss=loss))
-
-
 def load_leaves(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
-    """Load a state into the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero.
+    """Load a dense state into the narrow model, and return the leaves that train.
 
-    Args:
-        client: The client's.
-        start: The dense state.
-        mask: What is trained; None for everything.
-
-    Returns:
-        The leaves that train.
+    Units outside a unit mask are cut away, and entries outside a weight mask become zero; None keeps everything.
     """
     if isinstance(mask, WeightMask):
         start = mask_state(client.graph, mask, start)
@@ -101,11 +156,11 @@ def pull_towards(
     """Add strength · (leaf - anchor) to each gradient: the gradient of (strength / 2) · squared distance.
 
     Args:
-        leaves: What trains.
+        leaves: The trained leaves.
         anchors: One tensor per leaf, in the same order.
         strength: Factor.
-        training: The options of the steps. Where they are plain SGD the pull is one interpolation of the leaves in place,
-            several times as fast as a longer gradient.
+        training: The options of the steps. With plain SGD, the pull is one interpolation of the leaves in place, several times
+            as fast as a longer gradient.
     """
     origin = dict(zip(leaves.values(), anchors, strict=True))
 
@@ -120,27 +175,17 @@ def pull_towards(
     return adjust
 
 
-def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
-    """Set the gradients of the entries that a weight mask drops to zero."""
-    kept = {leaf: mask[name].to(leaf) for name, leaf in leaves.items() if name in mask}
-    return lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()}
-
-
 def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
-    """Train leaves of the narrow model.
+    """Train some leaves of the narrow model on batches; other leaves stay as they are.
 
-    Args:
-        client: The client's.
-        leaves: What trains; leaves that are not given stay as they are.
-        batches: The epochs.
-        adjusts: Changes of the gradients, one after the other, before clipping.
+    `adjusts` change the gradients, one after the other, before clipping.
     """
     update = make_step(client.training, leaves.values())
     return client.fit(client.masked.model, batches, local_step(client.masked, client.problem.loss, update, adjusts))
 
 
 def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
-    """Return the step of every method that trains one model by one loss: the mask follows, then the weights learn."""
+    """Return the step of every method that trains one model by one loss: first the mask changes, then the weights."""
     module = masked.model
     if not masked.converged and update.parameters:
         masked.add_optimizer(update.holder)
@@ -153,34 +198,3 @@ def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep
         return outputs, loss
 
     return step
-
-
-def initial_accuracy(client: ClientContext, module: nn.Module) -> dict[str, float]:
-    """Score what a client trains for the first time, in the state of round 0.
-
-    A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
-    generator of the ratio, whose bandits learn from the result, so that batches are those of any other method.
-
-    Args:
-        client: The client's, with the epochs that it will train.
-        module: The client's submodel of that state.
-
-    Returns:
-        `initial_accuracy`, where the problem has an accuracy.
-    """
-    size = len(client.client.data.train)
-    count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
-    sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
-    score, weight = client.score(module, "train", positions=sample).get("accuracy", (0.0, 0.0))
-    return {"initial_accuracy": score / weight} if weight else {}
-
-
-def with_epochs(client: ClientContext, epochs_factor: float) -> ClientContext:
-    """Return the context with another number of local epochs.
-
-    It is `epochs_factor` times that of the run, rounded to the nearest whole number (halves up), at least 1: 1.4 of 5 is 7.
-    """
-    if epochs_factor == 1.0:
-        return client
-    epochs = max(1, math.floor(epochs_factor * client.training.local_epochs + 0.5))
-    return dataclasses.replace(client, training=dataclasses.replace(client.training, local_epochs=epochs))

@@ -7,28 +7,29 @@ magnitude per layer, and the pruned model is the global one. Biases and norms ar
 layer is not pruned here, as in all methods that prune by entry, and as the paper's FLOPs of Xue et al. imply.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
+from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import mask_state
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.masks import largest_weights, prunable_weights
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    sgd,
+)
+from sparsekit_fl.methods.masks import SparseWeights, largest_weights, prunable_weights
 from sparsekit_fl.methods.means import mean_change, moved, weighted
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Hint, Positive, Ratio
-from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class CS(Method):
+class CS(SparseWeights):
     """Sparse communication in both directions.
 
     Args:
@@ -38,18 +39,11 @@ class CS(Method):
     Source: Jiang and Borcea, AAAI 2023, reference code.
     """
 
-    source: ClassVar[str] = "Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237"
-    note: ClassVar[str] = (
-        "Masks of single weights save bytes and not time: a client trains the whole model, whatever the paper's FLOPs say."
-    )
-    masked: ClassVar[bool] = True
+    source = "Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237"
+    note = "Masks of single weights save bytes and not time: a client trains the whole model, whatever the paper's FLOPs say."
 
     ratio: Ratio = 0.5
     rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError if there is nothing to prune."""
-        prunable_weights(graph, "CS")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the largest weights of each layer; everything in the first round."""
@@ -74,4 +68,4 @@ class CS(Method):
         return mask_state(server.graph, self._largest(server.graph, dense), dense)
 
     def _largest(self, graph: UnitGraph, state: StateDict) -> WeightMask:
-        return largest_weights(state, prunable_weights(graph, "CS"), self.ratio)
+        return largest_weights(state, prunable_weights(graph), self.ratio)

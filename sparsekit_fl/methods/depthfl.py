@@ -7,32 +7,27 @@ ResNet by hand, each with layers of its own; here they are found in any model th
 layer, so VGG gets one after each of its pools, the small CNN three in all and the LSTM two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
+from sparsekit.graph import WeightMask, prefix_entries
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, make_step
-from sparsekit_fl.client.messages import Update, WorkCost
-from sparsekit_fl.methods.base import Method
+from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, Update
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
-from sparsekit_fl.methods.context import ServerContext
 from sparsekit_fl.methods.exits import WithExits, build_with_exits
 from sparsekit_fl.methods.means import mean_change, moved, weighted
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Hint, NonNegative, Ratio
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.problem import Problem
 
 
 def _ends(graph: UnitGraph) -> list[int]:
@@ -96,11 +91,9 @@ class DepthFL(Method):
     Source: Kim et al., ICLR 2023; Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
     """
 
-    source: ClassVar[str] = "Kim et al., DepthFL, ICLR 2023"
-    note: ClassVar[str] = (
-        "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
-    )
-    masked: ClassVar[bool] = True
+    source = "Kim et al., DepthFL, ICLR 2023"
+    note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
+    masked = True
 
     exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True

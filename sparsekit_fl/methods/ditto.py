@@ -5,16 +5,10 @@ As in the reference code, both models learn from the same batches, the personal 
 and it continues from round to round, at first from the model of round 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.task import Model, Result, Task
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task, sgd
 from sparsekit_fl.options import Hint, NonNegative
 
 
@@ -28,7 +22,7 @@ class Ditto(Method):
     Source: Li et al., ICML 2021, Algorithm 1.
     """
 
-    source: ClassVar[str] = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
+    source = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
 
     lam: Annotated[NonNegative, Hint("0 trains alone")] = 0.1
 

@@ -6,17 +6,11 @@ Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Redu
 ("diversity parameter"); here every client draws its own each round, which is the unbounded case.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
-from sparsekit.criteria import Criterion, Random
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.means import Weights
+from sparsekit.criteria import Random
+from sparsekit_fl.methods.base import ClientContext, Result, Task, sgd
 from sparsekit_fl.methods.submodels import Submodels
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Positive
 
 
@@ -29,14 +23,11 @@ class EFD(Submodels):
             papers do not clip.
     """
 
-    source: ClassVar[str] = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"
-    weights: ClassVar[Weights] = "examples"
+    source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"
+    criterion = Random()
+    weights = "examples"
 
     clip: Positive | None = 1.0
-
-    def criterion(self) -> Criterion:
-        """Return a random order."""
-        return Random()
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the submodel, without HeteroFL's scaler, which the papers do not have."""

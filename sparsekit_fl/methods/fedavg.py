@@ -4,7 +4,6 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sparsekit_fl.methods.base import Method
 
@@ -13,4 +12,4 @@ from sparsekit_fl.methods.base import Method
 class FedAvg(Method):
     """FedAvg: every default of `Method`."""
 
-    source: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    source = "McMahan et al., AISTATS 2017"

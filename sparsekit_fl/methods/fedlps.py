@@ -6,36 +6,53 @@ clients of few classes, `fedlps-paper` is literal where the paper speaks and pla
 code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
-from sparsekit_fl.client.context import ClientContext, Memory
-from sparsekit_fl.client.messages import Update, require_metrics
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import initial_accuracy, sgd, train_leaves, trained_leaves, with_epochs
-from sparsekit_fl.methods.context import ServerContext, require_accuracy
+from sparsekit_fl.client.context import Memory
+from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    mean,
+    sgd,
+)  # fmt: skip
+from sparsekit_fl.methods.client import Leaves, pull_towards, train_leaves, trained_leaves
+from sparsekit_fl.methods.context import require_accuracy
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
-from sparsekit_fl.methods.learned import PullToReceived, learning
-from sparsekit_fl.methods.means import mean
 from sparsekit_fl.methods.submodels import require_units, units
-from sparsekit_fl.methods.task import Model, Result, Task
-from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Positive, Ratio
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
 
-_PATTERNS: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
+Ratios = Literal["bandit", "capability"] | Ratio
+"""What chooses the ratio of a client: its bandit, its capability, or the same number for everybody."""
+
+Pattern = Literal["learned", "ordered", "magnitude", "random"]
+"""Which units a client trains: those that it has learned, or those that a criterion puts first."""
+
+_CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
+_EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
+_NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
 
 
 def utility(accuracy: float) -> float:
@@ -69,61 +86,44 @@ class FedLPS(Method):
         high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
             bound below 1 buys more rounds or more local passes for the same FLOPs; and the less the widths of the clients
             differ, the more they learn from each other.
-        arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
-        exploration: ρ of P-UCBV, likewise.
-        discount: Factor on older rewards at each participation, for a bandit that has such a setting; None: its own. Gains
-            shrink as a model learns, so the rewards of early rounds are too high for later ones.
         threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
-        bounded: Draw only from arms below the client's capability; False: any arm is drawn, and the draw is cut to the
-            capability.
-        credit: Which arm gets the reward if a draw was cut: that of the "executed" ratio, or that of the "drawn" one.
-            With "executed" and a capability that changes, capability limits credit most rewards to small arms. With "drawn", a
-            participation that capability cut eliminates nothing, since its accuracy says nothing of the drawn ratio.
+        credit: Which arm gets the reward if the client's capability cut its draw: that of the "executed" ratio, or that of the
+            "drawn" one. With "executed" and a capability that changes, capability limits credit most rewards to small arms.
+            With "drawn", a participation that capability cut eliminates nothing, since its accuracy says nothing of the drawn
+            ratio.
         download: Whether T counts the download too; the paper counts computation and upload.
         importance_lr: Learning rate of the importance; None takes that of the weights.
         target: Target of the importance: "standardised" is the sigmoid of the absolute sums after each group's mean and
             deviation are removed, "absolute" the sigmoid of the absolute sums, as in the paper (close to 1 for every unit of
-            a wide network).
-        reduction: λ‖Q − target‖² as a "sum" over the units of a group, or as their "mean".
-        strength: λ.
+            a wide network; a little noise on the first importance breaks ties).
+        strength: λ, of the sum over the units of a group.
         refresh_every: Steps between two readings of the target and of the gradient that importance gets from the regulariser; 1
             reads them at every step, as the paper does.
         mu: μ, strength of ‖θ − ω‖².
         mu_reduction: ‖θ − ω‖² as a "mean" over the entries of the whole model, or as their "sum".
-        epochs_factor: Factor on the local epochs of the run: what narrow submodels save may be spent on more iterations.
-        noise: Upper end of the uniform noise that is added to the initial importance, so that equal targets do not tie.
         keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
             "loss" on its validation and training data.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithms 1 and 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
     """
 
-    source: ClassVar[str] = (
-        "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
-    )
-    masked: ClassVar[bool] = True
+    source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
+    masked = True
 
-    ratios: Literal["bandit", "capability"] | Ratio = "bandit"
-    pattern: Literal["learned", "ordered", "magnitude", "random"] = "learned"
+    ratios: Ratios = "bandit"
+    pattern: Pattern = "learned"
     bandit: str = "p-ucbv"
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
     high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
-    arms: int = 5
-    exploration: float = 0.5
-    discount: float | None = None
     threshold: float = -0.05
-    bounded: bool = False
     credit: Literal["executed", "drawn"] = "drawn"
     download: bool = True
     importance_lr: NonNegative | None = 0.02
     target: Literal["standardised", "absolute"] = "standardised"
-    reduction: Literal["sum", "mean"] = "sum"
     strength: NonNegative = 1.0
     refresh_every: Count = 4
     mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     mu_reduction: Literal["mean", "sum"] = "mean"
-    epochs_factor: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
-    noise: NonNegative = 0.0
     keep: Keep = "best"
 
     def __post_init__(self) -> None:
@@ -132,9 +132,6 @@ class FedLPS(Method):
             raise InvalidValueError(f"high must be above low ({self.low:g}), got {self.high:g}; the arms cover [low, high]")
         if ":" not in self.bandit:
             registry[self.bandit]  # an unknown name raises, with those that are known
-        if self.discount is not None:
-            # A bandit that has none, or refuses this one, says so before the run.
-            make_bandit(self.bandit, Interval(self.low, self.high), rng=np.random.default_rng(0), discount=self.discount)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
@@ -159,23 +156,23 @@ class FedLPS(Method):
             # No arm is that small: the client does what it can, and no bandit learns from it.
             memory["pull"] = None
             return capability
-        bound = min(capability, self.high) if self.bounded else self.high
-        open_pull = memory.get("pull")
-        if open_pull is None or open_pull[1] > bound:
+        if memory.get("pull") is None:
             bandit = self._bandit(server, memory, seed=seed)
-            pull = bandit.ask(upper=bound)
-            memory["pull"] = [pull.id, pull.value]
-            memory["bandit"] = bandit.state_dict()
+            pull = bandit.ask()
+            memory.update(pull=[pull.id, pull.value], bandit=bandit.state_dict())
         return min(capability, float(memory["pull"][1]))
 
     def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> Bandit:
-        own: dict[str, Any] = {"arms": self.arms, "exploration": self.exploration} if self.bandit == "p-ucbv" else {}
-        if self.discount is not None:
-            own["discount"] = self.discount
+        own = {"exploration": _EXPLORATION} if self.bandit == "p-ucbv" else {}
         space, horizon = Interval(self.low, self.high), server.rounds / server.cohort_size
         bandit = make_bandit(self.bandit, space, horizon=horizon, rng=np.random.default_rng(seed), **own)
         if "bandit" in memory:
-            bandit.load_state_dict(_of_horizon(memory["bandit"], horizon))
+            state = memory["bandit"]
+            settings = state.get("settings")
+            if isinstance(settings, Mapping) and settings.get("horizon") is not None:
+                # A run that was extended explores as the longer one would.
+                state = {**state, "settings": {**settings, "horizon": horizon}}
+            bandit.load_state_dict(state)
         return bandit
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
@@ -224,7 +221,6 @@ class FedLPS(Method):
         Raises:
             InvalidValueError: the importance diverged.
         """
-        client = with_epochs(client, self.epochs_factor)
         result = self._learned(client, task) if self.pattern == "learned" else self._chosen(client, task)
         keep_model(client, result, self.keep, task.ratio)
         return result
@@ -232,14 +228,12 @@ class FedLPS(Method):
     def _learned(self, client: ClientContext, task: Task) -> Result:
         metrics: Mapping[str, float] = {}
         if "importance" not in client.memory:
-            metrics = initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
+            metrics = _initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
         masked = self._loaded(client, task.state, task.ratio)
-        leaves = trained_leaves(masked)
+        leaves, batches = trained_leaves(masked), client.batches()
         adjusts = [learning(masked)]
-        batches = client.batches()
         if self.mu:
-            pull = self._pull(task.state, masked)
-            adjusts.append(PullToReceived(masked, leaves, task.state, pull, client.training))
+            adjusts.append(pull_to_received(masked, leaves, task.state, self._pull(task.state, masked), client.training))
         log = train_leaves(client, leaves, batches, adjusts)
         final = masked.unit_mask()
         client.memory["importance"] = masked.importance_vector().cpu()
@@ -247,27 +241,25 @@ class FedLPS(Method):
 
     def _chosen(self, client: ClientContext, task: Task) -> Result:
         """Train under units that a criterion chooses: what is left of FedLPS if the pattern is not learned."""
-        mask = units(client, _PATTERNS[self.pattern], task.ratio, task.state)
+        mask = units(client, _CRITERIA[self.pattern], task.ratio, task.state)
         metrics: Mapping[str, float] = {}
         if "seen" not in client.memory:
             client.memory["seen"] = True
             client.load(client.initial_state(), mask)
-            metrics = initial_accuracy(client, client.masked.model)
+            metrics = _initial_accuracy(client, client.masked.model)
         result = sgd(client, replace(task, mask=mask), pull=self._pull(task.state, client.masked))
         return replace(result, metrics=metrics)
 
     def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         """Load the client's mask, with its importance."""
         rate = client.training.lr if self.importance_lr is None else self.importance_lr
-        term = ImportanceRegularizer(strength=self.strength, target=self.target, reduction=self.reduction)
+        term = ImportanceRegularizer(strength=self.strength, target=self.target, reduction="sum")
         rule = GradientImportance(regularizer=term, explore=0.0, lr=rate, refresh_every=self.refresh_every)
         importance = client.memory.get("importance")
-        if importance is not None:
-            importance = torch.as_tensor(importance)
         client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
-        if importance is None and self.noise:
+        if importance is None and self.target == "absolute":
             targets = client.masked.importance_vector()
-            noise = torch.from_numpy(client.rng.uniform(0.0, self.noise, targets.numel()))
+            noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
             client.masked.load(start, importance=targets + noise.to(targets))
         return client.masked
 
@@ -286,11 +278,10 @@ class FedLPSPaper(FedLPS):
     """FedLPS as the paper words it.
 
     Both regularisers are sums of squares, importance and its target are read at every step with the learning rate of the
-    weights, T counts computation and upload, the executed ratio is credited, and the last personal model is deployed. The small
-    noise on the initial importance is ours: without it, targets that round to 1 tie.
+    weights, T counts computation and upload, the executed ratio is credited, and the last personal model is deployed.
     """
 
-    called: ClassVar[str] = "fedlps-paper"
+    called = "fedlps-paper"
 
     credit: Literal["executed", "drawn"] = "executed"
     download: bool = False
@@ -298,13 +289,44 @@ class FedLPSPaper(FedLPS):
     target: Literal["standardised", "absolute"] = "absolute"
     refresh_every: Count = 1
     mu_reduction: Literal["mean", "sum"] = "sum"
-    noise: NonNegative = 0.01
     keep: Keep = "last"
 
 
-def _of_horizon(state: Mapping[str, Any], horizon: float) -> Mapping[str, Any]:
-    """Return the state of a bandit for another number of rounds: a run that was extended explores as the longer one would."""
-    settings = state.get("settings")
-    if not isinstance(settings, Mapping) or settings.get("horizon") is None:
-        return state
-    return {**state, "settings": {**settings, "horizon": horizon}}
+def learning(masked: LearnableMask) -> Adjust:
+    """Step importance by the gradients of the weights, before they are clipped."""
+
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        masked.update_importance(gradients)
+        return gradients
+
+    return adjust
+
+
+def pull_to_received(
+    masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
+) -> Adjust:
+    """`pull_towards` the received dense state under a mask that changes: the anchors of kept units are gathered again."""
+    narrow, version = masked.narrow_model, -1
+    pull: Adjust
+
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        nonlocal version, pull
+        if version != narrow.version:
+            version = narrow.version
+            pull = pull_towards(leaves, narrow.gather(received, leaves), strength, training=training)
+        return pull(gradients)
+
+    return adjust
+
+
+def _initial_accuracy(client: ClientContext, module: nn.Module) -> dict[str, float]:
+    """Score what a client trains for the first time, in the state of round 0; nothing if the problem has no accuracy.
+
+    A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
+    generator of the ratio, whose bandits learn from the result, so that batches are those of any other method.
+    """
+    size = len(client.client.data.train)
+    count = max(1, 3 * client.training.local_epochs * size // 100)  # a backward pass costs two forward ones
+    sample = torch.from_numpy(client.rngs["ratio"].permutation(size))[:count].sort().values
+    score, weight = client.score(module, "train", positions=sample).get("accuracy", (0.0, 0.0))
+    return {"initial_accuracy": score / weight} if weight else {}

@@ -6,23 +6,93 @@ the mean, which is the mean over all clients with equal weights. FedMP prunes sh
 is the share that stays.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import numpy as np
 
-from sparsekit.bandit import EUCB, Interval, Pull
-from sparsekit.criteria import Criterion, Magnitude
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update, require_metrics
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.means import Over
+from sparsekit.bandit import Interval
+from sparsekit.criteria import Magnitude
+from sparsekit_fl.client.context import Memory
+from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.methods.base import ServerContext, StateDict, Task, Update
 from sparsekit_fl.methods.submodels import Submodels
-from sparsekit_fl.methods.task import Task
 from sparsekit_fl.options import Fraction, Hint, Positive, Ratio
+
+_MIN_WIDTH = 0.05
+
+
+class EUCB:
+    """Extended Upper Confidence Bound over ratios in [low, 1], for rewards that drift.
+
+    With t rewards G_1 … G_t told so far, at ratios x_1 … x_t, an arm P has the discounted count, mean and index
+
+        N(P) = Σ_s λ^(t−s) 1[x_s ∈ P],   Ḡ(P) = Σ_s λ^(t−s) G_s 1[x_s ∈ P] / N(P),
+        U(P) = Ḡ(P) + sqrt(2 log(Σ_Q N(Q)) / N(P)),
+
+    and a ratio is drawn uniformly from the arm of largest index; of equal ones, from the lowest. The drawn ratio splits its arm
+    once its reward is told. A part keeps the rewards that were drawn within it, so one part is empty; it has an infinite index
+    and is drawn from next. An arm is not split if a part would be narrower than a twentieth of the interval.
+
+    Args:
+        memory: Where its state lives from round to round: ends of arms, ratios, rewards, and its generator.
+        low: Least ratio.
+        discount: λ; a reward counts half after log(1/2) / log(λ) more.
+        seed: Seeds its generator, the first time.
+
+    Source: Jiang et al., ICDE 2022; the discount is that of Garivier, Moulines, "On Upper-Confidence Bound Policies for
+        Switching Bandit Problems", ALT 2011. The values of λ and the granularity are ours, as we know the paper in outline.
+    """
+
+    def __init__(self, memory: Memory, low: float, discount: float, seed: int) -> None:
+        self._space, self._discount, self._rng = Interval(low, 1.0), discount, np.random.default_rng(seed)
+        self._memory = memory
+        if "edges" not in memory:
+            memory.update(edges=[low, 1.0], values=[], rewards=[], generator=self._rng.bit_generator.state)
+        self._rng.bit_generator.state = memory["generator"]
+
+    def indices(self) -> list[float]:
+        """Return the index U of each arm, from low to high; infinity where nothing was drawn."""
+        edges, values, rewards = (self._memory[name] for name in ("edges", "values", "rewards"))
+        weights = self._discount ** np.arange(len(values) - 1, -1, -1, dtype=float)
+        places = [self._place(value) for value in values]
+        counts = np.bincount(np.array(places, dtype=int), weights, len(edges) - 1)
+        sums = np.bincount(np.array(places, dtype=int), weights * np.array(rewards), len(edges) - 1)
+        total = math.log(max(1.0, float(counts.sum())))
+
+        def index(count: float, gain: float) -> float:
+            return gain / count + math.sqrt(2.0 * total / count) if count > 0.0 else math.inf
+
+        return [index(float(count), float(gain)) for count, gain in zip(counts, sums)]
+
+    def _place(self, value: float) -> int:
+        """Return the arm of a ratio; the end of the interval belongs to the last."""
+        edges = self._memory["edges"]
+        return min(bisect_right(edges, value) - 1, len(edges) - 2)
+
+    def draw(self) -> float:
+        """Return a ratio to try."""
+        edges: list[float] = self._memory["edges"]
+        indices = self.indices()
+        place = indices.index(max(indices))
+        low, high = edges[place], edges[place + 1]
+        start, end = self._space.to_unit(low), self._space.to_unit(high)
+        value = self._space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
+        self._memory["generator"] = self._rng.bit_generator.state
+        # The way through the unit interval may round across an edge.
+        return min(max(value, low), 1.0 if place == len(edges) - 2 else math.nextafter(high, low))
+
+    def tell(self, value: float, reward: float) -> None:
+        """Take in the reward of a drawn ratio, and split its arm."""
+        memory, place = self._memory, self._place(value)
+        memory["values"].append(value)
+        memory["rewards"].append(reward)
+        low, here, high = (self._space.to_unit(edge) for edge in (memory["edges"][place], value, memory["edges"][place + 1]))
+        if min(here - low, high - here) >= _MIN_WIDTH:
+            memory["edges"].insert(place + 1, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +110,28 @@ class FedMP(Submodels):
         capped: Never exceed the client's capability. Off in the paper: a ratio that is too large for a client makes it
             late, and its bandit learns from that.
         floor: Least relative gap, so that finishing exactly on time does not give an infinite reward; ours.
-        discount: λ of E-UCB; its other settings are those of `EUCB`.
+        discount: λ of E-UCB.
 
     Source: Jiang et al., ICDE 2022, algorithm E-UCB.
     """
 
-    source: ClassVar[str] = "Jiang et al., FedMP, ICDE 2022"
-    note: ClassVar[str] = (
-        "Unless they are capped, its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
-    )
-    over: ClassVar[Over] = "all"
+    source = "Jiang et al., FedMP, ICDE 2022"
+    note = "Unless they are capped, its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
+    criterion = Magnitude()
+    over = "all"
 
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
     capped: bool = False
     floor: Positive = 0.1
     discount: Annotated[Ratio, Hint("1 forgets nothing")] = 0.98
 
-    def criterion(self) -> Criterion:
-        """Return the L1 norm of the weights."""
-        return Magnitude()
-
-    def _bandit(self, memory: Mapping[str, Any], *, seed: int) -> EUCB:
-        bandit = EUCB(Interval(self.low, 1.0), discount=self.discount, rng=np.random.default_rng(seed))
-        if "bandit" in memory:
-            bandit.load_state_dict(memory["bandit"])
-        return bandit
-
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Draw a ratio for this client. A draw without an answer is proposed again."""
         memory = server.memory.setdefault(str(client_id), {})
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
-        if memory.get("pull") is None:
-            bandit = self._bandit(memory, seed=seed)
-            pull = bandit.ask()
-            memory["pull"] = [pull.id, pull.value]
-            memory["bandit"] = bandit.state_dict()
-        drawn = float(memory["pull"][1])
+        if memory.get("drawn") is None:
+            memory["drawn"] = EUCB(memory, self.low, self.discount, seed).draw()
+        drawn = float(memory["drawn"])
         return min(drawn, server.roster[client_id].capability.ratio) if self.capped else drawn
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
@@ -88,13 +144,9 @@ class FedMP(Submodels):
         mean = sum(update.cost.seconds for update in updates) / len(updates)
         for update in updates:
             memory = server.memory[str(update.client_id)]
-            pull = Pull(*memory["pull"])
-            bandit = self._bandit(memory, seed=0)
             loss, before = update.metrics["loss"], memory.get("loss")
-            if before is None:
-                bandit.forget(pull)
-            else:
+            if before is not None:
                 gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)
-                bandit.tell(pull, (before - loss) / max(gap, self.floor))
-            memory.update(bandit=bandit.state_dict(), pull=None, loss=loss)
+                EUCB(memory, self.low, self.discount, 0).tell(memory["drawn"], (before - loss) / max(gap, self.floor))
+            memory.update(drawn=None, loss=loss)
         return super().aggregate(server, updates)

@@ -8,30 +8,33 @@ paper's strategies we take ordered dropout at the client's capability. As in the
 zero train like the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
-from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.context import ServerContext
+from sparsekit.graph import Layer, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    mean,
+    sgd,
+)
 from sparsekit_fl.methods.fedper import check_head
 from sparsekit_fl.methods.keep import keep_model, kept_model
 from sparsekit_fl.methods.masks import largest_weights
-from sparsekit_fl.methods.means import mean
 from sparsekit_fl.methods.submodels import require_units
-from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.options import Count, Ratio
-from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,8 @@ class FedP3(Method):
         private_head: The head stays with the client, as in the reference code.
     """
 
-    source: ClassVar[str] = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
-    masked: ClassVar[bool] = True
+    source = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
+    masked = True
 
     layers: Count | None = 2
     kept: Ratio = 0.9

@@ -3,17 +3,14 @@
 Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers (arXiv 1912.00818).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import UnitGraph, head_entries
-from sparsekit_fl.methods.base import Method
+from sparsekit.graph import head_entries
+from sparsekit_fl.methods.base import Method, Problem, UnitGraph
 from sparsekit_fl.options import Count, Hint
-from sparsekit_fl.problem.problem import Problem
 
 
 def check_head(graph: UnitGraph, layers: int) -> None:
@@ -45,7 +42,7 @@ class FedPer(Method):
     Source: Arivazhagan et al., arXiv 1912.00818, personalization layers.
     """
 
-    source: ClassVar[str] = "Arivazhagan et al., FedPer, arXiv 1912.00818"
+    source = "Arivazhagan et al., FedPer, arXiv 1912.00818"
 
     layers: Annotated[Count, Hint("to share everything, use fedavg")] = 1
 

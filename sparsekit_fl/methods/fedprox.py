@@ -4,15 +4,10 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogen
 (arXiv 1812.06127).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.methods.base import ClientContext, Method, Result, Task, sgd
 from sparsekit_fl.options import Hint, NonNegative, Share
 
 
@@ -29,7 +24,7 @@ class FedProx(Method):
     Source: Li et al., MLSys 2020, Algorithm 2; stragglers as in its experiments.
     """
 
-    source: ClassVar[str] = "Li et al., MLSys 2020, arXiv 1812.06127"
+    source = "Li et al., MLSys 2020, arXiv 1812.06127"
 
     mu: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.01
     stragglers: Annotated[Share, Hint("it is the share of slow clients")] = 0.0

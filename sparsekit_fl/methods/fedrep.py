@@ -4,19 +4,17 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 (arXiv 2102.07078).
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from sparsekit.graph import head_entries
-from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Batches, TrainingLog
 from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.methods.base import ClientContext, Result, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves, train_leaves
 from sparsekit_fl.methods.fedper import FedPer
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Fraction, Hint
 
 
@@ -31,7 +29,7 @@ class FedRep(FedPer):
             2025, has the cost of 5 in all, which at 0.4 are 2 and 3. One local epoch is split by batches.
     """
 
-    source: ClassVar[str] = "Collins et al., FedRep, ICML 2021, arXiv 2102.07078"
+    source = "Collins et al., FedRep, ICML 2021, arXiv 2102.07078"
 
     head_share: Annotated[Fraction, Hint("it is a share of the local epochs")] = 0.4
 

@@ -9,23 +9,19 @@ window, and the inputs of a layer are the units that the layer before it kept.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import Criterion, ScoringContext
+from sparsekit.criteria import ScoringContext
 from sparsekit.errors import MissingImportanceError
-from sparsekit.graph import UnitGraph
+from sparsekit_fl.methods.base import UnitGraph
 from sparsekit_fl.methods.heterofl import HeteroFL
-from sparsekit_fl.options import Count
 
 
 @dataclass(frozen=True)
 class Rolling:
-    """Keep the window {round·step, …, round·step + count − 1} modulo the group's size; `step` is at least 1."""
-
-    step: int = 1
+    """Keep the window {round, …, round + count − 1} modulo the group's size."""
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Score each unit by minus its distance from the start of this round's window.
@@ -40,29 +36,20 @@ class Rolling:
         Raises:
             MissingImportanceError: the context has no round.
 
-        Source: Alam et al., FedRolex, NeurIPS 2022.
+        Source: Alam et al., FedRolex, NeurIPS 2022; the step of one unit a round is the paper's.
         """
         round = getattr(context, "round", None)
         if round is None:
             raise MissingImportanceError("Rolling needs the round; pass RoundView(round=1)")
         return {
-            name: -((torch.arange(group.size, dtype=torch.float64) - round * self.step) % group.size)
+            name: -((torch.arange(group.size, dtype=torch.float64) - round) % group.size)
             for name, group in graph.groups.items()
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(HeteroFL):
-    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J.
+    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J."""
 
-    Args:
-        step: Units by which the window moves each round; 1 in the paper.
-    """
-
-    source: ClassVar[str] = "Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548"
-
-    step: Count = 1
-
-    def criterion(self) -> Criterion:
-        """Return the window of the round."""
-        return Rolling(self.step)
+    source = "Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548"
+    criterion = Rolling()

@@ -7,27 +7,27 @@ mask for all clients, a share of α₀/2 (1 + cos(πr/R)) of each layer pruned b
 batch, α₀ = 0.5.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.masks import OwnMasks, keep_largest_entries, layer_densities, prunable_weights, random_weights
-from sparsekit_fl.methods.means import Over
-from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, StateDict, Task, sgd
+from sparsekit_fl.methods.masks import (
+    OwnMasks,
+    SparseWeights,
+    keep_largest_entries,
+    layer_densities,
+    prunable_weights,
+    random_weights,
+)
 from sparsekit_fl.options import Hint, Ratio, Share
-from sparsekit_fl.problem.problem import Problem
 
 _NEXT = "next_mask"
 
@@ -58,36 +58,29 @@ def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSpa(OwnMasks):
+class FedSpa(OwnMasks, SparseWeights):
     """Sparse training of personal models; an entry moves by the sum of changes over the number of all clients.
 
     The mask of a client is at first one random mask for all; the client sends its next one with its update.
 
     Args:
         ratio: Share of the weights that is active; 0.5 in the paper's main comparison.
-        densities: "erk" gives small layers a larger share, "uniform" all the same; the whole has the ratio either way.
         anneal: α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the
             random masks ("RSM" in the paper).
     """
 
-    source: ClassVar[str] = "Huang et al., FedSpa, arXiv 2201.11380"
-    note: ClassVar[str] = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
-    over: ClassVar[Over] = "all"
+    source = "Huang et al., FedSpa, arXiv 2201.11380"
+    over = "all"
 
     ratio: Ratio = 0.5
-    densities: Literal["erk", "uniform"] = "erk"
     anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError if there is nothing to prune."""
-        prunable_weights(graph, "FedSpa")
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the client's mask, or the random one."""
         memory = server.memory.setdefault("initial", {})
         if not memory:
-            shapes = {name: server.graph.shapes[name] for name in prunable_weights(server.graph, "FedSpa")}
-            shares = layer_densities(shapes, self.ratio, power=1.0 if self.densities == "erk" else 0.0)
+            shapes = {name: server.graph.shapes[name] for name in prunable_weights(server.graph)}
+            shares = layer_densities(shapes, self.ratio)
             remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
         return Task(mask=super().assign(server, client_id).mask or recall_mask(memory), ratio=self.ratio)
 

@@ -6,11 +6,9 @@ width while training and taken from the client's data for scoring, where the ref
 the widths share scale and shift, as there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +17,14 @@ from torch.func import functional_call
 from sparsekit.allocation import check_ratio, make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import Axes, StateDict, UnitMask
-from sparsekit_fl.client.context import ClientContext, rowmask_flops
+from sparsekit.graph import Axes, UnitMask
+from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import Kept
+from sparsekit_fl.methods.base import ClientContext, Model, Result, StateDict, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves
-from sparsekit_fl.methods.means import Weights
 from sparsekit_fl.methods.submodels import Submodels
-from sparsekit_fl.methods.task import Model, Result, Task
 from sparsekit_fl.problem.metrics import IGNORED
 
 
@@ -94,8 +91,8 @@ class FjORD(Submodels):
     Source: Horváth et al., NeurIPS 2021, algorithm 1.
     """
 
-    source: ClassVar[str] = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
-    weights: ClassVar[Weights] = "examples"
+    source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
+    weights = "examples"
 
     levels: tuple[float, ...] | None = None
     distillation: bool = False

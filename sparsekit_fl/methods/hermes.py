@@ -7,27 +7,23 @@ With cohorts that change, in the first reading the value of an entry depends on 
 method's predecessor LotteryFL does. An entry that one client alone holds is then that client's own value, in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import unit_magnitudes
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
-from sparsekit_fl.client.context import ClientContext
+from sparsekit.graph import UnitMask, along, group_order
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.methods.client import Leaves, sgd
+from sparsekit_fl.methods.base import ClientContext, Problem, Result, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import PruneWhenAccurate
 from sparsekit_fl.methods.submodels import require_units
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Hint, NonNegative
-from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class Hermes(PruneWhenAccurate):
         lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
-    source: ClassVar[str] = "Li et al., Hermes, MobiCom 2021"
+    source = "Li et al., Hermes, MobiCom 2021"
 
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 

@@ -8,23 +8,17 @@ client's own classes, while here all methods are scored among all classes. On th
 rounds, two seeds) it lowers the accuracy from 0.76 to 0.65.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.means import changed_rows, mean_change, moved, weighted
-from sparsekit_fl.methods.submodels import Submodels, scaled_outputs
-from sparsekit_fl.methods.task import Result, Task
+from sparsekit.layers import is_convolution
+from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, StateDict, Task, Update, mean, sgd
+from sparsekit_fl.methods.submodels import Submodels
 from sparsekit_fl.options import Positive
 from sparsekit_fl.problem.problem import Loss
 
@@ -47,7 +41,7 @@ class HeteroFL(Submodels):
     Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021; all are on in its reference code, and in that of FedRolex.
     """
 
-    source: ClassVar[str] = "Diao, Ding, Tarokh, HeteroFL, ICLR 2021, arXiv 2010.01264"
+    source = "Diao, Ding, Tarokh, HeteroFL, ICLR 2021, arXiv 2010.01264"
 
     scaler: bool = True
     clip: Positive | None = 1.0
@@ -67,11 +61,7 @@ class HeteroFL(Submodels):
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the holders; with a masked loss, without the rows of classes that a client does not have."""
-        if not self.masked_loss:
-            return super().aggregate(server, updates)
-        found = weighted(server, updates, self.weights)
-        found = [changed_rows(server, update, one) for update, one in zip(updates, found, strict=True)]
-        return moved(server.state, mean_change(server.state, found, self.over))
+        return mean(server, updates, weights="uniform", over="holders", only_changed_rows=self.masked_loss)
 
 
 def _own_classes(loss: Loss, labels: Tensor) -> Loss:
@@ -85,3 +75,25 @@ def _own_classes(loss: Loss, labels: Tensor) -> Loss:
         return loss(outputs.masked_fill(others, 0.0), targets)
 
     return masked
+
+
+@contextmanager
+def scaled_outputs(client: ClientContext, ratio: float) -> Iterator[None]:
+    """Within the block, divide the outputs of every convolution and linear layer whose outputs are units by `ratio`."""
+
+    def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
+        return output / ratio
+
+    handles = []
+    for name, pieces in client.graph.slices_of.items() if ratio < 1.0 else ():
+        owner, _, attribute = name.rpartition(".")
+        layer = client.masked.model.get_submodule(owner)
+        if not isinstance(layer, nn.Linear) and not is_convolution(layer):
+            continue
+        if attribute == "weight" and any(piece.side == "out" for _, piece in pieces):
+            handles.append(layer.register_forward_hook(divide))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

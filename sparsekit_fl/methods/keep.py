@@ -14,7 +14,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.client.packing import Kept, recall_mask, remember_mask
-from sparsekit_fl.methods.task import Model, Result
+from sparsekit_fl.methods.client import Model, Result
 
 Keep = Literal["last", "best", "loss"]
 """Which of its trained models a client keeps.

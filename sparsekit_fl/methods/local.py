@@ -3,18 +3,11 @@
 On clients that hold few classes it is a strong rival, so every table should show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
 
-from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
-from sparsekit_fl.methods.task import Model, Result, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +19,7 @@ class Local(Method):
             "loss" on its validation and training data.
     """
 
-    source: ClassVar[str] = "no federation"
+    source = "no federation"
 
     keep: Keep = "last"
 

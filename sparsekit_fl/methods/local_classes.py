@@ -3,29 +3,35 @@
 `docs/evidence/fedlps.md` has the measurements of its parts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, head_entries
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
+from sparsekit.graph import UnitMask, along, head_entries
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    mean,
+)  # fmt: skip
 from sparsekit_fl.methods.fedlps import FedLPS
 from sparsekit_fl.methods.keep import Keep
-from sparsekit_fl.methods.means import changed_rows, mean_change, moved, weighted
-from sparsekit_fl.methods.task import Result, Task
-from sparsekit_fl.options import Fraction, Hint, Positive, Ratio
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.options import Fraction, Hint, Ratio
 
 _log = logging.getLogger(__name__)
+
+_DEPTH = 30.0
+"""How much lower the bias of a class is of which a client has no example: e^-30 is below float32 precision."""
 
 
 class LocalClassMask:
@@ -33,37 +39,26 @@ class LocalClassMask:
 
     A client of few classes would spend its first steps on unlearning all others, in rows of the output layer that the clients
     of those classes must then learn again; only then would it learn its own task. Here the bias of the classes without an
-    example is lower by `depth` while the client trains, so that the softmax is over its own classes, and in the model that it
+    example is lower by 30 while the client trains, so that the softmax is over its own classes, and in the model that it
     deploys. The upload is as if it had not been lowered: the rows of those classes do not change.
 
     A client is then never right on a class that it had no training example of. If targets are not one class per example, as
     with tokens, or if the output layer has no bias of its own or a frozen one, nothing is changed.
 
-    Args:
-        client: The client's context.
-        depth: How much lower the bias is. e^-30 is below float32 precision.
-
     Source: Li and Zhan, FedRS, KDD 2021 (restricted softmax), with a scale of 0; as a part of the personal model it is ours.
     """
 
-    def __init__(self, client: ClientContext, depth: float) -> None:
-        self._client, self._depth = client, depth
-        self._bias = bias_of(client.graph)
-        self._others = self._without_examples()
-
-    def _without_examples(self) -> Tensor | None:
-        """Return bool (classes,), True if the client has no training example; None: targets are not classes."""
-        client = self._client
+    def __init__(self, client: ClientContext) -> None:
+        self._client, self._bias = client, bias_of(client.graph)
+        self._others: Tensor | None = None  # bool (classes,), True if the client has no training example
         if self._bias is None or self._bias in client.frozen:
-            return None
+            return
         # Examples that are decoded when they are read are read once in a run, and not in every round.
         if "classes" not in client.memory:
             client.memory["classes"] = self._classes()
-        if client.memory["classes"] is None:
-            return None
-        others = torch.ones(client.graph.shapes[self._bias], dtype=torch.bool)
-        others[client.memory["classes"]] = False
-        return others
+        if client.memory["classes"] is not None:
+            self._others = torch.ones(client.graph.shapes[self._bias], dtype=torch.bool)
+            self._others[client.memory["classes"]] = False
 
     def _classes(self) -> Tensor | None:
         """Return the classes of the client's training examples, int64, ascending; None: targets are not classes."""
@@ -73,10 +68,9 @@ class LocalClassMask:
 
     def lowered(self, state: StateDict) -> StateDict:
         """Return a dense state with a lower bias for the classes of which the client has no example."""
-        if self._others is None or not bool(self._others.any()):
+        if self._others is None or self._bias is None or not bool(self._others.any()):
             return state
-        assert self._bias is not None
-        return {**state, self._bias: torch.where(self._others, state[self._bias] - self._depth, state[self._bias])}
+        return {**state, self._bias: torch.where(self._others, state[self._bias] - _DEPTH, state[self._bias])}
 
     def restored(self, result: Result, start: StateDict) -> Result:
         """Return a result whose rows of these classes are as they came, in the dense state `start`."""
@@ -109,18 +103,14 @@ class FedLPSLocalClasses(FedLPS):
     had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
     of `fedlps`.
 
-    Args:
-        depth: How much lower the bias of a class is of which a client has no example. e^-30 is below float32 precision.
-
     Source: Li and Zhan, FedRS, KDD 2021; see `LocalClassMask`.
     """
 
-    called: ClassVar[str] = "fedlps-local-classes"
+    called = "fedlps-local-classes"
 
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 0.25
     high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 0.4
     keep: Keep = "loss"
-    depth: Annotated[Positive, Hint("a logit that is 30 lower has no share in the softmax")] = 30.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Check as FedLPS does; warn if the output layer has no bias of its own."""
@@ -130,13 +120,11 @@ class FedLPSLocalClasses(FedLPS):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train as FedLPS does, without the classes of which the client has no example."""
-        classes = LocalClassMask(client, self.depth)
+        classes = LocalClassMask(client)
         result = super().train(client, replace(task, state=classes.lowered(task.state)))
         return classes.restored(result, task.state)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the clients that hold an entry; a row of the output layer counts only if it changed."""
         super().aggregate(server, updates)  # credits the bandits
-        found = weighted(server, updates, "examples")
-        found = [changed_rows(server, update, one) for update, one in zip(updates, found, strict=True)]
-        return moved(server.state, mean_change(server.state, found, "holders"))
+        return mean(server, updates, over="holders", only_changed_rows=True)

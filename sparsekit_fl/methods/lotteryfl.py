@@ -10,19 +10,15 @@ their participations begins at round 0 again.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask
-from sparsekit_fl.client.context import ClientContext
+from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.masks import PruneWhenAccurate, largest_weights, prunable_weights
-from sparsekit_fl.methods.task import Result, Task
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.methods.base import ClientContext, Result, StateDict, Task, sgd
+from sparsekit_fl.methods.masks import PruneWhenAccurate, SparseWeights, largest_weights, prunable_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryFL(PruneWhenAccurate):
+class LotteryFL(PruneWhenAccurate, SparseWeights):
     """Iterative magnitude pruning with rewinding; entries are averaged over the clients that hold them.
 
     Args:
@@ -35,23 +31,15 @@ class LotteryFL(PruneWhenAccurate):
             released code of Xue et al., ICDE 2025.
     """
 
-    source: ClassVar[str] = "Li et al., LotteryFL, arXiv 2008.03371, SEC 2021"
-    note: ClassVar[str] = (
-        "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
-        " Clients that prune start again from round 0, from where a few local epochs do not lead far."
-    )
+    source = "Li et al., LotteryFL, arXiv 2008.03371, SEC 2021"
+    note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
 
     rewind: bool = True
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError if there is no accuracy, or nothing to prune."""
-        super().check(problem, graph)
-        prunable_weights(graph, "LotteryFL")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the weights of largest absolute value in each layer, among those that are left."""
         alive = mask if isinstance(mask, WeightMask) else None
-        return largest_weights(state, prunable_weights(client.graph, "LotteryFL"), ratio, within=alive)
+        return largest_weights(state, prunable_weights(client.graph), ratio, within=alive)
 
     def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
         """Train the ticket."""

@@ -4,8 +4,6 @@ A `WeightMask` saves entries on a wire or a disk. It does not save time: a netwo
 one does. To save time, drop units.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +13,29 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, layer_weights
-from sparsekit_fl.client.context import ClientContext, Split
-from sparsekit_fl.client.messages import Update
+from sparsekit.graph import UnitMask, WeightMask, layer_weights
+from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.context import ServerContext, require_accuracy
-from sparsekit_fl.methods.means import Over, mean
-from sparsekit_fl.methods.task import Model, Result, Task
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Model,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    mean,
+)
+from sparsekit_fl.methods.context import require_accuracy
+from sparsekit_fl.methods.means import Over
 from sparsekit_fl.options import Fraction, Hint, Share
-from sparsekit_fl.problem.problem import Problem
 
 
-def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
+def prunable_weights(graph: UnitGraph, who: str = "this method") -> tuple[str, ...]:
     """Return the weights that may be pruned by entry: all matrices that train but the output layer's, no bias and no norm.
 
     Raises:
@@ -105,8 +112,8 @@ def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float]
     return WeightMask({name: keep(shape, shares[name]) for name, shape in shapes.items()})
 
 
-def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: float = 1.0) -> dict[str, float]:
-    """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to (Σ axes / Π axes)^power, one share at most.
+def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
+    """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
 
     Small layers stay denser than large ones; where a layer would need more than all its weights it stays whole, and the
     others share what is left.
@@ -114,7 +121,6 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: 
     Args:
         shapes: Key → shape of the weights to prune.
         density: Share of all their entries together, in (0, 1].
-        power: Exponent of the proportion; 0 gives every layer the same share.
 
     Returns:
         Key → share.
@@ -124,7 +130,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: 
     if not 0.0 < density <= 1.0:
         raise InvalidValueError(f"density must be in (0, 1], got {density!r}; it is the share of weights kept")
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    raw = {name: (sum(shape) / sizes[name]) ** power for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
     whole: set[str] = set()
     while len(whole) < len(sizes):
         rest = [name for name in sizes if name not in whole]
@@ -140,14 +146,27 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: 
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseWeights(Method):
+    """A method that prunes single weights."""
+
+    masked = True
+    note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if there is nothing to prune."""
+        super().check(problem, graph)
+        prunable_weights(graph, type(self).__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OwnMasks(Method):
     """Each client has a mask of its own, from its last update; the server sends only the entries that the mask keeps.
 
     A client deploys the global model under its mask; one that never trained deploys the whole of it.
     """
 
-    masked: ClassVar[bool] = True
-    recalibrates: ClassVar[bool] = True
+    masked = True
+    recalibrates = True
     over: ClassVar[Over] = "holders"
 
     def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
@@ -209,6 +228,7 @@ class PruneWhenAccurate(OwnMasks):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError if the problem has no accuracy."""
+        super().check(problem, graph)
         require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:

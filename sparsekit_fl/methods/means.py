@@ -120,7 +120,12 @@ def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mean(
-    server: ServerContext, updates: Sequence[Update], *, weights: Weights = "examples", over: Over = "all"
+    server: ServerContext,
+    updates: Sequence[Update],
+    *,
+    weights: Weights = "examples",
+    over: Over = "all",
+    only_changed_rows: bool = False,
 ) -> dict[str, Tensor]:
     """Return the global state, moved by the weighted mean of the clients' changes.
 
@@ -130,8 +135,12 @@ def mean(
         weights: By the number of examples, or equal. "uniform" over the holders is HeteroFL and FedRolex, "examples" FjORD.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
             trained the entry; what nobody trained stays.
+        only_changed_rows: A client holds only those rows of the output layer that it changed; see `changed_rows`.
 
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
     """
-    return moved(server.state, mean_change(server.state, weighted(server, updates, weights), over))
+    found = weighted(server, updates, weights)
+    if only_changed_rows:
+        found = [changed_rows(server, update, one) for update, one in zip(updates, found, strict=True)]
+    return moved(server.state, mean_change(server.state, found, over))

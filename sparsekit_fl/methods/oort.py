@@ -5,26 +5,19 @@ Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided P
 more clients per round than its rivals, the second would exclude everybody here, where a client trains tens of times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update, require_metrics
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import sgd
-from sparsekit_fl.methods.context import ClientInfo, ServerContext
-from sparsekit_fl.methods.means import mean
-from sparsekit_fl.methods.task import Result, Task
+from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
+from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.options import Count, NonNegative, Positive, Share
 from sparsekit_fl.problem.problem import Loss
 
@@ -92,7 +85,7 @@ class Oort(Method):
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
 
-    source: ClassVar[str] = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
+    source = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
 
     exploration: Share = 0.9
     decay: Share = 0.98

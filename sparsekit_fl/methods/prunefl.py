@@ -11,33 +11,39 @@ those of the round in which they are asked for, and not of all rounds since the 
 tensor per client between participations; the seconds per weight are those of a full device of our clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from sparsekit.foreach import foreach_add_
-from sparsekit.graph import StateDict, UnitGraph, WeightMask
+from sparsekit.graph import WeightMask
 from sparsekit.measure import CostModel
-from sparsekit_fl.client.context import ClientContext, part_flops
+from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
-from sparsekit_fl.client.messages import Update, WorkCost, require_metrics
+from sparsekit_fl.client.messages import WorkCost, require_metrics
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Leaves, sgd
-from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    mean,
+    sgd,
+)
+from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import keep_largest_entries, prunable_weights
-from sparsekit_fl.methods.means import mean
-from sparsekit_fl.methods.task import Result, Task
 from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.problem.problem import Problem
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
@@ -62,9 +68,9 @@ class PruneFL(Method):
     Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
 
-    source: ClassVar[str] = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
-    note: ClassVar[str] = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
-    masked: ClassVar[bool] = True
+    source = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
+    note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
+    masked = True
 
     every: Count = 5
     share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3

@@ -6,23 +6,18 @@ round to the next with a probability of its own. The server optimiser of its ref
 server adds the weighted mean of the changes, as in the other methods.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.methods.base import Method, ServerContext, StateDict, Update
 from sparsekit_fl.methods.means import Weighted, mean_change, moved, weighted
 from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
 
@@ -58,8 +53,8 @@ class REFL(Method):
         staleness-aware aggregation.
     """
 
-    source: ClassVar[str] = "Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108"
-    note: ClassVar[str] = "Its clients are intermittently available; the other methods may ask anybody at any time."
+    source = "Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108"
+    note = "Its clients are intermittently available; the other methods may ask anybody at any time."
 
     alpha: Annotated[float, Field(ge=0, lt=1), Hint("it is the weight of the past")] = 0.25
     target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8

@@ -1,33 +1,20 @@
-"""Submodels: the server sends each client as many units as it can train; each entry is averaged over the clients that hold it.
-
-`units` chooses them by a criterion. `scaled_outputs` is the measure of HeteroFL against activations whose size depends on the
-width of a model.
-"""
-
-from __future__ import annotations
+"""Submodels: the server sends each client as many units as it can train, and averages each entry over its holders."""
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsekit.allocation import make_mask
 from sparsekit.criteria import Criterion, Ordered, ScoringContext
 from sparsekit.errors import NoUnitsError
 from sparsekit.finetuning import recalibrate_batchnorm
-from sparsekit.graph import StateDict, UnitGraph, UnitMask
-from sparsekit.layers import is_convolution
+from sparsekit.graph import UnitMask
 from sparsekit.rng import torch_generator
-from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
-from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.means import Over, Weights, mean
-from sparsekit_fl.methods.task import Task
-from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, ServerContext, StateDict, Task, UnitGraph, Update, mean
+from sparsekit_fl.methods.means import Over, Weights
 
 _LARGEST_BATCH = 256
 
@@ -66,28 +53,6 @@ def require_units(graph: UnitGraph, who: str) -> None:
             f"the model has no units, so {who} has nothing to choose from;"
             " `sparsekit units` shows why; or run a method that trains the whole model"
         )
-
-
-@contextmanager
-def scaled_outputs(client: ClientContext, ratio: float) -> Iterator[None]:
-    """Within the block, divide the outputs of every convolution and linear layer whose outputs are units by `ratio`."""
-
-    def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
-        return output / ratio
-
-    handles = []
-    for name, pieces in client.graph.slices_of.items() if ratio < 1.0 else ():
-        owner, _, attribute = name.rpartition(".")
-        layer = client.masked.model.get_submodule(owner)
-        if not isinstance(layer, nn.Linear) and not is_convolution(layer):
-            continue
-        if attribute == "weight" and any(piece.side == "out" for _, piece in pieces):
-            handles.append(layer.register_forward_hook(divide))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
@@ -129,14 +94,12 @@ class Submodels(Method):
     Entries are averaged over the clients that hold them.
     """
 
-    masked: ClassVar[bool] = True
-    recalibrates: ClassVar[bool] = True
+    masked = True
+    recalibrates = True
+    criterion: ClassVar[Criterion] = Ordered()
+    """Ranks the units; by default the first units of each group come first."""
     weights: ClassVar[Weights] = "uniform"
     over: ClassVar[Over] = "holders"
-
-    def criterion(self) -> Criterion:
-        """Return what ranks the units; by default the first units of each group come first."""
-        return Ordered()
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError if the model has no units."""
@@ -149,7 +112,7 @@ class Submodels(Method):
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return the submodel."""
         ratio = self.ratio_of(server, client_id)
-        return Task(mask=units(server, self.criterion(), ratio), ratio=ratio)
+        return Task(mask=units(server, self.criterion, ratio), ratio=ratio)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the holders of each entry."""

@@ -234,9 +234,6 @@ box = sk.SplitUCBV(sk.Box({"lr": sk.Interval(0.0, 1.0)}), rng=rng)
 pull = box.ask()
 box.tell(sk.bandit.BoxPull(pull.id, {"lr": 0.5}), 1.0)
 
-# sparsekit.bandit.EUCB
-sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
-
 # sparsekit.bandit.make_bandit
 again = sk.bandit.make_bandit("p-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 

@@ -1,4 +1,4 @@
-"""P-UCBV and E-UCB: traces computed by hand, invariants under random use."""
+"""P-UCBV: traces computed by hand, invariants under random use."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekit.bandit import EUCB, PUCBV, Arm, Interval, Pull
+from sparsekit.bandit import PUCBV, Arm, Interval, Pull
 
 Side = Literal["below", "above"] | None
 UNIT = Interval(0.0, 1.0)
@@ -20,7 +20,7 @@ def build(space: Interval = UNIT, *, horizon: float | None = 10, seed: int = 0, 
     return PUCBV(space, horizon=horizon, rng=np.random.default_rng(seed), **options)
 
 
-def execute(bandit: PUCBV | EUCB, value: float, reward: float, eliminate: Side = None) -> None:
+def execute(bandit: PUCBV, value: float, reward: float, eliminate: Side = None) -> None:
     bandit.tell(replace(bandit.ask(), value=value), reward, eliminate=eliminate)
 
 
@@ -224,50 +224,3 @@ def test_exploration_decays_to_a_floor_and_comes_back_as_an_unknown_horizon_doub
         execute(bandit, 0.5, 0.25)
     mean = 0.25 if told else 0.0
     assert bandit.indices() == (near(mean + math.sqrt(2 * math.log(growth) / (4 * (told + 1))), rel=1e-12),)
-
-
-# --- E-UCB ---
-
-
-def test_a_part_keeps_the_rewards_that_were_pulled_within_it() -> None:
-    bandit = EUCB(UNIT, min_width=0.0, rng=np.random.default_rng(0))
-    execute(bandit, 0.5, 1.0)
-    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 1.0, 1, 1.0, 0.0))
-    execute(bandit, 0.75, 3.0)
-    execute(bandit, 0.8, 5.0)
-    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 0.75, 1, 1.0), Arm(0.75, 0.8, 1, 3.0), Arm(0.8, 1.0, 1, 5.0))
-
-
-def test_the_indices_of_a_trace_of_e_ucb() -> None:
-    bandit = EUCB(UNIT, arms=2, discount=0.5, exploration=2.0, min_width=0.5, rng=np.random.default_rng(0))
-    assert bandit.indices() == (math.inf, math.inf)
-    for value, reward in ((0.1, 1.0), (0.2, 0.5), (0.7, 0.25)):
-        execute(bandit, value, reward)
-    low, high, total = 0.25 + 0.5, 1.0, 1.75
-    assert bandit.indices() == pytest.approx(
-        [
-            (0.25 * 1.0 + 0.5 * 0.5) / low + 2.0 * math.sqrt(2 * math.log(total) / low),
-            0.25 + 2.0 * math.sqrt(2 * math.log(total) / high),
-        ],
-        rel=1e-14,
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    steps=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(-5.0, 5.0)), max_size=30),
-    width=st.sampled_from([0.0, 0.1]),
-    seed=st.integers(0, 9),
-)
-def test_every_reward_is_in_one_arm_and_the_arms_cover_the_space(
-    steps: list[tuple[float, float]], width: float, seed: int
-) -> None:
-    space = Interval(1e-3, 10.0, "log")
-    bandit = EUCB(space, min_width=width, rng=np.random.default_rng(seed))
-    for share, reward in steps:
-        execute(bandit, space.from_unit(share), reward)
-    arms = bandit.arms
-    assert sum(arm.pulls for arm in arms) == len(steps)
-    assert [arms[0].low, arms[-1].high] == [space.low, space.high]
-    assert all(a.high == b.low for a, b in pairwise(arms))
-    assert min(space.to_unit(arm.high) - space.to_unit(arm.low) for arm in arms) >= width - 1e-12

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit, registry
+from sparsekit.bandit import PUCBV, Interval, SplitUCBV, make_bandit, registry
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 
@@ -26,8 +26,8 @@ def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None
     made = make_bandit("p-ucbv", UNIT, rng=rng(), horizon=7, arms=3)
     assert isinstance(made, PUCBV)
     assert (made.horizon, len(made.arms)) == (7.0, 3)
-    assert isinstance(make_bandit("e-ucb", UNIT, rng=rng(), horizon=7), EUCB)
-    assert isinstance(make_bandit("sparsekit.bandit.eucb:EUCB", UNIT, rng=rng()), EUCB)
+    assert isinstance(make_bandit("split-ucbv", UNIT, rng=rng(), horizon=7), SplitUCBV)
+    assert isinstance(make_bandit("sparsekit.bandit.pucbv:PUCBV", UNIT, rng=rng()), PUCBV)
 
 
 @pytest.mark.parametrize(

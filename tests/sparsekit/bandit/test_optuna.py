@@ -151,12 +151,12 @@ def test_a_sampler_that_takes_over_proposes_what_the_first_would_have(bandit: st
 
 def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
     whole = IntDistribution(0, 1)
-    sampler = BanditSampler("e-ucb", seed=0, arms=2, min_width=0.5, space={"x": whole})
+    sampler = BanditSampler("p-ucbv", seed=0, arms=2, min_width=0.5, space={"x": whole})
     study = study_of(sampler)
     assert sampler.recommended(study) is None
     for value in (5.0, -5.0, 1.0, 2.0, 1.5, 1.0):
         trial = study.ask({"x": whole})
-        study.tell(trial, value if trial.params["x"] == 0 else 1.0 + trial.number / 100)
+        study.tell(trial, value - 10.0 if trial.params["x"] == 0 else -9.0 + trial.number / 100)
     found = sampler.recommended(study)
     means = {x: np.mean([t.value for t in study.trials if t.params["x"] == x]) for x in (0, 1)}
     assert found is not None

@@ -98,7 +98,7 @@ LINES = {
         ("--jobs 0", "'--jobs': 0 is not in the range x>=1"),
         ("--timeout -1", "--timeout must be a number of seconds above 0"),
         ("--seed -1", "'--seed': -1 is not in the range x>=0"),
-        ("--sampler eucb", "did you mean 'e-ucb'"),
+        ("--sampler pucbv", "did you mean 'p-ucbv'"),
         ("--metric m", "--metric must have one group"),
     ],
 }

@@ -1,18 +1,22 @@
-"""FedLPS with any bandit; FedMP's ratios and their reward."""
+"""FedLPS with any bandit; FedMP's E-UCB, its ratios and their reward."""
 
+import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from personal import STATE, server_context
 
 import sparsekit_fl as fl
 from sparsekit.bandit import registry
 from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
-from sparsekit_fl.methods.fedmp import FedMP
+from sparsekit_fl.methods.fedmp import EUCB, FedMP
 
 
 def told(name: str) -> list[tuple[float, float]]:
@@ -57,8 +61,8 @@ def play(method: FedMP, memory: dict, round: int, *answers: fl.Update, **options
     return ratios
 
 
-def rewards(method: FedMP, memory: dict, client_id: int) -> list[float]:
-    return [reward for _, reward in method._bandit(memory[str(client_id)], seed=0).told]
+def rewards(memory: dict, client_id: int) -> list[float]:
+    return memory[str(client_id)]["rewards"]
 
 
 def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None:
@@ -66,15 +70,15 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None
     for round, losses in ((1, (2.0, 3.0)), (2, (1.5, 3.5))):
         play(method, memory, round, answer(0, losses[0], 1.0), answer(1, losses[1], 3.0))
     # Times 1 and 3 have a mean of 2: both gaps are a half. A worse loss is a negative reward, slow or fast.
-    assert rewards(method, memory, 0) == pytest.approx([0.5 / 0.5])
-    assert rewards(method, memory, 1) == pytest.approx([-0.5 / 0.5])
+    assert rewards(memory, 0) == pytest.approx([0.5 / 0.5])
+    assert rewards(memory, 1) == pytest.approx([-0.5 / 0.5])
 
 
 def test_finishing_on_time_is_no_infinite_reward() -> None:
     method, memory = FedMP(floor=0.1), {}
     for round, loss in ((1, 2.0), (2, 1.0)):
         play(method, memory, round, answer(0, loss, 1.0))
-    assert rewards(method, memory, 0) == pytest.approx([1.0 / 0.1])
+    assert rewards(memory, 0) == pytest.approx([1.0 / 0.1])
 
 
 def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> None:
@@ -85,3 +89,33 @@ def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> 
         assert min(seen) >= 0.2
         assert max(seen) <= (0.5 if capped else 1.0)
         assert max(seen) > (0.45 if capped else 0.8)
+
+
+def test_the_indices_of_a_trace_of_e_ucb() -> None:
+    bandit = EUCB({}, 0.0001, 0.5, seed=0)
+    assert bandit.indices() == [math.inf]
+    for value, reward in ((0.5, 1.0), (0.2, 0.5), (0.7, 0.25)):
+        bandit.tell(value, reward)
+    # The first splits [0, 1], the second [0, 0.5], the third [0.5, 1]; a reward stays in the part that begins at its ratio.
+    weights, total = (0.25, 0.5, 1.0), math.log(1.75)
+    found = bandit.indices()
+    assert found[0] == math.inf
+    for index, weight, reward in zip(found[1:], (weights[1], weights[0], weights[2]), (0.5, 1.0, 0.25), strict=True):
+        assert index == pytest.approx(reward + math.sqrt(2 * total / weight))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1.0), st.floats(-5.0, 5.0)), max_size=30), st.integers(0, 9))
+def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps: list[tuple[float, float]], seed: int) -> None:
+    memory: dict = {}
+    for value, reward in steps:
+        bandit = EUCB(memory, 0.1, 0.98, seed)
+        drawn = bandit.draw()
+        indices = bandit.indices()
+        place = bandit._place(drawn)
+        assert indices[place] == max(indices)
+        assert 0.1 <= drawn <= 1.0
+        bandit.tell(value, reward)
+    edges = memory.get("edges", [0.1, 1.0])
+    assert (edges[0], edges[-1]) == (0.1, 1.0)
+    assert all(high - low >= 0.05 * 0.9 - 1e-12 for low, high in pairwise(edges))
+    assert len(memory.get("rewards", [])) == len(steps)

@@ -12,9 +12,9 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import depthfl
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.methods.exits import place_exits
-from sparsekit_fl.methods.task import Task
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.methods import fedp3, fedper, fedrep
-from sparsekit_fl.methods.task import Task
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec

@@ -8,7 +8,7 @@ from personal import ONE_STEP, client_context, deep_problem, tiny_run, training,
 
 from sparsekit.rng import torch_scope
 from sparsekit_fl.methods import ditto, fedlps, fedprox, local, per_fedavg
-from sparsekit_fl.methods.task import Task
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
@@ -107,17 +107,6 @@ def test_a_first_order_step_by_hand() -> None:
     expected = moved(start, gradient(adapted, data), 0.1)
     for name, value in expected.items():
         assert torch.allclose(result.state[name], value, atol=1e-6), name
-
-
-def test_a_hessian_free_step_by_hand() -> None:
-    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
-    result = per_fedavg(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx, Task(state=spec.initial))
-    data, start = client.data.train, dict(spec.initial)
-    first = gradient(moved(start, gradient(start, data), 0.3), data)
-    plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
-    corrected = {name: first[name] - 0.3 * (plus[name] - minus[name]) / 0.1 for name in first}
-    for name, value in moved(start, corrected, 0.1).items():
-        assert torch.allclose(result.state[name], value, atol=1e-5), name
 
 
 def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:

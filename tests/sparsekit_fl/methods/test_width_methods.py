@@ -7,13 +7,13 @@ import torch
 from personal import client_context, deep_problem, training, watched
 
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
+from sparsekit.allocation import make_mask
 from sparsekit.allocation.shares import keep_count
-from sparsekit.testing.criteria import CriterionContract, example_context, example_graph
+from sparsekit.testing.criteria import CriterionContract, example_context
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, rcr_dyn
+from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.fedrolex import Rolling
 from sparsekit_fl.methods.submodels import RoundView
-from sparsekit_fl.methods.task import Task
 from sparsekit_fl.testing import TinyNet, tiny_config
 
 WIDTHS = {
@@ -48,7 +48,7 @@ def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
-    criterion = fedrolex().criterion()
+    criterion = fedrolex.criterion
     counts = torch.zeros(8, dtype=torch.int64)
     for round in range(1, 9):
         counts += make_mask(criterion, graph, ratio, RoundView(round=round))["first"]
@@ -120,12 +120,5 @@ class TestRolling(CriterionContract):
     def criterion(self) -> Rolling:
         return Rolling()
 
-    def view(self, seed: int = 0) -> RoundView:
+    def context(self, seed: int = 0) -> RoundView:
         return RoundView(round=3 + seed, **vars(example_context(seed)))
-
-
-def test_the_step_is_a_choice() -> None:
-    graph = example_graph()
-    scores = Rolling(step=3).scores(graph, RoundView(round=2))
-    kept = mask_from_scores(graph, scores, {**ratio_counts(graph, 1.0), "first": 2})["first"]
-    assert kept.nonzero().flatten().tolist() == [0, 6]
