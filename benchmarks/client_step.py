@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
+from sparsekit_fl.checkpoint import dumps, loads
 from sparsekit_fl.client import context
 from sparsekit_fl.client.messages import Request, Update
 from sparsekit_fl.client_round import run_client
@@ -41,7 +42,6 @@ from sparsekit_fl.methods.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.storage import dumps, loads
 
 BATCH = 20
 ROUND = 3

@@ -17,6 +17,7 @@ from torch import nn
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
@@ -24,7 +25,6 @@ from sparsekit_fl.models import model_path, save_whole
 from sparsekit_fl.results.records import RoundRecord, RunResult
 from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, primary_metric, values_over
 from sparsekit_fl.results.text import flops_text, score_text
-from sparsekit_fl.storage import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console

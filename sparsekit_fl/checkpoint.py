@@ -1,37 +1,151 @@
 """What a run keeps on disk: memories of clients, records, and a checkpoint from which it resumes to the same bits.
 
-The order of writing makes every moment safe for a crash: memories, the line of `rounds.jsonl`, the checkpoint. Only then are
-older memories deleted.
+A file is either old or new, never half-written. The order of writing makes every moment safe for a crash: memories, the line of
+`rounds.jsonl`, the checkpoint. Only then are older memories deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from filelock import BaseFileLock, FileLock, Timeout
 
 from sparsekit.errors import DataError, nearest
-from sparsekit.graph import digest
 from sparsekit.version import __version__
-from sparsekit_fl.client.context import Memory
-from sparsekit_fl.errors import ResumeError
-from sparsekit_fl.fingerprint import data_fingerprint
-from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.results.records import RoundRecord, plain
-from sparsekit_fl.spec import RunSpec, short_digest
-from sparsekit_fl.storage import dumps, loads, lock_folder, sync_folder, write_atomically
+from sparsekit_fl.errors import FolderInUseError, MemoryStateError, ResumeError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # drawing a report writes files too, and needs no torch
 
 _CHECKPOINT, _BEGUN, _RECORDS = "checkpoint.pt", "run.json", "rounds.jsonl"
 _MEMORY_FILE = re.compile(r"\d+-\d+\.pt")
 # How often is scored changes no bit of what is learned, so a resumed run may do it otherwise.
 _SCORING = ("eval_every", "eval_clients", "eval_global_every")
+_FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
+_HASH_BYTES = 32
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk."""
+    if not _FOLDERS_OPEN:
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
+    """Write a file so that a crash leaves the old one or the new one.
+
+    Args:
+        path: The file; its folder must exist.
+        payload: The content.
+        durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
+        sync: Wait for the name too; False where many files are written and `sync_folder` is called once.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable and sync:
+        sync_folder(path.parent)
+
+
+def lock_folder(folder: Path, *, wait_seconds: float = 0.0) -> BaseFileLock:
+    """Keep other processes, and other runs of this one, from writing to a folder, until the lock is released.
+
+    The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
+    Worker processes do not inherit the lock.
+
+    Args:
+        folder: The folder; made if absent.
+        wait_seconds: How long to wait for somebody else.
+
+    Raises:
+        FolderInUseError: somebody else has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not reentrant: a second run in this process would delete the files of the first one too.
+    lock = FileLock(folder / ".lock", is_singleton=False)
+    try:
+        lock.acquire(timeout=wait_seconds)
+    except Timeout:
+        raise FolderInUseError(
+            f"another run is writing to {folder}; wait until it has ended, end it, or choose another folder"
+        ) from None
+    return lock
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as what `torch.save` writes, after the SHA-256 of it.
+
+    Args:
+        value: Tensors, numbers, strings, None, and lists, tuples and dicts of these.
+
+    Raises:
+        MemoryStateError: it holds something else.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(_checked(value, ""), buffer)
+    payload = buffer.getvalue()
+    return hashlib.sha256(payload).digest() + payload
+
+
+def loads(payload: bytes) -> Any:
+    """Undo `dumps`.
+
+    Raises:
+        DataError: the bytes are damaged, or come from elsewhere.
+    """
+    import torch
+
+    if hashlib.sha256(payload[_HASH_BYTES:]).digest() != payload[:_HASH_BYTES]:
+        raise DataError("it is damaged: its checksum does not match its content")
+    return torch.load(io.BytesIO(payload[_HASH_BYTES:]), weights_only=True)
+
+
+def _checked(value: Any, path: str) -> Any:
+    """Return a value as it can be saved; a view of a larger tensor would bring the whole of it along."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_checked(item, f"{path}[{position}]") for position, item in enumerate(value))
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) not in (str, int):
+                raise MemoryStateError(f"memory {path or 'itself'} has the key {key!r}; keys must be strings or integers")
+        return {key: _checked(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+    raise MemoryStateError(
+        f"memory {path!r} holds a {type(value).__name__}; allowed are tensors, numbers, strings, None, and lists, tuples and"
+        " dicts of these; convert it, for example with float() or torch.from_numpy()"
+    )
 
 
 class Memories:
@@ -52,7 +166,7 @@ class Memories:
         """Return where a memory is."""
         return self.folder / f"{client_id}-{round}.pt"
 
-    def read(self, client_id: int, round: int | None) -> Memory:
+    def read(self, client_id: int, round: int | None) -> dict[str, Any]:
         """Return the memory of a client as written in `round`; empty for None.
 
         Raises:
@@ -65,12 +179,12 @@ class Memories:
             saved = loads(path.read_bytes())
             if saved["client"] != [client_id, round]:
                 raise DataError(f"it belongs to client {saved['client'][0]} in round {saved['client'][1]}")
-            memory: Memory = saved["memory"]
+            memory: dict[str, Any] = saved["memory"]
         except (OSError, DataError) as error:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
         return memory
 
-    def write(self, client_id: int, round: int, memory: Memory) -> None:
+    def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
         """Write a memory; `sync` makes its name durable.
 
         Raises:
@@ -113,27 +227,10 @@ class State:
 
     round: int
     model: dict[str, Tensor]
-    memory: Memory = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     callbacks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     extended: tuple[int, ...] = ()
-
-
-def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that must be equal for a run to be resumed, as plain JSON values."""
-    devices = [[client.id, *astuple(client.capability)] for client in clients.values()]
-    described = {
-        "method": spec.method.describe(),
-        "config": spec.config.to_dict(),
-        "experiment": dict(experiment),
-        "clients": {
-            "count": len(clients),
-            "capabilities": short_digest(devices),
-            "data": data_fingerprint(clients.values()),
-        },
-        "model": {**spec.fingerprint(), "initial": digest(spec.initial)[:16]},
-    }
-    return json.loads(json.dumps(plain(described)))  # type: ignore[no-any-return]
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
@@ -157,41 +254,55 @@ class RunFolder:
     No two runs write to one folder: a lock is held from here to `close`. The folder is made if absent, unless the run is to be
     resumed. A fresh run deletes nothing that was there before.
 
+    Args:
+        path: The folder.
+        resume: Whether the run continues.
+        durable: Whether the run is kept; False for a folder that is deleted when the run ends: it holds memories alone.
+
     Raises:
         FolderInUseError: another run writes to it.
         ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, resume: bool = False, durable: bool = True) -> None:
+        self.path, self.durable = path, durable
+        self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
-        self._records = path / _RECORDS
-        self._written = hashlib.sha256()  # of what is in that file
-        self._checkpoint = path / _CHECKPOINT
+        self._written = hashlib.sha256()  # of what is in the file of records
+        self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
         if resume and not holds_run(path):
             raise ResumeError(_nothing_there(path))
         self._lock = lock_folder(path)
-        if not resume:
-            found = _files_of_a_run(path)
-            if found:
-                self._lock.release()
-                raise ResumeError(
-                    f"{path} already holds a run ({', '.join(found)}); resume it with resume=True (--resume), or choose another"
-                    " folder"
-                )
-        if not self._checkpoint.exists():
+        found = [] if resume else _files_of_a_run(path)
+        if found:
+            self._lock.release()
+            raise ResumeError(
+                f"{path} already holds a run ({', '.join(found)}); resume it with resume=True (--resume), or choose another"
+                " folder"
+            )
+        self.memories = Memories(path / "clients", durable=durable)
+        if durable and not self._checkpoint.exists():
             # From now on there is something to resume, whatever happens before the first round is saved.
             write_atomically(path / _BEGUN, b"{}")
 
-    def close(self) -> None:
-        """Let other runs write to the folder."""
-        self._lock.release()
+    @staticmethod
+    @contextlib.contextmanager
+    def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
+        """Lock the folder of a run as long as the block lasts; None: a temporary folder, which is not kept."""
+        with contextlib.ExitStack() as stack:
+            if path is None:
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparsekit-"))
+                folder = RunFolder(Path(temporary), durable=False)
+            else:
+                folder = RunFolder(Path(path), resume=resume)
+            stack.callback(folder._lock.release)
+            yield folder
 
-    def load(self, described: Mapping[str, Any]) -> tuple[State | None, list[RoundRecord]]:
-        """Return state and records of the last saved round; no state for a run that begins.
+    def load(self, described: Mapping[str, Any]) -> tuple[State | None, list[dict[str, Any]]]:
+        """Return the state and the records of the last saved round; no state for a run that begins.
 
         Args:
-            described: From `describe_run`; it must be equal to what was saved.
+            described: All that must be equal for a run to be resumed, as plain JSON values, with `config`.
 
         Raises:
             ResumeError: an option, the model or the data changed, or a file is damaged.
@@ -199,10 +310,18 @@ class RunFolder:
         self._run = {"sparsekit": __version__, **described}
         for left_over in (*self.path.glob(".*.tmp"), *(self.path / "models").glob(".*.tmp")):
             left_over.unlink()
-        if not self._checkpoint.exists():
+        state: State | None = None
+        records: list[dict[str, Any]] = []
+        if self._checkpoint.exists():
+            state, records = self._read(described)
+            self._versions = state.versions
+        elif self.durable:
             self._records.unlink(missing_ok=True)  # of a first round that was cut off
             write_atomically(self.path / _BEGUN, (json.dumps(self._run, indent=1) + "\n").encode())
-            return None, []
+        self.clean()
+        return state, records
+
+    def _read(self, described: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
         try:
             saved = loads(self._checkpoint.read_bytes())
             state = State(**saved["state"])
@@ -228,7 +347,7 @@ class RunFolder:
             )
         return [before] if more else []
 
-    def _read_records(self, size: int, sha256: str, round: int) -> list[RoundRecord]:
+    def _read_records(self, size: int, sha256: str, round: int) -> list[dict[str, Any]]:
         if not self._records.exists() or self._records.stat().st_size < size:
             raise ResumeError(
                 f"{self._records} is shorter than the checkpoint of round {round} says; restore it or start afresh"
@@ -242,21 +361,37 @@ class RunFolder:
                     " start afresh in another"
                 )
             file.truncate(size)
-        return [RoundRecord.from_dict(json.loads(line)) for line in written.decode().splitlines()]
+        return [json.loads(line) for line in written.decode().splitlines()]
 
-    def append(self, record: RoundRecord) -> None:
-        """Add a line to `rounds.jsonl`; it counts once the checkpoint that follows is on the disk."""
-        line = (json.dumps(plain(record.to_dict()), allow_nan=False) + "\n").encode()
-        self._written.update(line)
-        with self._records.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+    def save(self, state: State, record: Mapping[str, Any]) -> None:
+        """Save a round: memories, the line of `rounds.jsonl`, the checkpoint; then remove the memories that it replaced.
 
-    def save(self, state: State) -> None:
+        Args:
+            state: After the round.
+            record: Of the round, plain JSON values.
+        """
+        if self.durable:
+            self.memories.sync()
+            line = (json.dumps(record, allow_nan=False) + "\n").encode()
+            self._written.update(line)
+            with self._records.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        self.save_state(state)
+        self.memories.remove({id: round for id, round in self._versions.items() if state.versions.get(id) != round})
+        self._versions = state.versions
+
+    def save_state(self, state: State) -> None:
         """Write the checkpoint, atomically."""
+        if not self.durable:
+            return
         saved = {"run": self._run, "records_bytes": self._records.stat().st_size, "records_sha256": self._written.hexdigest()}
         write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
+
+    def clean(self) -> None:
+        """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
+        self.memories.keep(self._versions)
 
 
 def _learned(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import Reply, Request, Wire, decode_reply, decode_request, encode_reply, encode_request
 from sparsekit_fl.client_round import answer
-from sparsekit_fl.devices import device_of, exact_arithmetic, use_exact_arithmetic
+from sparsekit_fl.devices import check_device, device_of, exact_arithmetic, use_exact_arithmetic
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import Sent, end_with_parent, one_thread, start_method, train_alike
-from sparsekit_fl.spec import RunSpec, check_device
+from sparsekit_fl.spec import RunSpec
 
 RunClients = Callable[[Sequence[Request]], Iterator[Reply]]
 """Runs clients; yields one reply for each request, in the order of the requests.

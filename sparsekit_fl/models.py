@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
+from sparsekit_fl.checkpoint import loads, write_atomically
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.storage import loads, write_atomically
 
 _log = logging.getLogger(__name__)
-# What wrappers put before the keys, and what a model with exits does.
-_PREFIXES = ("module.", "_orig_mod.")
-_INNER = "model."
+_INNER = "model."  # what a model with exits puts before the keys
 _CHECKPOINT = "checkpoint.pt"
 _MOST_NAMED = 5
 
@@ -90,7 +88,11 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     """
     found = source if isinstance(source, Mapping) else _read(Path(source))
     where = "the state" if isinstance(source, Mapping) else str(source)
-    found = {_known(name, fresh): tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    found = {
+        _INNER + name if name not in fresh and _INNER + name in fresh else name: tensor
+        for name, tensor in found.items()
+        if isinstance(tensor, Tensor)
+    }
     taken = {name: tensor for name, tensor in found.items() if name in fresh and tensor.shape == fresh[name].shape}
     if not taken:
         raise DataError(
@@ -99,24 +101,10 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
         )
     left, more = [name for name in fresh if name not in taken], [name for name in found if name not in taken]
     if left or more:
-        _log.warning(
-            "%d of %d entries are from %s; these start anew: %s; these of it are not used: %s",
-            len(taken),
-            len(fresh),
-            where,
-            _named(left),
-            _named(more),
-        )
+        text = "%d of %d entries are from %s; these start anew: %s; these of it are not used: %s"
+        _log.warning(text, len(taken), len(fresh), where, _named(left), _named(more))
     used = {name: taken[name].detach().to(fresh[name].dtype).cpu().clone() for name in taken}
     return {name: used.get(name, tensor) for name, tensor in fresh.items()}
-
-
-def _known(name: str, fresh: StateDict) -> str:
-    if name in fresh:
-        return name
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return _INNER + name if name not in fresh and _INNER + name in fresh else name
 
 
 def _read(path: Path) -> Mapping[str, Any]:

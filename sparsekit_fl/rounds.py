@@ -3,11 +3,10 @@
 import errno
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, digest
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
-from sparsekit_fl.checkpoint import Memories, RunFolder, describe_run
+from sparsekit_fl.checkpoint import RunFolder, write_atomically
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engine import Engine, Processes, RunClients
@@ -27,11 +26,10 @@ from sparsekit_fl.models import hash_models, model_path, save_whole, write_recip
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
-from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
+from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment, plain
 from sparsekit_fl.results.scores import FinalScores, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.storage import write_atomically
 from sparsekit_fl.streams import Streams
 
 _log = logging.getLogger(__name__)
@@ -96,6 +94,35 @@ def run(
         WorkerDiedError: a worker process was killed; says how to continue.
         StorageError: the folder could not be written, as when the disk is full; says how to continue.
     """
+    roster = _checked(method, clients, config)
+    if resume and out is None:
+        raise InvalidValueError("resume needs out, the folder of the run to continue")
+    check_fit(problem, list(roster.values()))
+    told, engine = Callbacks(callbacks), Processes() if engine is None else engine
+    with RunFolder.open(out, resume=resume) as folder:
+        spec = RunSpec.build(method, problem, config, graph=graph, init=init)
+        described = plain(spec.describe(roster, experiment or {}))
+        state, lines = folder.load(described)
+        server = Server(spec, roster, state)
+        loop = _Loop(server, folder, told, engine, described, [RoundRecord.from_dict(line) for line in lines])
+        with loop.explained(), engine.open(spec, roster, folder.memories) as run_clients, loop.told():
+            for round in range(server.state.round + 1, spec.config.rounds + 1):
+                if loop.view.stopped:
+                    break
+                began = time.perf_counter()
+                requests = server.requests(round)
+                replies, good, dropped = loop.train(requests, run_clients)
+                if len(good) < server.needed_replies(requests):
+                    raise _too_few(round, server.needed_replies(requests), dropped, requests)
+                seconds = server.aggregate(good, replies)
+                scores, unscored = loop.score(round, run_clients)
+                cost = loop.cost(requests, replies, seconds, time.perf_counter() - began)
+                loop.save(_record(requests, replies, good, dropped, cost, scores, unscored))
+            return loop.finish(run_clients)
+
+
+def _checked(method: Method, clients: Sequence[Client], config: RunConfig) -> dict[int, Client]:
+    """Return the clients by id, if there can be a run of these."""
     if not isinstance(method, Method):
         called = method if isinstance(method, str) else getattr(method, "__name__", "")
         if isinstance(method, type) and issubclass(method, Method):
@@ -110,176 +137,95 @@ def run(
     if config.cohort > len(clients):
         there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
         raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
-    if resume and out is None:
-        raise InvalidValueError("resume needs out, the folder of the run to continue")
-    check_fit(problem, list(roster.values()))
-    told, engine = Callbacks(callbacks), Processes() if engine is None else engine
-    with _folder(out, resume=resume) as (folder, base):
-        spec = RunSpec.build(method, problem, config, graph=graph, init=init)
-        described = describe_run(spec, roster, experiment or {})
-        state, records = (None, []) if folder is None else folder.load(described)
-        memories = Memories(base / "clients", durable=folder is not None)
-        rounds = _Rounds(spec, roster, Server(spec, roster, state), memories, folder, told, engine, records)
-        rounds.experiment = dict(experiment or {})
-        rounds.fingerprint = {"sparsekit": __version__, "data": described["clients"]["data"]}
-        with rounds.explained(), engine.open(spec, roster, memories) as run_clients:
-            return rounds.run(run_clients)
-
-
-@contextmanager
-def _folder(out: Path | str | None, *, resume: bool) -> Iterator[tuple[RunFolder | None, Path]]:
-    """Lock the folder of a run, or make a temporary one; give it, and where memories go."""
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
-            yield None, Path(base)
-        return
-    folder = RunFolder(Path(out), resume=resume)
-    try:
-        yield folder, folder.path
-    finally:
-        folder.close()
+    return roster
 
 
 @dataclass(eq=False)
-class _Rounds:
-    """The rounds of one run."""
+class _Loop:
+    """What the rounds of one run share: the server, the folder, the callbacks and the records."""
 
-    spec: RunSpec
-    clients: Mapping[int, Client]
     server: Server
-    memories: Memories
-    folder: RunFolder | None
+    folder: RunFolder
     callbacks: Callbacks
     engine: Engine
+    described: Mapping[str, Any]
     records: list[RoundRecord]
-    experiment: Mapping[str, Any] = field(default_factory=dict)
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        spec, metrics = self.spec, self.spec.problem.metrics
+        spec, clients, metrics = self.server.spec, self.server.clients, self.server.spec.problem.metrics
         self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
-        self._finished = self.server.state.round
-        self._view = RunView(
+        self._saved = self.server.state.round
+        self._final: list[Evaluation] | None = None  # of every client, after the last round
+        self._result: RunResult | None = None
+        self.view = RunView(
             method=spec.method.name,
             config=spec.config,
-            clients=len(self.clients),
-            round=self._finished,
+            clients=len(clients),
+            round=self._saved,
             cost=self._cost,
-            out=None if self.folder is None else self.folder.path,
+            out=self.folder.path if self.folder.durable else None,
             metrics=(*metrics, "loss"),
             lower=self._lower,
-            parts=_scored_parts(spec.config, self.clients.values()),
+            parts=_scored_parts(spec.config, clients.values()),
             state=lambda: self.server.state.model,
             model=self._model,
         )
-        self.memories.keep(self.server.state.versions)
 
     @property
     def _cost(self) -> WorkCost:
         return self.records[-1].cost if self.records else WorkCost()
 
-    @property
-    def _keeps_models(self) -> bool:
-        return bool(getattr(self.engine, "keeps_models", False))
+    def _model(self) -> nn.Module:
+        """Make a module that holds the global state."""
+        return self.server.spec.model(self.server.state.model)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Say in errors which round was the last to be saved, and how to continue."""
-        hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
-        if self.folder is not None:
-            hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
-
-        def done() -> str:
-            return f"round {self._finished} of {self.spec.config.rounds}"
-
         try:
             yield
-        except KeyboardInterrupt:
-            raise RunInterrupted(f"stopped by the user after {done()}; {hint}") from None
-        except TooFewRepliesError as error:
-            raise TooFewRepliesError(f"{error}; {hint}") from error.__cause__
-        except WorkerDiedError as error:
-            raise WorkerDiedError(f"{error}; {done()} was finished; {hint}") from error
-        except OSError as error:
+        except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
+            done = f"round {self._saved} of {self.server.spec.config.rounds}"
+            hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
+            if self.folder.durable:
+                hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
+            if isinstance(error, KeyboardInterrupt):
+                raise RunInterrupted(f"stopped by the user after {done}; {hint}") from None
+            if isinstance(error, TooFewRepliesError):
+                raise TooFewRepliesError(f"{error}; {hint}") from error.__cause__
+            if isinstance(error, WorkerDiedError):
+                raise WorkerDiedError(f"{error}; {done} was finished; {hint}") from error
             if error.errno not in (*_FULL, *_BROKEN):
                 raise
             remedy = "make room first" if error.errno in _FULL else "repair the disk first"
-            raise StorageError(f"{error}; {remedy}. {done().capitalize()} was the last to be saved; {hint}") from error
+            raise StorageError(f"{error}; {remedy}. {done.capitalize()} was the last to be saved; {hint}") from error
 
-    def run(self, run_clients: RunClients) -> RunResult:
-        """Run the remaining rounds, and write the result."""
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the callbacks that the run begins and ends."""
         try:
-            self.callbacks.start(self._view, self.server.state.callbacks)
-            self._run_clients = run_clients
-            result = self._run()
+            self.callbacks.start(self.view, self.server.state.callbacks)
+            yield
         except BaseException:
             try:
-                self.callbacks.tell("on_run_end", self._view, None)
+                self.callbacks.tell("on_run_end", self.view, None)
             except Exception:  # noqa: BLE001 - anybody's callback; what ended the run is what matters
                 _log.exception("a callback failed when it was told that the run has ended")
             raise
-        self.callbacks.tell("on_run_end", self._view, result)
-        return result
+        self.callbacks.tell("on_run_end", self.view, self._result)
 
-    def _run(self) -> RunResult:
-        final: list[Evaluation] | None = None
-        for round in range(self._finished + 1, self.spec.config.rounds + 1):
-            if self._view.stopped:
-                break
-            final = self._round(round)
-        if final is None:
-            # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
-            final, _ = self._evaluate(list(self.clients), last=True)
-        return self._finish(final)
-
-    def _round(self, round: int) -> list[Evaluation] | None:
-        """Run a round; return what every client scored, if this is the last one."""
-        began = time.perf_counter()
-        requests = self.server.requests(round)
-        replies, good, dropped = self._train(requests)
-        needed = self.spec.config.needed_replies(len(requests))
-        if len(good) < needed:
-            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
-            raise TooFewRepliesError(
-                f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed (min_replies);"
-                f" {reasons}. Nothing of that round counted"
-            ) from next(iter(dropped.values()), None)
-        seconds = self.server.aggregate(good)
-        state, valid = self.server.state, {update.client_id for update in good}
-        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
-        stale = {id: state.versions[id] for id in newest if id in state.versions}
-        state.versions = {**state.versions, **newest}
-        self._view.round = round
-        scores, unscored, final = self._score(round)
-        cost = self._work(requests, replies, seconds, time.perf_counter() - began)
-        record = RoundRecord(
-            round=round,
-            cohort=tuple(request.client_id for request in requests),
-            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
-            loss=_mean(good, "loss"),
-            accuracy=_mean(good, "accuracy"),
-            ratios={update.client_id: update.ratio for update in good},
-            capabilities={request.client_id: request.capability.ratio for request in requests},
-            cost=self._cost + cost,
-            seconds=cost.simulated_seconds,
-            evaluation=scores,
-            notes=(*(reply.note for reply in replies if reply.note), *unscored),
-        )
-        self.records.append(record)
-        self._save(record, stale)
-        return final
-
-    def _train(self, requests: Sequence[Request]) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
+    def train(
+        self, requests: Sequence[Request], run_clients: RunClients
+    ) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
         """Let the cohort train; return replies, valid updates, and why the others were dropped."""
         replies: list[Reply] = []
         good: list[Update] = []
         dropped: dict[int, Exception] = {}
-        for request, reply in zip(requests, self._run_clients(requests), strict=True):
-            if reply.update is not None:
-                reply = replace(reply, update=self.server.timed(reply.update))
+        for request, reply in zip(requests, run_clients(requests), strict=True):
+            reply = self.server.timed(reply)
             replies.append(reply)
-            self.callbacks.tell("on_client_end", self._view, request.client_id, reply.update)
+            self.callbacks.tell("on_client_end", self.view, request.client_id, reply.update)
             try:
                 good.append(self.server.validate(request, reply))
             except (ClientError, UpdateError) as error:
@@ -291,70 +237,48 @@ class _Rounds:
                 _log.warning("round %d goes on without client %d: %s", request.round, request.client_id, text)
         return replies, good, dropped
 
-    def _work(
-        self, requests: Sequence[Request], replies: Sequence[Reply], seconds: float | None, wall_seconds: float
-    ) -> WorkCost:
-        """Return the work of a round: of clients that failed, what they were sent."""
-        done = [reply.update.cost for reply in replies if reply.update is not None]
-        failed = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
-        sent = sum(request_bytes(request, self.spec.graph) for request in failed)
-        memory = sum(reply.memory_bytes for reply in replies)
-        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent, memory_bytes=memory)
-
-    def _save(self, record: RoundRecord, stale: Mapping[int, int]) -> None:
-        """Save a round, and tell the callbacks."""
-        state = self.server.state
-        if self.folder is not None:
-            self.memories.sync()
-            self.folder.append(record)
-            state.callbacks = self.callbacks.states()
-            self.folder.save(state)
-        self._finished = record.round
-        self._view.cost = record.cost
-        self.memories.remove(stale)  # no checkpoint names them any more
-        try:
-            self.callbacks.tell("on_round_end", self._view, record)
-        finally:
-            if self.folder is not None and self.callbacks.states() != state.callbacks:
-                state.callbacks = self.callbacks.states()
-                self.folder.save(state)
-
-    def _score(self, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
-        """Score if it is time; the evaluations come back if all clients were scored for the end of the run."""
-        config, last = self.spec.config, round == self.spec.config.rounds
+    def score(self, round: int, run_clients: RunClients) -> tuple[RoundScores | None, list[str]]:
+        """Score the models of clients if it is time; return the scores, and a text for each client that was not scored."""
+        self.view.round = round
+        config, last = self.server.spec.config, round == self.server.spec.config.rounds
         every = config.eval_global_every
         whole = last or (every is not None and round % every == 0)  # the global model is scored too
         if not whole and round % (config.eval_every or 1):
-            return None, [], None
-        found, unscored = self._evaluate(list(self.clients) if last else self._sampled(round), last=last, with_shared=whole)
+            return None, []
+        ids = list(self.server.clients) if last else self._sampled(round)
+        found, unscored = self._evaluate(ids, run_clients, last=last, with_shared=whole)
         scores = RoundScores.of(found, sampled=config.eval_clients is not None, lower=self._lower)
-        self.callbacks.tell("on_evaluation", self._view, scores)
-        return scores, unscored, found if last else None
+        self.callbacks.tell("on_evaluation", self.view, scores)
+        self._final = found if last else None
+        return scores, unscored
 
     def _sampled(self, round: int) -> list[int]:
         """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
-        ids, most = list(self.clients), self.spec.config.eval_clients
-        if most is None or most >= len(ids):
+        ids, config = list(self.server.clients), self.server.spec.config
+        if config.eval_clients is None or config.eval_clients >= len(ids):
             return ids
-        positions = Streams(self.spec.config.seed).evaluation(round).choice(len(ids), size=most, replace=False)
+        positions = Streams(config.seed).evaluation(round).choice(len(ids), size=config.eval_clients, replace=False)
         return [ids[position] for position in sorted(positions)]
 
-    def _evaluate(self, ids: Sequence[int], *, last: bool, with_shared: bool = True) -> tuple[list[Evaluation], list[str]]:
+    def _evaluate(
+        self, ids: Sequence[int], run_clients: RunClients, *, last: bool, with_shared: bool = True
+    ) -> tuple[list[Evaluation], list[str]]:
         """Score clients; for the end of the run write their models. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
         """
-        round, export = self._view.round, last and self.folder is not None
+        round = self.view.round
         found: list[Evaluation] = []
         unscored: list[str] = []
-        for reply in self._run_clients(self.server.scoring(ids, with_shared=with_shared, with_model=export)):
+        with_model = last and self.folder.durable
+        for reply in run_clients(self.server.scoring(ids, with_shared=with_shared, with_model=with_model)):
             if reply.evaluation is None:
                 unscored.append(f"client {reply.client_id} was not scored: {reply.error}")
                 continue
-            self.callbacks.tell("on_client_end", self._view, reply.client_id, reply.evaluation)
+            self.callbacks.tell("on_client_end", self.view, reply.client_id, reply.evaluation)
             found.append(reply.evaluation)
-            if self.folder is not None and reply.model:
+            if with_model and reply.model:
                 path = model_path(self.folder.path, reply.client_id)
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, reply.model)
@@ -364,40 +288,103 @@ class _Rounds:
             raise ClientError(f"no client could be scored after round {round}: {_shortened(unscored)}")
         return found, unscored
 
-    def _finish(self, evaluations: Sequence[Evaluation]) -> RunResult:
-        spec, state = self.spec, self.server.state
+    def cost(
+        self, requests: Sequence[Request], replies: Sequence[Reply], seconds: float | None, wall_seconds: float
+    ) -> WorkCost:
+        """Return the work of a round: of clients that failed, what they were sent."""
+        done = [reply.update.cost for reply in replies if reply.update is not None]
+        failed = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
+        sent = sum(request_bytes(request, self.server.spec.graph) for request in failed)
+        memory = sum(reply.memory_bytes for reply in replies)
+        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent, memory_bytes=memory)
+
+    def save(self, record: RoundRecord) -> None:
+        """Save a round, and tell the callbacks.
+
+        Args:
+            record: Of the round, with its own cost.
+        """
+        record = replace(record, cost=self._cost + record.cost)
+        self.records.append(record)
+        state = self.server.state
+        state.callbacks = self.callbacks.states()
+        self.folder.save(state, plain(record.to_dict()))
+        self._saved = record.round
+        self.view.cost = record.cost
+        try:
+            self.callbacks.tell("on_round_end", self.view, record)
+        finally:
+            if self.callbacks.states() != state.callbacks:
+                state.callbacks = self.callbacks.states()
+                self.folder.save_state(state)
+
+    def finish(self, run_clients: RunClients) -> RunResult:
+        """Score all clients unless the last round did, and write models and result."""
+        spec, state, out = self.server.spec, self.server.state, self.folder.path
+        final = self._final
+        if final is None:
+            # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
+            final, _ = self._evaluate(list(self.server.clients), run_clients, last=True)
         # A worker that outlived a killed run may have written once more after this one began.
-        self.memories.keep(state.versions)
-        result = RunResult(
+        self.folder.clean()
+        self._result = result = RunResult(
             method=spec.method.describe(),
             config=spec.config,
             rounds=tuple(self.records),
-            final=FinalScores.of(
-                evaluations, lower=self._lower, per_client=tuple(evaluations), state_sha256=digest(state.model)
-            ),
-            cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
+            final=FinalScores.of(final, lower=self._lower, per_client=tuple(final), state_sha256=digest(state.model)),
+            cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in final)),
             environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
-            experiment=self.experiment,
+            experiment=self.described["experiment"],
             state=state.model,
             note=spec.method.note,
-            fingerprint=self.fingerprint,
-            stopped=self._view.stopped,
+            fingerprint={"sparsekit": __version__, "data": self.described["clients"]["data"]},
+            stopped=self.view.stopped,
             extended=state.extended,
         )
         for sentence in result.warnings:
             _log.warning("%s", sentence)
-        if self.folder is not None:
-            out = self.folder.path
+        if self.folder.durable:
             (out / "models").mkdir(exist_ok=True)
             save_whole(model_path(out, "global"), self._model())
-            written = {"personal": not self._keeps_models, "clients": list(self.clients), "sha256": hash_models(out)}
-            write_recipe(out, {**spec.recipe, **written})
+            personal = not getattr(self.engine, "keeps_models", False)
+            hashes = hash_models(out)
+            write_recipe(out, {**spec.recipe, "personal": personal, "clients": list(self.server.clients), "sha256": hashes})
             result.save(out / "result.json")
         return result
 
-    def _model(self) -> nn.Module:
-        """Make a module that holds the global state."""
-        return self.spec.model(self.server.state.model)
+
+def _too_few(round: int, needed: int, dropped: Mapping[int, Exception], requests: Sequence[Request]) -> TooFewRepliesError:
+    reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
+    error = TooFewRepliesError(
+        f"round {round}: {len(requests) - len(dropped)} of {len(requests)} updates were valid and {needed} are needed"
+        f" (min_replies); {reasons}. Nothing of that round counted"
+    )
+    error.__cause__ = next(iter(dropped.values()), None)
+    return error
+
+
+def _record(
+    requests: Sequence[Request],
+    replies: Sequence[Reply],
+    good: Sequence[Update],
+    dropped: Mapping[int, Exception],
+    cost: WorkCost,
+    scores: RoundScores | None,
+    unscored: Sequence[str],
+) -> RoundRecord:
+    return RoundRecord(
+        round=requests[0].round,
+        cohort=tuple(request.client_id for request in requests),
+        dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+        loss=_mean(good, "loss"),
+        accuracy=_mean(good, "accuracy"),
+        ratios={update.client_id: update.ratio for update in good},
+        capabilities={request.client_id: request.capability.ratio for request in requests},
+        cost=cost,
+        seconds=cost.simulated_seconds,
+        evaluation=scores,
+        notes=(*(reply.note for reply in replies if reply.note), *unscored),
+    )
 
 
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:

@@ -107,13 +107,17 @@ class Server:
             for client_id in ids
         ]
 
-    def timed(self, update: Update) -> Update:
-        """Return an update whose cost has the simulated seconds of scoring, by the roster of this round."""
-        if not update.cost.flops_scoring or update.client_id not in self.clients:
-            return update
-        speed = self._now.roster[update.client_id].capability.flops_per_second
-        seconds = max(0, update.cost.flops_scoring) / speed
-        return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
+    def needed_replies(self, requests: Sequence[Request]) -> int:
+        """Return the number of valid updates that a round needs to count."""
+        return self.spec.config.needed_replies(len(requests))
+
+    def timed(self, reply: Reply) -> Reply:
+        """Return a reply whose cost has the simulated seconds of scoring, by the roster of this round."""
+        update = reply.update
+        if update is None or not update.cost.flops_scoring or update.client_id not in self.clients:
+            return reply
+        seconds = max(0, update.cost.flops_scoring) / self._now.roster[update.client_id].capability.flops_per_second
+        return replace(reply, update=replace(update, cost=replace(update.cost, scoring_seconds=seconds)))
 
     def validate(self, request: Request, reply: Reply) -> Update:
         """Return the update of a reply as it is added up.
@@ -133,11 +137,12 @@ class Server:
         # What was rounded on the way is added up as exactly as anything else.
         return replace(update, delta={name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()})
 
-    def aggregate(self, updates: Sequence[Update]) -> float | None:
-        """Aggregate updates that `validate` returned, and let the method learn from them.
+    def aggregate(self, updates: Sequence[Update], replies: Sequence[Reply] = ()) -> float | None:
+        """Aggregate updates that `validate` returned, let the method learn from them, and count the memories of their clients.
 
         Args:
             updates: In the order in which they are added up; at least one, and at most one per client.
+            replies: All of the round, which say whose memory was written.
 
         Returns:
             Simulated length of the round, if it does not wait for the slowest client.
@@ -145,6 +150,9 @@ class Server:
         ctx, method = self._now, self.spec.method
         self.state.model = {**self.state.model, **method.aggregate(ctx, updates)}
         self.state.round = ctx.round
+        valid = {update.client_id for update in updates}
+        written = {reply.client_id: ctx.round for reply in replies if reply.stored and reply.client_id in valid}
+        self.state.versions = {**self.state.versions, **written}
         return method.seconds(ctx)
 
     @property

@@ -5,29 +5,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.graph import StateDict, UnitGraph, clone, digest
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph import StateDict, UnitGraph, clone, digest, plain_bytes
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.devices import devices
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import read_initial
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
+
+_DIGITS = 16
+# Reading examples may decode files; of so many splits the first and the last example are read.
+_MAX_READ = 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,8 +122,28 @@ class RunSpec:
         """
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in self.initial.items()]
         groups = [list(pair) for pair in self.graph.fingerprint()]
-        frozen = digest({name: self.initial[name] for name in sorted(self.frozen)})[:16]
+        frozen = digest({name: self.initial[name] for name in sorted(self.frozen)})[:_DIGITS]
         return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups), "frozen": frozen}
+
+    def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all that must be equal for a run to be resumed.
+
+        Args:
+            clients: Client id → client.
+            experiment: Plain JSON values of the user's.
+        """
+        devices = [[client.id, *dataclasses.astuple(client.capability)] for client in clients.values()]
+        return {
+            "method": self.method.describe(),
+            "config": self.config.to_dict(),
+            "experiment": dict(experiment),
+            "clients": {
+                "count": len(clients),
+                "capabilities": short_digest(devices),
+                "data": data_fingerprint(clients.values()),
+            },
+            "model": {**self.fingerprint(), "initial": digest(self.initial)[:_DIGITS]},
+        }
 
     def on(self, device: str) -> RunSpec:
         """Return the same spec for one device. Its narrow model is made anew, when it is first used."""
@@ -140,12 +165,14 @@ class RunSpec:
 
     def training(self, round: int) -> TrainingConfig:
         """Return the options of training, with the learning rate of this round."""
-        return dataclasses.replace(self.config.training, lr=self.config.training.lr * self.config.round_factor(round))
+        factor = self.config.round_factor(round)
+        training = self.config.training
+        return training if factor == 1.0 else dataclasses.replace(training, lr=training.lr * factor)
 
 
 def short_digest(value: Any) -> str:
     """Return a digest of plain JSON values, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGITS]
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:
@@ -153,19 +180,57 @@ def by_id(clients: Sequence[Client]) -> dict[int, Client]:
     return {client.id: client for client in sorted(clients, key=lambda client: client.id)}
 
 
-def check_device(device: str, *, name: str = "device") -> None:
-    """Raise InvalidValueError unless this machine has a device (cpu, cuda, cuda:1, mps), or all of several by commas."""
-    for one in devices(device):
+def data_fingerprint(clients: Iterable[Client]) -> str:
+    """Return a hash of what tells data sets apart and is cheap to read, 16 hexadecimal digits.
+
+    It covers ids, sizes and positions, all labels of `TensorData`, and the first and the last example of 64 splits. A change
+    in other examples goes unnoticed.
+    """
+    sha = hashlib.sha256()
+    known: dict[int, tuple[Tensor, bytes]] = {}  # clients share tensors; each is read once, and none takes the id of another
+    read = 0
+    for client in sorted(clients, key=lambda client: client.id):
+        sha.update(f"{client.id};".encode())
+        for split in (client.data.train, client.data.val, client.data.test):
+            sha.update(f"{type(split).__qualname__} {len(split)};".encode())
+            if isinstance(split, TensorData):
+                for tensor in (split.targets, split.index):
+                    if tensor is not None and id(tensor) not in known:
+                        known[id(tensor)] = tensor, _hash(tensor)
+                    sha.update(b"" if tensor is None else known[id(tensor)][1])
+            elif isinstance(split, range):
+                continue  # of a client elsewhere: its size
+            if len(split) and read < _MAX_READ:
+                read += 1
+                for example in _lasting_examples(split):
+                    sha.update(example)
+    return sha.hexdigest()[:_DIGITS]
+
+
+def _lasting_examples(split: Any) -> Iterator[bytes]:
+    """Hash the first and the last example, if two reads are equal: a random transform says nothing about the data."""
+    for position in (0, len(split) - 1):
         try:
-            asked = torch.device(one)
-        except RuntimeError as error:
-            raise InvalidValueError(f"{name} must be cpu, cuda, cuda:N or mps, or several by commas, got {device!r}") from error
-        if asked.type == "mps" and not torch.backends.mps.is_available():
-            raise InvalidValueError(f"{name} {device}: this torch sees no Metal device; leave it out to run on the CPU")
-        if asked.type != "cuda":
-            continue
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
-        if asked.index is not None and asked.index >= count:
-            raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")
+            with torch_scope(np.random.default_rng(0)):
+                first, second = (_hash(*_parts(split[position])) for _ in range(2))
+        except Exception as error:  # noqa: BLE001 - anybody's data set; the client says that it cannot be read
+            yield type(error).__name__.encode()
+        else:
+            if first == second:
+                yield first
+
+
+def _parts(item: Any) -> list[Any]:
+    return [part for one in item for part in _parts(one)] if isinstance(item, tuple | list) else [item]
+
+
+def _hash(*parts: Any) -> bytes:
+    sha = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor | np.ndarray):
+            tensor = torch.as_tensor(part)
+            sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(plain_bytes(tensor))
+        else:
+            sha.update(repr(part)[:200].encode())
+    return sha.digest()

@@ -48,15 +48,14 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engines",),
         ("engine",),
         ("client_round", "server"),
-        ("checkpoint",),
         ("results", "spec"),
         ("models",),
         ("methods",),
-        ("client", "fingerprint"),
+        ("client",),
         ("problem",),
         ("config",),
         ("options", "optimizers", "devices"),
-        ("storage",),
+        ("checkpoint",),
         ("errors", "flower", "processes", "streams"),
     ),
 }
@@ -84,7 +83,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engine", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.storage", "sparsekit.cli.search"),
+    "filelock": ("sparsekit_fl.checkpoint", "sparsekit.cli.search"),
     "tensorboard": ("sparsekit_fl.callbacks",),
     "torch_pruning": ("sparsekit.criteria.torch_pruning",),
     "random": ("sparsekit.rng",),
@@ -325,9 +324,9 @@ def test_no_pickled_object_is_loaded_or_saved() -> None:
         "sparsekit.cli.model_source: torch.load",
         "sparsekit.pruning.finetune: torch.load",
         "sparsekit.pruning.finetune: torch.save",
+        "sparsekit_fl.checkpoint: torch.load",
+        "sparsekit_fl.checkpoint: torch.save",
         "sparsekit_fl.models: torch.load",
-        "sparsekit_fl.storage: torch.load",
-        "sparsekit_fl.storage: torch.save",
     ]
     for path in FILES:
         text = path.read_text(encoding="utf-8")

@@ -226,7 +226,7 @@ def test_every_page_is_two_clicks_away_and_linked_from_where_its_question_comes_
 
 
 def test_the_data_of_one_s_own_that_a_page_loads_are_the_same_at_every_start() -> None:
-    from sparsekit_fl.fingerprint import data_fingerprint
+    from sparsekit_fl.spec import data_fingerprint
 
     text = (DOCS / "tutorials" / "federated.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}

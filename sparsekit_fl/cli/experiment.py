@@ -43,7 +43,7 @@ class Experiment:
     @cached_property
     def data_fingerprint(self) -> str:
         """Tells these data from others."""
-        from sparsekit_fl.fingerprint import data_fingerprint
+        from sparsekit_fl.spec import data_fingerprint
 
         return data_fingerprint(self.clients)
 
@@ -72,9 +72,9 @@ class Experiment:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.fit import check_training
+        from sparsekit_fl.devices import check_device
         from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
-        from sparsekit_fl.spec import check_device
 
         if options.device is not None:
             check_device(options.device, name="--device")

@@ -28,10 +28,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks import Callback, LiveProgress, RunView
+    from sparsekit_fl.checkpoint import write_atomically
     from sparsekit_fl.cli.progress import EvaluationLines
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
-    from sparsekit_fl.storage import write_atomically
 
     method = make_method(method_name, settings=options.settings())
     if method.capability is not None and options.capability not in (None, method.capability):

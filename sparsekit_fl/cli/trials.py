@@ -17,7 +17,7 @@ from typing import Any
 from sparsekit.cli import log_to
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.callbacks import Callback, RunView
-from sparsekit_fl.checkpoint import differences, holds_run
+from sparsekit_fl.checkpoint import differences, holds_run, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
@@ -26,7 +26,6 @@ from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.processes import Child, Children, interrupt_with_parent, one_thread, start_method
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
-from sparsekit_fl.storage import write_atomically
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.

@@ -14,13 +14,14 @@ from flwr.serverapp import Grid, ServerApp
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.deployment.plan import Plan, client_ids
+from sparsekit_fl.devices import check_device
 from sparsekit_fl.engines.flower.node import DeviceMemories, Node, make_app
 from sparsekit_fl.engines.flower.nodes import Nodes, described, introduced_by
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.results.records import RoundRecord
-from sparsekit_fl.spec import RunSpec, check_device
+from sparsekit_fl.spec import RunSpec
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 

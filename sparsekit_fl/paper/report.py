@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.paper.figures import missing_figures, paper_figures
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
 from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
@@ -15,7 +16,6 @@ from sparsekit_fl.results.report.figures import figures_of
 from sparsekit_fl.results.report.plots import Figure, draw
 from sparsekit_fl.results.report.tables import Part, latex_table, markdown_table, page, published_rows
 from sparsekit_fl.results.report.trials import collect
-from sparsekit_fl.storage import write_atomically
 
 _log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ import torch
 import sparsekit
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.devices import devices
 from sparsekit_fl.errors import need
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.scores import KINDS, PARTS, FinalScores, RoundScores, parts_of, value_of
-from sparsekit_fl.storage import write_atomically
 
 
 def plain(value: Any) -> Any:

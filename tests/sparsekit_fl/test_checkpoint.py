@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sparsekit.errors import DataError
-from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.checkpoint import Memories, dumps, loads, write_atomically
 from sparsekit_fl.errors import MemoryStateError
-from sparsekit_fl.storage import dumps, loads, write_atomically
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},

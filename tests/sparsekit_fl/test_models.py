@@ -18,18 +18,10 @@ def test_every_kind_of_file_is_read(tmp_path):
     state = {"a": torch.ones(2), "b": torch.full((3,), 2.0)}
     save_file(state, tmp_path / "x.safetensors")
     torch.save(state, tmp_path / "x.pt")
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}, "epoch": 3}, tmp_path / "y.pth")
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "y.pth")
     for source in (state, *(tmp_path / name for name in ("x.safetensors", "x.pt", "y.pth"))):
         found = read_initial(source, FRESH)
         assert all(torch.equal(found[name], state[name]) for name in FRESH)
-
-
-def test_a_part_of_the_model_that_is_called_as_a_wrapper_calls_its_own_is_found() -> None:
-    fresh = {"module.a": torch.zeros(2), "module.module.b": torch.zeros(1)}
-    state = {name: torch.ones_like(tensor) for name, tensor in fresh.items()}
-    for source in (state, {f"_orig_mod.{name}": tensor for name, tensor in state.items()}):
-        found = read_initial(source, fresh)
-        assert all(torch.equal(found[name], state[name]) for name in fresh)
 
 
 def test_what_does_not_fit_starts_anew_and_is_named(caplog):

@@ -18,9 +18,8 @@ from personal import tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit.version import __version__
-from sparsekit_fl import storage
-from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.storage import lock_folder
+from sparsekit_fl import checkpoint
+from sparsekit_fl.checkpoint import Memories, lock_folder
 from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_clients
 
 
@@ -104,7 +103,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, worke
 
 def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.storage import lock_folder\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.checkpoint import lock_folder\n"
         "lock = lock_folder(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -188,7 +187,7 @@ def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path,
             raise PermissionError(13, "Permission denied", str(path))
         return opens(path, *arguments, **options)
 
-    monkeypatch.setattr(storage, "_FOLDERS_OPEN", False)
+    monkeypatch.setattr(checkpoint, "_FOLDERS_OPEN", False)
     monkeypatch.setattr(os, "open", as_windows)
     assert len(tiny_run(out=tmp_path).rounds) == 4
 

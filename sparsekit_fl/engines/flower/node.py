@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
-from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.checkpoint import Memories, dumps, loads, write_atomically
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import Reply, Wire, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
@@ -22,7 +22,6 @@ from sparsekit_fl.models import model_path, save_whole, write_recipe
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.storage import dumps, loads, write_atomically
 
 
 class DeviceMemories(Memories):

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
-from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, read
@@ -22,7 +22,6 @@ from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec, short_digest
-from sparsekit_fl.storage import write_atomically
 
 _LETTERS = 16
 _SAME = {

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 from flwr.app import Message
 
 from sparsekit.errors import DataError
-from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, Wire, decode_reply, encode_request
 from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines.flower.post import Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.storage import write_atomically
 
 T = TypeVar("T")
 
