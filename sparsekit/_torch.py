@@ -118,6 +118,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_followed() -> bool:
+    """Whether a compiler, an exporter, torch.jit.trace or a transform of torch.func follows the code that runs now."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or in_transform()
+
+
 def is_exporting() -> bool:
     """Whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
     exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7

@@ -4,6 +4,7 @@ While a unit is dropped, its weights and norm statistics do not change. When it 
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -167,14 +168,14 @@ class _MaskedMask(LearnableMask):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with mock.patch.multiple(learnable, NarrowModel=MaskedModel, UnitVectors=_itself, WidePasses=_itself):
             super().__init__(*args, **kwargs)
+        self._restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
         self.narrow_model.before_step()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self.narrow_model.after_step()
-        super().after_step(optimizer)
+        if optimizer not in self._restored:
+            self._restored.add(optimizer)
+            optimizer.register_step_post_hook(lambda *_: self.narrow_model.after_step())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict(*args, **kwargs)

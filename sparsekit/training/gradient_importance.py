@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from sparsekit._torch import identity
 from sparsekit.allocation.masks import mask_from_scores
@@ -18,7 +17,6 @@ from sparsekit.criteria.base import ScoringContext, check_scores, is_learned
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
-from sparsekit.training.optimizers import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Learning, MaskedModule, Rule, check_explore
 from sparsekit.training.unit_vectors import split_units
@@ -104,6 +102,7 @@ class FollowScores(Rule):
         return self._explored / max(1, self.passes)
 
     def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.apply_pending(masked)
         explore = self._exploration(masked)
         by_autograd = self._learns and (self.settings.lr is None or explore or masked.distributed)
         if not (by_autograd and torch.is_grad_enabled() and masked.scores.requires_grad):
@@ -195,9 +194,11 @@ class FollowScores(Rule):
     ) -> None:
         """Step importance, if the optimiser does not: both gradients in closed form, without a graph."""
         lr = self.settings.lr
+        # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
+        self._stepped = self._learns
         if lr is None or self._learned or not self._learns:
             return
-        self._learned = self._stepped = True
+        self._learned = True
         with torch.no_grad():
             fused = masked.vectors
             scores = masked.scores.detach()
@@ -216,10 +217,6 @@ class FollowScores(Rule):
         with torch.no_grad():
             targets = self._targets(masked)
         return (0.5 * self._pull * (masked.scores - targets).square()).sum()
-
-    def after_step(self, masked: MaskedModule, optimizer: Optimizer) -> None:
-        # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
-        self._stepped = self._stepped or holds(optimizer, masked.scores)
 
     def state(self) -> dict[str, Tensor]:
         read = {"target": self._target, "gates": self._gates}

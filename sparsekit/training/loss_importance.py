@@ -94,6 +94,8 @@ class LossImportanceRule(Rule):
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
         self._trained: list[bool] | None = None
+        self._quiet = False
+        """Whether the mask has converged, as of the last step: nothing is left to be learned or planned."""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -115,7 +117,12 @@ class LossImportanceRule(Rule):
     # Steps.
 
     def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.counters["due"] or masked.widths.target != self._target:
+            self.apply_pending(masked)
         learning = masked.training and torch.is_grad_enabled()
+        if self._quiet:
+            self._begun = self._begun or learning
+            return masked.narrow_model.run(args, kwargs)
         if learning and not self._begun:
             self._plan(masked)
         self._passes += learning
@@ -130,7 +137,8 @@ class LossImportanceRule(Rule):
     def _plan(self, masked: MaskedModule) -> None:
         """Decide what the passes of a step are for: all of them see the same units."""
         self._begun = True
-        if self.converged:
+        self._quiet = self.converged
+        if self._quiet:
             return
         if self._costs_of is not masked.narrow_model.mask:
             self._costs, self._costs_of = self._count_costs(masked), masked.narrow_model.mask
@@ -158,6 +166,10 @@ class LossImportanceRule(Rule):
         self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None = None
     ) -> None:
         if not self._begun:
+            return
+        if self._quiet:
+            self.counters["step"] += 1.0
+            self._begun = False
             return
         if self._sampling:
             with torch.no_grad():
@@ -281,6 +293,7 @@ class LossImportanceRule(Rule):
 
     def load(self, masked: MaskedModule, state: dict[str, Tensor]) -> None:
         self._target = masked.widths.target
+        self._quiet = False
         self._begin_step()
         if "counters.step" in state:  # of this rule, not of another one
             parts: dict[str, dict[str, Any]] = {"counters": {}, "seen": {}, "numbers": {}, "memory": {}}

@@ -25,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.surgery.optimizer_state import HasState, refuse_history
-from sparsekit.training.wrappers import warn_of_eval_mode
 
 
 class OptimizerSet:
@@ -78,7 +77,6 @@ class OptimizerSet:
                 self.just_loaded.add(optimizer)
             reference = weakref.ref(masked)
             optimizer.register_step_pre_hook(functools.partial(_before_step, reference))
-            optimizer.register_step_post_hook(functools.partial(_after_step, reference))
             optimizer.register_load_state_dict_post_hook(functools.partial(_after_load, reference))
 
     def check_change(self) -> None:
@@ -97,22 +95,13 @@ class OptimizerSet:
             )
 
 
-def _followed(reference: Callable[[], Any], optimizer: Optimizer) -> Any:
-    """The mask behind a hook, unless it is gone or a copy of the optimizer brought the hook along."""
-    masked = reference()
-    return masked if masked is not None and optimizer in masked.optimizers else None
-
-
 def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    masked = _followed(reference, optimizer)
+    masked = reference()
     if masked is None:
         return None
-    masked.optimizers.just_loaded.discard(optimizer)
-    _refuse_broken_kernels(optimizer)
-    warn_of_eval_mode(masked)
     masked.before_step(optimizer)
     # LBFGS calls its closure many times; a change of mask is refused at the first.
-    if isinstance(optimizer, torch.optim.LBFGS) or not any(map(callable, [*args[1:], *kwargs.values()])):
+    if (len(args) == 1 and not kwargs) or isinstance(optimizer, torch.optim.LBFGS):
         return None
     freeze = functools.partial(_frozen, masked)
     return (
@@ -132,14 +121,8 @@ def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _after_step(reference: Callable[[], Any], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    masked = _followed(reference, optimizer)
-    if masked is not None:
-        masked.after_step(optimizer)
-
-
 def _after_load(reference: Callable[[], Any], optimizer: Optimizer) -> None:
-    masked = _followed(reference, optimizer)
+    masked = reference()
     if masked is not None:
         masked.optimizers.just_loaded.add(optimizer)
 
@@ -178,13 +161,14 @@ _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    groups = len(optimizer.param_groups)
-    if _seen.get(optimizer) != groups:
+    if _seen.get(optimizer) != len(optimizer.param_groups):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for masked in list(_masks):
-            if optimizer not in masked.optimizers and any(id(leaf) in held for leaf in masked.leaves()):
-                _meet(optimizer, masked)
-        _seen[optimizer] = groups
+            if any(id(leaf) in held for leaf in masked.leaves()):
+                _refuse_broken_kernels(optimizer)
+                if optimizer not in masked.optimizers:
+                    _meet(optimizer, masked)
+        _seen[optimizer] = len(optimizer.param_groups)
 
 
 def _meet(optimizer: Optimizer, masked: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sparsekit.criteria.base import Criterion
 from sparsekit.errors import InvalidValueError
@@ -74,7 +73,7 @@ class Rule:
         """Ask the criterion again and change the mask to what it says."""
 
     def call(self, masked: MaskedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the sparse model."""
+        """Change the mask if it is due, and run the sparse model."""
         return masked.narrow_model.run(args, kwargs)
 
     def update_importance(
@@ -91,9 +90,6 @@ class Rule:
     def penalty(self, masked: MaskedModule) -> Tensor:
         """Return what the rule adds to the loss: a scalar."""
         return masked.scores.new_zeros(())
-
-    def after_step(self, masked: MaskedModule, optimizer: Optimizer) -> None:
-        """Called after `optimizer` changed parameters of the mask."""
 
     def state(self) -> dict[str, Tensor]:
         """Return its memory, to be saved."""

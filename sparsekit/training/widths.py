@@ -30,9 +30,11 @@ class Widths:
     def __init__(self, graph: UnitGraph, ratio: float, budget: Budget | None, costs: CostModel | None) -> None:
         self.graph = graph
         self.budget = budget
-        self._ratio = check_ratio(ratio)
         self._costs = costs
         self._counts: dict[str, int] | None = None
+        self._ratio = check_ratio(ratio)
+        self.target: object = ratio
+        """What the counts follow from: compares unequal when they change."""
 
     @property
     def ratio(self) -> float:
@@ -43,12 +45,7 @@ class Widths:
     def ratio(self, ratio: float) -> None:
         if self.budget is not None:
             raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
-        self._ratio = check_ratio(ratio)
-
-    @property
-    def target(self) -> object:
-        """What the counts follow from: compares unequal when they change."""
-        return self._ratio if self._counts is None else self._counts
+        self.target = self._ratio = check_ratio(ratio)
 
     def counts(self) -> Mapping[str, int]:
         """Group name → units that stay."""
@@ -56,7 +53,7 @@ class Widths:
 
     def set(self, counts: Mapping[str, int]) -> None:
         """Give each group its own number of units."""
-        self._counts = dict(counts)
+        self.target = self._counts = dict(counts)
 
     def within_budget(
         self, importance: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale = "none"

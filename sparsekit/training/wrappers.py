@@ -36,14 +36,14 @@ def warn_of_eval_mode(mask: Any) -> None:
 
     Batch norms alone in eval mode are somebody's decision, and no reason to warn.
     """
-    if mask.model.training or mask in _warned or not any(isinstance(part, _DEPEND_ON_MODE) for part in mask.model.modules()):
+    if mask in _warned or not any(isinstance(part, _DEPEND_ON_MODE) for part in mask.model.modules()):
         return
     _warned.add(mask)
     warnings.warn(
         "an optimiser steps a LearnableMask whose model is in eval mode: its batch norms do not follow the data and training"
         " may diverge; call masked.train() before you train, and masked.eval() before you score",
         EvalModeWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
