@@ -167,7 +167,7 @@ class Reference:
         for one in self.passes:
             one.module = modules[one.module]
         self.loss = case.spec.problem.loss
-        self.targets = case.spec.problem.materialise(case.clients[0].data.train, "cpu").targets
+        self.targets = case.clients[0].data.train.materialise().targets
         self.steps = {
             module: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR) for module in modules.values()
         }

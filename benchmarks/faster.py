@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.measure.clock import device_name
-from sparsekit_fl.problem.models.networks import NextWordLstm
+from sparsekit_fl.problem.models import NextWordLstm
 
 TOKENS = 128
 ARMS = ("1", "auto", "16", "torch-pruning 1", "torch-pruning 8", "torch-pruning 16")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sparsekit as sk
-from sparsekit_fl.problem.models.networks import Vgg
+from sparsekit_fl.problem.models import Vgg
 
 __all__ = ["vgg11", "vgg13"]
 

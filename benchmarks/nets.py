@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit_fl.problem.models.networks import Vgg
+from sparsekit_fl.problem.models import Vgg
 
 __all__ = ["NETS", "VisionTransformer", "convolutions", "densenet121", "mobilenet_v2", "resnet", "resnet50", "vgg16"]
 

@@ -36,7 +36,7 @@ from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.client import local_step, trained_leaves
 from sparsekit_fl.methods.fedlps import learning, pull_to_received
-from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
+from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 
 LR = 1e-3
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.methods.context import ServerContext as ServerContext
     from sparsekit_fl.problem.datasets import datasets as datasets
-    from sparsekit_fl.problem.datasets.base import DataSource as DataSource
+    from sparsekit_fl.problem.datasets import DataSource as DataSource
     from sparsekit_fl.engine import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.base import Method as Method
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions
-    from sparsekit_fl.problem.partition.base import Partition as Partition
+    from sparsekit_fl.problem.partition import Partition as Partition
     from sparsekit_fl.problem import metrics as metrics
     from sparsekit_fl.problem.clients import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData

@@ -114,11 +114,6 @@ REGISTRIES = {
         {"base", "client", "context", "exits", "keep",
          "make", "masks", "means", "submodels"},
     ),
-    "sparsekit_fl/problem/datasets": (
-        "sparsekit_fl.problem.datasets", "datasets", {"base", "files", "hub", "loaders"},
-    ),
-    "sparsekit_fl/problem/partition": ("sparsekit_fl.problem.partition", "partitions", {"base", "flower"}),
-    "sparsekit_fl/problem/models": ("sparsekit_fl.problem.models", "models", {"base"}),
     "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", set()),
 }  # fmt: skip
 

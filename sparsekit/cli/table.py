@@ -54,14 +54,14 @@ COMMANDS: Mapping[str, Listed] = {
 }
 
 MODELS: Mapping[str, str] = {
-    "cnn": "sparsekit_fl.problem.models.networks:cnn_spec.demo",
-    "lstm": "sparsekit_fl.problem.models.networks:lstm_spec.demo",
-    "vgg11": "sparsekit_fl.problem.models.networks:vgg11_spec.demo",
-    "vgg13": "sparsekit_fl.problem.models.networks:vgg13_spec.demo",
-    "vgg16": "sparsekit_fl.problem.models.networks:vgg16_spec.demo",
+    "cnn": "sparsekit_fl.problem.models:cnn_spec.demo",
+    "lstm": "sparsekit_fl.problem.models:lstm_spec.demo",
+    "vgg11": "sparsekit_fl.problem.models:vgg11_spec.demo",
+    "vgg13": "sparsekit_fl.problem.models:vgg13_spec.demo",
+    "vgg16": "sparsekit_fl.problem.models:vgg16_spec.demo",
 }
 
 DATA: Mapping[str, str] = {
-    name: f"sparsekit_fl.problem.datasets.loaders:{name.replace('-', '_')}"
+    name: f"sparsekit_fl.problem.loaders:{name.replace('-', '_')}"
     for name in ("cifar10", "cifar100", "digits", "mnist", "tiny-imagenet")
 }

@@ -21,9 +21,9 @@ from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.config import Amp, TrainingConfig
 from sparsekit_fl.optimizers import optimizer_class
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
-from sparsekit_fl.problem.problem import Problem, arranged
+from sparsekit_fl.problem.problem import Problem
 
 _EVALUATION_BATCH = 256
 
@@ -46,7 +46,7 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 
 
 class Examples:
-    """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
+    """One split of a client's data. TensorData are normalised and moved once; any other data set is read batch by batch.
 
     `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
 
@@ -68,10 +68,9 @@ class Examples:
         self._problem, self._data, self._device = problem, data, device
         self._rng = np.random.default_rng(0) if rng is None else rng
         self._arrange = arranged if problem.channels_last else _as_it_is
-        self._lazy = problem.reads_lazily(data)
+        self._lazy = not isinstance(data, TensorData)
         if not self._lazy:
-            with self._scope(data):
-                whole = problem.materialise(data, device)
+            whole = data.materialise(device)
             self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
             self._check(self._inputs, self._targets, range(len(self)), "examples")
 
@@ -110,10 +109,6 @@ class Examples:
         with torch_scope(np.random.default_rng(0)):
             return self._problem.model().to(self._device).eval()
 
-    def _scope(self, data: Any) -> AbstractContextManager[Any]:
-        """Seed what a data set may draw while it is read; tensors draw nothing."""
-        return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
-
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop)."""
         return self._read(order, bounds) if self._lazy else self._slices(order, bounds)
@@ -133,8 +128,8 @@ class Examples:
     def _read(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         positions = list(range(len(self._data))) if order is None else order.tolist()
         for start, stop in bounds:
-            with self._scope(self._data):
-                inputs, targets = self._problem.read(self._data, positions[start:stop])
+            with torch_scope(self._rng):  # a data set may draw random numbers
+                inputs, targets = read(self._data, positions[start:stop])
             moved, targets = tuple(self._arrange(item.to(self._device)) for item in inputs), targets.to(self._device)
             self._check(moved, targets, positions[start:stop], "examples that were just read")
             yield Batch(moved, targets, stop - start)

@@ -13,14 +13,11 @@ from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import DataSource, ImageTransform
+from sparsekit_fl.problem.datasets import DataSource, datasets
+from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.models.base import factory_spec
-from sparsekit_fl.problem.partition import partitions
-from sparsekit_fl.problem.partition.base import Partition
-from sparsekit_fl.problem.partition.pathological import lacking
+from sparsekit_fl.problem.models import factory_spec, models
+from sparsekit_fl.problem.partition import Partition, lacking, partitions
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 

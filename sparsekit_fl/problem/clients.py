@@ -60,7 +60,8 @@ class ClientData:
     """The examples of one client.
 
     Args:
-        train: What it learns from: TensorData, or any map-style data set that the problem's `read_batch` can read.
+        train: What it learns from: TensorData, or any map-style data set of `(input, …, target)`, which is read batch by
+            batch, again in every epoch.
         val: What it selects models by; never trained on. None, or empty, where the client has none: what would be decided by it
             is decided by its training data.
         test: What it is scored with, and nothing else.

@@ -1,4 +1,4 @@
-"""TensorData: examples as a view by index into tensors that all clients share."""
+"""TensorData: examples as a view by index into tensors that all clients share; and how other data sets are read."""
 
 from __future__ import annotations
 
@@ -129,6 +129,33 @@ class TensorData:
         return chosen if self.index is None else self.index.index_select(0, chosen)
 
 
+def read(split: Any, positions: list[int]) -> Batch:
+    """Read some examples of a client.
+
+    Args:
+        split: TensorData, or any map-style data set of `(input, …, target)`, of which no other item is read.
+        positions: Which ones, in [0, len(split)).
+
+    Returns:
+        `(inputs, targets)`.
+
+    Raises:
+        DataError: the items cannot be read, or cannot be made into tensors.
+    """
+    if isinstance(split, TensorData):
+        return split.batch(positions)
+    try:
+        return as_tensor_data(Subset(split, positions)).batch()
+    except (TypeError, IndexError, AttributeError, KeyError) as error:
+        raise DataError(f"an item of a {type(split).__name__} could not be read: {error!r}") from error
+
+
+def arranged(tensor: Tensor) -> Tensor:
+    """Return the same numbers with the channels of a batch of feature maps last in memory; other tensors as they are."""
+    # Not contiguous(): it takes images of one channel for arranged already, and convolutions look at the strides.
+    return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
 def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
     """Turn what a user has into TensorData.
 
@@ -160,7 +187,7 @@ def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
         raise DataError(f"{what} is empty; give every client at least one example")
     items = [dataset[position] for position in range(len(dataset))]
     if not all(isinstance(item, tuple | list) and len(item) > 1 for item in items):
-        raise DataError(f"every item of {what} must be (input, …, target); or pass read_batch=")
+        raise DataError(f"every item of {what} must be (input, …, target); wrap it in a data set of that form")
     try:
         columns = [torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True)]
     except (TypeError, ValueError, RuntimeError) as error:

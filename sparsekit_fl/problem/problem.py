@@ -1,4 +1,4 @@
-"""Problem: the model, the loss, the metrics and how a batch is read. All that a method needs to know of a task."""
+"""Problem: the model, the loss and the metrics: all that a method needs to know of a task; and a trial of it on the data."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,41 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from sparsekit.errors import DataError, InvalidValueError, TraceError
 from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
+from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
-
-ReadBatch = Callable[[Any, Positions], Batch]
-"""(a client's split, positions or None for all) → (the model's positional inputs, targets)."""
-
-
-def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
-    """The default reader: TensorData, or any map-style data set of `(input, …, target)`.
-
-    Args:
-        split: Examples.
-        positions: Which ones; None means all.
-
-    Returns:
-        `(inputs, targets)`.
-
-    Raises:
-        DataError: the items cannot be made into tensors.
-    """
-    if isinstance(split, TensorData):
-        return split.batch(positions)
-    if positions is None or isinstance(positions, slice):
-        return as_tensor_data(split).batch(positions)
-    # Only what is asked for is read.
-    return as_tensor_data(Subset(split, [int(position) for position in positions])).batch()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,13 +30,9 @@ class Problem:
         loss: (outputs, targets) → scalar mean.
         metrics: Name → metric, each giving (sum, weight) of a batch, or of a split with `metrics.whole`; methods and reports
             look for `accuracy`. The loss is always reported, as `loss`.
-        read_batch: (split, positions) → (inputs, targets); the default reads TensorData and map-style data sets.
         channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
-        lazy: Read batch by batch, again in every epoch, instead of a whole split once a round. None: TensorData, and what a
-            `read_batch` of your own reads, is read whole; any other data set batch by batch. Random transforms of a data set
-            draw from torch's generator, which is seeded for every client and round, so any engine gives the same.
         about: Plain JSON values that say how the model is made and raw inputs are read; a run saves them with its models.
 
     Raises:
@@ -72,9 +43,7 @@ class Problem:
     example_inputs: tuple[Any, ...]
     loss: Loss = cross_entropy
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
-    read_batch: ReadBatch = read_tensor_batch
     channels_last: bool = False
-    lazy: bool | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +52,7 @@ class Problem:
                 f"model must build a new module at every call, got a ready {type(self.model).__name__};"
                 " pass its class, or a function that makes one"
             )
-        for name in ("model", "loss", "read_batch"):
+        for name in ("model", "loss"):
             if not callable(getattr(self, name)):
                 raise InvalidValueError(f"{name} must be callable, got {type(getattr(self, name)).__name__}")
         if isinstance(self.example_inputs, Tensor):
@@ -103,40 +72,6 @@ class Problem:
                 " 'log_loss' (lower is better) or 'score'"
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
-
-    def reads_lazily(self, split: Any) -> bool:
-        """Return whether a split is read batch by batch."""
-        if self.lazy is not None:
-            return self.lazy
-        return self.read_batch is read_tensor_batch and not isinstance(split, TensorData)
-
-    def read(self, split: Any, positions: Positions) -> Batch:
-        """Read some examples of a split.
-
-        Raises:
-            DataError: `read_batch` gave something else than (inputs, targets).
-        """
-        try:
-            inputs, targets = self.read_batch(split, positions)
-        except (TypeError, IndexError, AttributeError, KeyError) as error:
-            every = " with positions None, which means all" if positions is None else ""
-            raise DataError(f"read_batch could not read a {type(split).__name__}{every}: {error!r}") from error
-        return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), targets
-
-    def materialise(self, split: Any, device: torch.device | str = "cpu") -> TensorData:
-        """Read a whole split once, so that a batch afterwards is one `index_select`.
-
-        Args:
-            split: Examples of one client.
-            device: Where the tensors go.
-
-        Returns:
-            TensorData without index and transform.
-
-        Raises:
-            DataError: `read_batch` gave something else than (inputs, targets).
-        """
-        return TensorData(*self.read(split, None)).materialise(device)
 
     def recipe(self) -> dict[str, Any]:
         """How another process makes the model again and reads raw inputs, as plain JSON values.
@@ -163,12 +98,6 @@ def _importable(model: Callable[[], nn.Module]) -> str | None:
         return path if not path.startswith("__main__") and load_object(path) is model else None
     except InvalidValueError:  # a lambda, or an object of a class
         return None
-
-
-def arranged(tensor: Tensor) -> Tensor:
-    """The same numbers with the channels of a batch of feature maps last in memory; other tensors as they are."""
-    # Not contiguous(): it takes images of one channel for arranged already, and convolutions look at the strides.
-    return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
@@ -213,7 +142,7 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
 def _try_model(problem: Problem, model: nn.Module, client: Client, times: int = 1) -> tuple[Any, Tensor]:
     """Return outputs and targets of two training examples of a client, repeated some times."""
     split = client.data.train
-    inputs, targets = problem.read(split, list(range(min(2, len(split)))))
+    inputs, targets = read(split, list(range(min(2, len(split)))))
     inputs, targets = tuple(torch.cat([item.cpu()] * times) for item in inputs), torch.cat([targets.cpu()] * times)
     try:
         return model(*(arranged(item) if problem.channels_last else item for item in inputs)), targets

@@ -12,8 +12,7 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.models import check_model_file, model_path, read_recipe
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.models.base import InputShape, factory_spec
+from sparsekit_fl.problem.models import InputShape, factory_spec, models
 from sparsekit_fl.problem.problem import Problem
 
 

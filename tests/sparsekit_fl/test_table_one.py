@@ -12,8 +12,7 @@ from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.models.base import InputShape
+from sparsekit_fl.problem.models import InputShape, models
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10, 180),

@@ -93,10 +93,9 @@ def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(c
         problem = fl.Problem(
             model=lambda: nn.Linear(1, 1),
             example_inputs=(images, rows),
-            read_batch=lambda split, positions: ((images, rows), torch.arange(6)),
             channels_last=asked,
         )
-        examples = Examples(problem, images, device="cpu")
+        examples = Examples(problem, fl.TensorData((images, rows), torch.arange(6)), device="cpu")
         for order in (None, torch.tensor([5, 4, 3, 2, 1, 0])):
             for batch in examples.batches(order, [(0, 4), (4, 6)]):
                 assert torch.equal(batch.inputs[0], images[batch.targets])

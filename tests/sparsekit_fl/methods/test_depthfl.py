@@ -16,7 +16,7 @@ from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.methods.exits import place_exits
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, vgg11
+from sparsekit_fl.problem.models import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config

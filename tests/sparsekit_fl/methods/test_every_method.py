@@ -16,7 +16,7 @@ from sparsekit.graph import WeightMask
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.client_round import run_client
 from sparsekit_fl.methods import prunefl, registry
-from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg
+from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 from sparsekit_fl.spec import RunSpec
 
 METHODS = {**registry, "prunefl-often": partial(prunefl, every=2)}

@@ -28,7 +28,7 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
     assert {len(client.data.train) for client in clients} == {44}
     assert {len(client.data.val) for client in clients} == {6}
     assert problem.example_inputs[0].shape == (1, 1, 28, 28)
-    outputs = problem.model()(*problem.materialise(clients[0].data.train).inputs)
+    outputs = problem.model()(*clients[0].data.train.materialise().inputs)
     assert outputs.shape == (44, 10)
     assert {client.capability.ratio for client in clients} == {1.0}
 
@@ -134,8 +134,8 @@ def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:
 
 
 def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
-    problem, clients = fl.build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
-    data = problem.materialise(clients[0].data.train)
+    _, clients = fl.build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
+    data = clients[0].data.train.materialise()
     assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
     assert data.inputs[0].dtype == torch.int64
 
@@ -170,7 +170,7 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() 
     ],
 )
 def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int | None) -> None:
-    problem, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
+    _, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
     again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
     assert {(len(client.data.train), len(client.data.val)) for client in clients} == {(train, val)}
     options = PRESETS[name].options
@@ -182,4 +182,4 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
         assert [len(client.data.test) for client in clients] == [owned * options["images_per_class"] for owned in classes]
         assert max(len(client.data.test) for client in clients) == test
     assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
-    assert problem.materialise(clients[0].data.val).inputs[0].isfinite().all()
+    assert clients[0].data.val.materialise().inputs[0].isfinite().all()

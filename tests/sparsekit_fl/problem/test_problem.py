@@ -76,14 +76,3 @@ def test_what_does_not_fit_is_refused_before_the_first_round(
     config = fl.RunConfig(rounds=1, cohort=1, training=fl.TrainingConfig(local_epochs=1))
     with pytest.raises(error, match=message):
         fl.run(fl.methods.fedavg(), problem(**changes), [client(id=2), who] if "label" in message else [who], config)
-
-
-def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
-    def read(split: list[float], positions: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        chosen = split if positions is None else [split[i] for i in positions]
-        return (torch.tensor(chosen)[:, None].expand(-1, 3),), torch.zeros(len(chosen), dtype=torch.int64)
-
-    own = problem(read_batch=read)
-    data = fl.ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
-    check_fit(own, [fl.Client(id=0, data=data)])
-    assert own.materialise(data.train).inputs[0].tolist() == [[1.0] * 3, [2.0] * 3]

@@ -12,7 +12,7 @@ from local_grid import InProcess
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
-from sparsekit_fl.problem.models.networks import Vgg
+from sparsekit_fl.problem.models import Vgg
 from sparsekit_fl.rounds import run
 
 pytestmark = pytest.mark.slow

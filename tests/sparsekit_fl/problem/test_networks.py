@@ -6,9 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.models.base import InputShape, ModelSpec, factory_spec
-from sparsekit_fl.problem.models.networks import Cnn, NextWordLstm, Vgg, vgg11
+from sparsekit_fl.problem.models import Cnn, InputShape, ModelSpec, NextWordLstm, Vgg, factory_spec, models, vgg11
 
 
 def count(model: nn.Module) -> int:

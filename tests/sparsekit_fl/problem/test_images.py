@@ -16,9 +16,9 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.datasets import loaders
-from sparsekit_fl.problem.datasets.base import ImageTransform
-from sparsekit_fl.problem.datasets.files import cache_directory, cached_tensors
+from sparsekit_fl.problem import loaders
+from sparsekit_fl.problem.files import cache_directory, cached_tensors
+from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.testing import DatasetContract
 
 

@@ -1,15 +1,29 @@
-"""DataSource: a data set before it is divided among clients; ImageTransform: how raw images become what a model takes."""
+"""Data sets by name, called with the user's data directory; a DataSource is a data set before it is dealt to clients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError
+from sparsekit.registry import Registry
 from sparsekit_fl.problem.data import Kind, TensorData, Transform
+
+datasets = Registry(
+    "dataset",
+    {
+        "digits": "sparsekit_fl.problem.images:digits",
+        "mnist": "sparsekit_fl.problem.images:mnist",
+        "cifar10": "sparsekit_fl.problem.images:cifar10",
+        "cifar100": "sparsekit_fl.problem.images:cifar100",
+        "tiny-imagenet": "sparsekit_fl.problem.images:tiny_imagenet",
+        "reddit": "sparsekit_fl.problem.text:reddit",
+        "shakespeare": "sparsekit_fl.problem.text:shakespeare",
+    },
+    group="sparsekit_fl.datasets",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,41 +102,3 @@ class DataSource:
         """Return the same source, read through another transform."""
         test = None if self.test is None else replace(self.test, transform=transform)
         return replace(self, train=replace(self.train, transform=transform), test=test)
-
-
-@dataclass(frozen=True)
-class ImageTransform:
-    """Make normalised float images of a given size from uint8 images.
-
-    An image that is nearly as large as asked for (three quarters or more) is padded with black, so that its pixels stay
-    as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
-
-    Args:
-        channels: Number of channels of the result: those of the raw image, unless that is grey.
-        size: Height and width of the result.
-        mean: Per channel of the raw image, in [0, 1].
-        std: Likewise.
-    """
-
-    channels: int
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """`(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
-        pixels = images.to(torch.get_default_dtype()).div_(255)
-        height, width = pixels.shape[-2:]
-        if (height, width) != self.size:
-            missing = (self.size[0] - height, self.size[1] - width)
-            if min(missing) >= 0 and height * 4 >= self.size[0] * 3 and width * 4 >= self.size[1] * 3:
-                top, left = missing[0] // 2, missing[1] // 2
-                pixels = F.pad(pixels, (left, missing[1] - left, top, missing[0] - top))
-            else:
-                smaller = height > self.size[0] or width > self.size[1]
-                pixels = F.interpolate(pixels, size=self.size, mode="bilinear", align_corners=False, antialias=smaller)
-        mean, std = (
-            torch.tensor(value, dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1) for value in (self.mean, self.std)
-        )
-        pixels = pixels.sub_(mean).div_(std)
-        return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.partition.base import hold_out
-from sparsekit_fl.problem.partition.dirichlet import dirichlet
-from sparsekit_fl.problem.partition.natural import natural
-from sparsekit_fl.problem.partition.pathological import lacking, pathological
+from sparsekit_fl.problem.partition import dirichlet, hold_out, lacking, natural, pathological
 from sparsekit_fl.testing import PartitionContract
 
 

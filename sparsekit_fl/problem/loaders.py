@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsekit.rng import torch_generator
 from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.datasets.base import ImageTransform
+from sparsekit_fl.problem.images import ImageTransform
 
 _VALIDATION = 0.1
 

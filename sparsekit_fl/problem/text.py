@@ -11,8 +11,8 @@ import torch
 
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import find_folder
+from sparsekit_fl.problem.datasets import DataSource
+from sparsekit_fl.problem.files import find_folder
 from sparsekit_fl.problem.metrics import IGNORED
 
 PADDING = 0

@@ -1,4 +1,4 @@
-"""Image data sets: the digits of scikit-learn, and those in the parquet layout of the hub.
+"""Image data sets: digits of scikit-learn, and those in the parquet layout of the hub; and how images become inputs.
 
 Each takes the user's data directory, or None to fetch the hub's copy. Images stay uint8, in one array that all clients share.
 Missing or malformed files raise a DataError that says how to get them.
@@ -6,23 +6,63 @@ Missing or malformed files raise a DataError that says how to get them.
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.datasets.files import cached_tensors, find_split_files
+from sparsekit_fl.problem.datasets import DataSource
+from sparsekit_fl.problem.files import cached_tensors, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
 _DIGITS_TRAIN = 1437  # the first four fifths
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Make normalised float images of a given size from uint8 images.
+
+    An image that is nearly as large as asked for (three quarters or more) is padded with black, so that its pixels stay
+    as they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
+
+    Args:
+        channels: Number of channels of the result: those of the raw image, unless that is grey.
+        size: Height and width of the result.
+        mean: Per channel of the raw image, in [0, 1].
+        std: Likewise.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """`(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
+        pixels = images.to(torch.get_default_dtype()).div_(255)
+        height, width = pixels.shape[-2:]
+        if (height, width) != self.size:
+            missing = (self.size[0] - height, self.size[1] - width)
+            if min(missing) >= 0 and height * 4 >= self.size[0] * 3 and width * 4 >= self.size[1] * 3:
+                top, left = missing[0] // 2, missing[1] // 2
+                pixels = F.pad(pixels, (left, missing[1] - left, top, missing[0] - top))
+            else:
+                smaller = height > self.size[0] or width > self.size[1]
+                pixels = F.interpolate(pixels, size=self.size, mode="bilinear", align_corners=False, antialias=smaller)
+        mean, std = (
+            torch.tensor(value, dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1) for value in (self.mean, self.std)
+        )
+        pixels = pixels.sub_(mean).div_(std)
+        return pixels if pixels.shape[1] == self.channels else pixels.repeat(1, self.channels, 1, 1)
 
 
 def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)

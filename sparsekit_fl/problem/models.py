@@ -1,0 +1,279 @@
+"""The small networks of the papers, by name, and how a network is built for a data set. Each entry is a `ModelSpec`."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.registry import Registry
+from sparsekit.rng import torch_generator
+from sparsekit_fl.problem.data import Kind
+
+models = Registry(
+    "model",
+    {name: f"sparsekit_fl.problem.models:{name}_spec" for name in ("cnn", "vgg11", "vgg13", "vgg16", "lstm")},
+    group="sparsekit_fl.models",
+)
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """What a built network takes.
+
+    Args:
+        kind: As in `DataSource`.
+        shape: Of one example of the first input: `(C, H, W)` of images, `(T,)` of tokens.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+
+    def zeros(self) -> tuple[Tensor]:
+        """Example inputs: one example of zeros."""
+        return (torch.zeros(1, *self.shape, dtype=torch.int64 if self.kind == "tokens" else torch.get_default_dtype()),)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A kind of network.
+
+    Args:
+        name: Its name in the registry.
+        build: Builds it. Of the keywords `classes`, `shape` (of one example), `channels` and `size` (images: height and width)
+            and `vocabulary` (tokens), it gets those that it accepts.
+        kind: The only kind of data that it takes; None takes any.
+        channels: The only number of image channels that it takes; None takes those of the data.
+        multiple: Height and width must be a positive multiple of this.
+        minimum: The smallest height and width.
+        example: Input shape when no data set is named.
+        classes: Classes (or vocabulary) when no data set is named.
+        channels_last: Whether it is faster on images of that memory layout; see `Problem`.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    kind: Kind | None = None
+    channels: int | None = None
+    multiple: int = 1
+    minimum: int = 1
+    example: tuple[int, ...] = ()
+    classes: int = 10
+    channels_last: bool = False
+
+    def input_shape(self, kind: Kind, shape: tuple[int, ...]) -> InputShape:
+        """Return what the network takes, after padding or resizing, if it is built for examples of this shape.
+
+        Raises:
+            DataError: the network cannot take such data; the message says which it takes.
+        """
+        if self.kind is not None and kind != self.kind:
+            named = {"image": "images", "tokens": "token ids", "other": "neither images nor tokens"}
+            fitting = {"image": "cnn, vgg11, vgg13, vgg16", "tokens": "lstm", "other": "package.module:factory"}
+            raise DataError(
+                f"model {self.name!r} takes {named[self.kind]}, the data are {named[kind]}; models for these: {fitting[kind]}"
+            )
+        if kind != "image":
+            return InputShape(kind, shape)
+        channels, height, width = shape
+        if self.channels is not None and channels not in (1, self.channels):
+            raise DataError(
+                f"model {self.name!r} takes {self.channels} channels, the images have {channels};"
+                " only grey images can be turned into others"
+            )
+        sides = (max(self.minimum, -(-side // self.multiple) * self.multiple) for side in (height, width))
+        return InputShape(kind, (self.channels or channels, *sides))
+
+    def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
+        """Return a function without arguments that builds a network, with weights from torch's global generator.
+
+        Args:
+            classes: Number of outputs; for tokens the size of the vocabulary.
+            takes: What the network will be fed.
+
+        Returns:
+            The function; it can be pickled.
+        """
+        takes = takes or self._example
+        words: dict[str, Any] = {"classes": self.classes if classes is None else classes, "shape": takes.shape}
+        if takes.kind == "tokens":
+            words["vocabulary"] = words["classes"]
+        elif takes.kind == "image":
+            words |= {"channels": takes.shape[0], "size": takes.shape[1:]}
+        accepted = inspect.signature(self.build).parameters
+        every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
+
+    @property
+    def _example(self) -> InputShape:
+        return InputShape(self.kind or "image", self.example)
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """One example for a network built by `factory()` without a data set: zeros, or tokens drawn always the same."""
+        if self.kind != "tokens":
+            return self._example.zeros()
+        generator = torch_generator(np.random.default_rng(0))
+        return (torch.randint(self.classes, (1, *self.example), generator=generator),)
+
+    def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
+        """A network without a data set, and its example inputs: what `sparsekit units` shows."""
+        return self.factory()(), self.example_inputs()
+
+
+def factory_spec(name: str, found: Any) -> ModelSpec:
+    """Return the spec of what a name of a model stands for.
+
+    Args:
+        name: The name, for messages.
+        found: A ModelSpec, or a class or function of the user's that returns a module; see `ModelSpec.build` for what it gets.
+
+    Raises:
+        InvalidValueError: it is neither.
+    """
+    if isinstance(found, ModelSpec):
+        return found
+    if isinstance(found, nn.Module) or not callable(found):
+        raise InvalidValueError(
+            f"{name!r} must be a class or function that builds a model, got {type(found).__name__}; wrap it in a function"
+        )
+    return ModelSpec(name=name, build=found)
+
+
+class Cnn(nn.Module):
+    """conv 5×5 (10) – pool – ReLU – conv 5×5 (20) – pool – ReLU – 50 – classes; 21,840 parameters on MNIST.
+
+    Args:
+        classes: Outputs.
+        channels: Number of channels of the images.
+        size: Height and width of the images, at least 16 each.
+
+    Raises:
+        InvalidValueError: the images are too small for two convolutions and two pools.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), after the PyTorch MNIST example, without its dropout.
+    """
+
+    def __init__(self, classes: int = 10, channels: int = 1, size: tuple[int, int] = (28, 28)) -> None:
+        super().__init__()
+        height, width = (((side - 4) // 2 - 4) // 2 for side in size)
+        if min(size) < 16:
+            raise InvalidValueError(f"size must be at least (16, 16), got {tuple(size)}; resize the images")
+        self.conv1 = nn.Conv2d(channels, 10, 5)
+        self.conv2 = nn.Conv2d(10, 20, 5)
+        self.fc1 = nn.Linear(20 * height * width, 50)
+        self.fc2 = nn.Linear(50, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """float `(N, channels, *size)` → logits `(N, classes)`."""
+        hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
+        hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        hidden = F.relu(self.fc1(hidden.flatten(1)))
+        logits: Tensor = self.fc2(hidden)
+        return logits
+
+
+cnn_spec = ModelSpec(name="cnn", build=Cnn, kind="image", minimum=28, example=(1, 28, 28), classes=10, channels_last=True)
+
+
+class NextWordLstm(nn.Module):
+    """embedding – LSTM 256 – LSTM back to the embedding's width – the embedding again, as decoder, plus a bias.
+
+    2,845,392 parameters at a vocabulary of 10,000. The tied matrix is one entry of the state dict, so it travels once.
+
+    Args:
+        vocabulary: Token ids are in [0, vocabulary).
+        width: Width of the embedding and of the second LSTM.
+        hidden: Width of the first LSTM.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
+    """
+
+    def __init__(self, vocabulary: int = 10_000, width: int = 200, hidden: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm1 = nn.LSTM(width, hidden, batch_first=True)
+        self.lstm2 = nn.LSTM(hidden, width, batch_first=True)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        # The default, N(0, 1), is far too large for a matrix that also decodes.
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 `(N, T)` → logits of the next tokens `(N, T, vocabulary)`."""
+        hidden, _ = self.lstm1(self.embedding(tokens))
+        hidden, _ = self.lstm2(hidden)
+        return F.linear(hidden, self.embedding.weight, self.bias)
+
+
+lstm_spec = ModelSpec(name="lstm", build=NextWordLstm, kind="tokens", example=(9,), classes=10_000)
+
+
+_POOL = 0
+_LAYERS = {
+    11: (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),
+    13: (64, 64, _POOL, 128, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),
+    16: (64, 64, _POOL, 128, 128, _POOL, 256, 256, 256, _POOL, 512, 512, 512, _POOL, 512, 512, 512, _POOL),
+}
+
+
+class Vgg(nn.Module):
+    """3×3 convolutions with bias, each with batch norm and ReLU, five pools, one linear layer.
+
+    The batch norms keep running statistics; with the statistics of a test batch the accuracy would depend on which
+    classes the batch happens to hold.
+
+    Args:
+        depth: 11, 13 or 16.
+        classes: Outputs.
+        channels: Number of channels of the images.
+        size: Height and width of the images, multiples of 32.
+
+    Raises:
+        InvalidValueError: an unknown depth, or a size that five pools do not divide.
+
+    Source: Simonyan, Zisserman (arXiv 1409.1556), reduced as in Xue et al., ICDE 2025 (arXiv 2412.07216).
+    """
+
+    def __init__(self, depth: int, classes: int = 10, channels: int = 3, size: tuple[int, int] = (32, 32)) -> None:
+        super().__init__()
+        if depth not in _LAYERS:
+            raise InvalidValueError(f"depth must be one of {sorted(_LAYERS)}, got {depth}")
+        if any(side < 32 or side % 32 for side in size):
+            raise InvalidValueError(f"size must be multiples of 32, got {tuple(size)}; pad or resize the images")
+        layers: list[nn.Module] = []
+        for width in _LAYERS[depth]:
+            if width == _POOL:
+                layers.append(nn.MaxPool2d(2))
+            else:
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+                channels = width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels * (size[0] // 32) * (size[1] // 32), classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """float `(N, channels, *size)` → logits `(N, classes)`."""
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits
+
+
+def vgg11(classes: int = 10, channels: int = 3, size: tuple[int, int] = (32, 32)) -> Vgg:
+    """VGG11; 9.23 million parameters for ten classes at 32×32."""
+    return Vgg(11, classes, channels, size)
+
+
+def _vgg_spec(depth: int, classes: int, side: int) -> ModelSpec:
+    shape = (3, side, side)
+    build = partial(Vgg, depth)
+    return ModelSpec(
+        name=f"vgg{depth}", build=build, kind="image", channels=3, multiple=32, minimum=32, example=shape, classes=classes
+    )
+
+
+vgg11_spec = _vgg_spec(11, classes=10, side=32)
+vgg13_spec = _vgg_spec(13, classes=100, side=32)  # 9.46 million parameters
+vgg16_spec = _vgg_spec(16, classes=200, side=64)  # 15.13 million parameters

@@ -1,0 +1,363 @@
+"""Ways to deal a data set to clients, by name: shards of one class, mixtures of classes, and the people who made the data."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.registry import Registry
+from sparsekit_fl.problem.clients import ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets import DataSource
+
+_log = logging.getLogger(__name__)
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+partitions = Registry(
+    "partition",
+    {
+        "pathological": "sparsekit_fl.problem.partition:pathological",
+        "dirichlet": "sparsekit_fl.problem.partition:dirichlet",
+        "natural": "sparsekit_fl.problem.partition:natural",
+    },
+    group="sparsekit_fl.partitions",
+)
+
+
+class Partition(Protocol):
+    """Deals a data set to clients; what it draws, it draws from `rng` alone."""
+
+    def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        """Deal; implementations add keyword options with defaults.
+
+        Args:
+            source: What to deal.
+            clients: Number of clients, at least 1.
+            rng: For every draw.
+
+        Returns:
+            One ClientData per client, all views into the tensors of the source.
+        """
+        ...
+
+
+def _check_clients(clients: int) -> None:
+    if isinstance(clients, bool) or not isinstance(clients, int) or clients < 1:
+        raise InvalidValueError(f"clients must be an integer >= 1, got {clients!r}")
+
+
+def hold_out(indices: Indices) -> tuple[Indices, Indices]:
+    """Split at least two indices into those that stay and the last tenth, rounded half up and at least one, for validation."""
+    count = min(max(1, int(len(indices) * 0.1 + 0.5)), len(indices) - 1)
+    return indices[:-count], indices[-count:]
+
+
+def _dealt(train: TensorData, test: TensorData, mixed: Indices, scored: Indices) -> ClientData:
+    """The data of a client that owns rows of `train` in random order, the last tenth for validation, and `scored` of `test`."""
+    kept, held = hold_out(mixed)
+    return ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
+
+
+def _labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
+    """Return the training and test pools of a source whose examples carry one label each.
+
+    Raises:
+        DataError: the source has no test pool, or labels that are not one class per example.
+    """
+    if source.test is None or not source.classes or source.train.targets.ndim != 1:
+        raise DataError(
+            f"partition {partition!r} needs one class label per example and a test set, which {source.name!r} does not have;"
+            " use 'natural', if the examples have owners, or a function of your own as package.module:function"
+        )
+    return source.train, source.test
+
+
+def _rows_by_class(pool: TensorData, classes: int) -> list[Indices]:
+    """Positions of the examples of each class, in the order of the pool."""
+    labels = pool.labels().numpy()
+    order = np.argsort(labels, kind="stable").astype(np.int64)
+    bounds = np.searchsorted(labels[order], np.arange(classes + 1))
+    return [order[bounds[c] : bounds[c + 1]] for c in range(classes)]
+
+
+def pathological(
+    source: DataSource,
+    *,
+    clients: int,
+    rng: np.random.Generator,
+    classes_per_client: int = 2,
+    images_per_class: int = 100,
+    distinct: bool = True,
+    when_short: Literal["refuse", "shrink", "redeal"] = "refuse",
+) -> list[ClientData]:
+    """Deal shards of one class each to clients.
+
+    The training examples of every class are cut, in their order, into shards of `images_per_class`; a remainder is left
+    out, so that no shard straddles two classes. Each client draws `classes_per_client` shards without replacement, with
+    `distinct` of different classes as long as enough classes have shards left: a class is drawn with a chance in
+    proportion to its shards left. The last tenth of each shard is held out for validation. A client is tested on
+    `images_per_class` test examples, drawn anew for each client, of each class it owns, or on all there are if the class
+    has fewer.
+
+    Args:
+        source: With one label per example and a test set.
+        clients: Number of clients.
+        rng: For every draw.
+        classes_per_client: Shards per client.
+        images_per_class: Examples per shard.
+        distinct: Whether the classes of a client differ. False draws each shard from all that are left, as the authors'
+            released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
+            in ten has a single class.
+        when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
+            suffice, with a warning. "redeal": once fewer classes have shards left than a client draws, deal all shards
+            again, with a warning; clients then share examples.
+
+    Returns:
+        One ClientData per client.
+
+    Raises:
+        DataError: too few shards; the message says how many there are and what would do.
+        InvalidValueError: an option out of range.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
+        class borders; here a shard has one class.
+    """
+    _check_clients(clients)
+    train, test = _labelled_pools(source, "pathological")
+    if not 1 <= classes_per_client <= source.classes:
+        raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
+    if images_per_class < 2:
+        raise InvalidValueError(f"images_per_class must be at least 2 (one to train, one to validate), got {images_per_class}")
+    if when_short not in ("refuse", "shrink", "redeal"):
+        raise InvalidValueError(f"when_short must be 'refuse', 'shrink' or 'redeal', got {when_short!r}")
+    rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
+    size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
+    shards = [_cut(members, size) for members in rows]
+
+    redeal = sum(map(len, shards)) < clients * classes_per_client
+    splits: list[ClientData] = []
+    short: set[int] = set()
+    remaining = [_shuffled(shard, rng) for shard in shards]
+    for _ in range(clients):
+        if redeal and sum(map(bool, remaining)) < min(classes_per_client, sum(map(bool, shards))):
+            remaining = [_shuffled(shard, rng) for shard in shards]
+        owned = sorted(_draw_classes(list(map(len, remaining)), classes_per_client, rng, distinct=distinct))
+        kept, held = zip(*(hold_out(remaining[label].pop()) for label in owned), strict=True)
+        classes = sorted(set(owned))
+        short |= {label for label in classes if len(tests[label]) < images_per_class}
+        scored = np.concatenate([rng.permutation(tests[label])[:images_per_class] for label in classes])
+        if not len(scored):
+            raise DataError(f"{source.name!r} has no test example of the classes {classes}; give every class test examples")
+        splits.append(
+            ClientData(train=train.take(np.concatenate(kept)), val=train.take(np.concatenate(held)), test=test.take(scored))
+        )
+    if short:
+        _log.warning(
+            "%s: %d classes have fewer than %d test examples; all of them are used", source.name, len(short), images_per_class
+        )
+    return splits
+
+
+def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of the pathological partition under which every client lacks exactly `lack` of the classes.
+
+    A client keeps the number of examples that `keywords` give it, cut into more or fewer classes: the level changes what a
+    client sees and not how much, which the paper leaves open.
+
+    Args:
+        lack: Classes without an example, in [0, classes).
+        classes: Number of classes.
+        keywords: Keywords of the partition so far.
+
+    Raises:
+        InvalidValueError: `lack` is out of range.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3): "each client lacks x classes".
+    """
+    if isinstance(lack, bool) or not isinstance(lack, int) or not 0 <= lack < classes:
+        raise InvalidValueError(
+            f"lack_classes must be an integer in [0, {classes - 1}], got {lack!r}; 0 gives every client all {classes} classes"
+        )
+    defaults = inspect.signature(pathological).parameters
+    per_client, images = (
+        int(keywords.get(name, defaults[name].default)) for name in ("classes_per_client", "images_per_class")
+    )
+    owned = classes - lack
+    # Two are needed, one to train and one to validate.
+    each = max(2, per_client * images // owned)
+    return {"classes_per_client": owned, "images_per_class": each, "distinct": True, "when_short": "shrink"}
+
+
+def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:
+    """Which classes a client draws its shards from; with `distinct` a class twice only if too few classes are left."""
+    remaining = np.asarray(left, dtype=np.float64)
+    different = min(count, int((remaining > 0).sum())) if distinct else 1
+    drawn = [int(c) for c in rng.choice(len(left), size=different, replace=False, p=remaining / remaining.sum())]
+    remaining[drawn] -= 1
+    while len(drawn) < count:
+        drawn.append(int(rng.choice(len(left), p=remaining / remaining.sum())))
+        remaining[drawn[-1]] -= 1
+    return drawn
+
+
+def _cut(members: Indices, size: int) -> list[Indices]:
+    return [members[start : start + size] for start in range(0, len(members) - size + 1, size)]
+
+
+def _shuffled(shards: list[Indices], rng: np.random.Generator) -> list[Indices]:
+    return [shards[i] for i in rng.permutation(len(shards))]
+
+
+def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int, when_short: str) -> int:
+    def count(size: int) -> int:
+        return sum(len(members) // size for members in rows)
+
+    needed, available = clients * per_client, count(size)
+    if available >= needed:
+        return size
+    if when_short == "redeal" and available >= per_client and sum(len(members) >= size for members in rows) >= per_client:
+        _log.warning(
+            "%s: %d shards of %d are needed and there are %d; shards are dealt again, so clients share examples",
+            name, needed, size, available,
+        )  # fmt: skip
+        return size
+    fitting = next((smaller for smaller in range(size - 1, 1, -1) if count(smaller) >= needed), None)
+    if when_short == "shrink" and fitting is not None:
+        _log.warning(
+            "%s: there are %d shards of %d and %d are needed; shards of %d are used", name, available, size, needed, fitting
+        )
+        return fitting
+    remedy = f"shards of at most {fitting}" if fitting is not None else "a larger data set"
+    raise DataError(
+        f"{name!r} has {available} shards of {size} examples of one class, and {clients} clients need {per_client} each;"
+        f" use at most {available // per_client} clients, fewer classes per client, or {remedy}"
+    )
+
+
+_ATTEMPTS = 200
+
+
+def dirichlet(
+    source: DataSource, *, clients: int, rng: np.random.Generator, alpha: float = 0.5, min_examples: int = 10
+) -> list[ClientData]:
+    """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution.
+
+    A client that already has its even part of all examples gets no more, as is usual, so that nobody has nearly all. The
+    test examples of a class are dealt in the same shares as its training examples. A draw in which a client falls short is
+    repeated. A tenth of each client's training examples, at random, is held out for validation.
+
+    Args:
+        source: With one label per example and a test set.
+        clients: Number of clients.
+        rng: For every draw.
+        alpha: Concentration, > 0; the smaller, the fewer classes per client.
+        min_examples: Each client gets at least this many training and validation examples together, and one test example.
+
+    Returns:
+        One ClientData per client; every training and test example is dealt exactly once.
+
+    Raises:
+        DataError: no draw gave every client enough.
+        InvalidValueError: an option out of range.
+
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
+    """
+    _check_clients(clients)
+    if not alpha > 0:
+        raise InvalidValueError(f"alpha must be > 0, got {alpha}; 0.1 is very uneven, 100 nearly even")
+    if min_examples < 2:
+        raise InvalidValueError(f"min_examples must be at least 2 (one to train, one to validate), got {min_examples}")
+    train, test = _labelled_pools(source, "dirichlet")
+    rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
+    enough = len(train) >= clients * min_examples and len(test) >= clients
+    for _ in range(_ATTEMPTS if enough else 0):
+        found = _deal(rows, tests, clients, alpha, rng)
+        if all(len(mine) >= min_examples and len(scored) for mine, scored in found):
+            break
+    else:
+        raise DataError(
+            f"{len(train)} training and {len(test)} test examples of {source.name!r} cannot be dealt to {clients} clients"
+            f" with at least {min_examples} and 1 each at alpha={alpha};"
+            " use fewer clients, a larger alpha or a smaller min_examples"
+        )
+    return [_dealt(train, test, rng.permutation(mine), scored) for mine, scored in found]
+
+
+def _deal(
+    rows: list[Indices], tests: list[Indices], clients: int, alpha: float, rng: np.random.Generator
+) -> list[tuple[Indices, Indices]]:
+    even = sum(map(len, rows)) / clients
+    held = np.zeros(clients, dtype=np.int64)
+    mine: list[list[Indices]] = [[] for _ in range(clients)]
+    scored: list[list[Indices]] = [[] for _ in range(clients)]
+    for members, testers in zip(rows, tests, strict=True):
+        shares = rng.dirichlet(np.full(clients, alpha)) * (held < even)
+        total = shares.sum()
+        shares = shares / total if total > 0 else np.full(clients, 1 / clients)
+        cumulative = np.minimum(np.cumsum(shares)[:-1], 1.0)
+        for target, indices in ((mine, members), (scored, testers)):
+            pieces = np.split(rng.permutation(indices), np.rint(cumulative * len(indices)).astype(np.int64))
+            for client, piece in enumerate(pieces):
+                target[client].append(piece)
+        held = np.asarray([sum(map(len, pieces)) for pieces in mine])
+    return [(np.concatenate(own), np.concatenate(test)) for own, test in zip(mine, scored, strict=True)]
+
+
+def natural(
+    source: DataSource,
+    *,
+    clients: int,
+    rng: np.random.Generator,
+    choose: Literal["largest", "random"] = "largest",
+    min_examples: int = 10,
+) -> list[ClientData]:
+    """Make clients of users or speakers; each splits its own examples 80/10/10 by position, the latest for testing.
+
+    Args:
+        source: With owners; a test set of its own is not used.
+        clients: Number of owners that take part.
+        rng: For `choose="random"`; otherwise nothing is drawn.
+        choose: The owners with most examples (ties: the one listed first), or any with enough.
+        min_examples: An owner needs at least this many, and at least 3.
+
+    Returns:
+        One ClientData per chosen owner, in the order of the source.
+
+    Raises:
+        DataError: the source has no owners, or too few with enough examples.
+        InvalidValueError: an option out of range.
+
+    Source: Caldas et al., LEAF (arXiv 1812.01097).
+    """
+    _check_clients(clients)
+    if choose not in ("largest", "random"):
+        raise InvalidValueError(f"choose must be 'largest' or 'random', got {choose!r}")
+    if min_examples < 3:
+        raise InvalidValueError(f"min_examples must be at least 3 (one each to train, validate and test), got {min_examples}")
+    if source.owners is None:
+        raise DataError(f"{source.name!r} does not say whose each example is; use the partition 'pathological' or 'dirichlet'")
+    owners = source.owners.numpy()
+    sizes = np.bincount(owners)
+    fitting = np.flatnonzero(sizes >= min_examples)
+    if len(fitting) < clients:
+        raise DataError(
+            f"{source.name!r} has {len(fitting)} owners with at least {min_examples} examples, not the {clients} asked for;"
+            f" use at most {len(fitting)} clients, or a smaller min_examples"
+        )
+    if choose == "largest":
+        chosen = fitting[np.argsort(-sizes[fitting], kind="stable")[:clients]]
+    else:
+        chosen = rng.choice(fitting, size=clients, replace=False)
+    order = np.argsort(owners, kind="stable").astype(np.int64)
+    ends = np.cumsum(sizes)
+    splits = []
+    for owner in np.sort(chosen):
+        rows = order[ends[owner] - sizes[owner] : ends[owner]]
+        tenth = max(1, int(len(rows) * 0.1 + 0.5))
+        train, val, test = np.split(rows, [len(rows) - 2 * tenth, len(rows) - tenth])
+        splits.append(ClientData(train=source.train.take(train), val=source.train.take(val), test=source.train.take(test)))
+    return splits
