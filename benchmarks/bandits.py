@@ -1,4 +1,4 @@
-"""Regret and time of the bandits in `sparsekit.bandit`, beside PyXAB's algorithms.
+"""Regret and time of the bandits in `sparsekit.bandit`, next to PyXAB's algorithms and Optuna's samplers.
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to results/bandits.csv
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
@@ -7,7 +7,7 @@
     python benchmarks/bandits.py time                             microseconds per ask + tell
 
 Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on the objective and the seed alone, so that all
-algorithms meet the same. Needs PyXAB (`pip install --group bench`).
+algorithms meet the same. Needs PyXAB and Optuna (`pip install --group bench`).
 """
 
 import argparse
@@ -81,6 +81,21 @@ def pyxab(name: str, axes: int, horizon: int, seed: int) -> Play:
     return ask, lambda reward: algorithm.receive_reward(pull, reward), lambda: list(algorithm.get_last_point())
 
 
+def optuna(name: str, axes: int, seed: int) -> Play:
+    """A sampler of Optuna with its default settings; recommends the point of largest reward, as a study does."""
+    from optuna import create_study, logging, samplers
+
+    logging.set_verbosity(logging.ERROR)
+    study = create_study(direction="maximize", sampler=getattr(samplers, f"{name.removeprefix('Optuna-')}Sampler")(seed=seed))
+    trials: list[Any] = []
+
+    def ask() -> list[float]:
+        trials.append(study.ask())
+        return [trials[-1].suggest_float(f"x{axis}", 0.0, 1.0) for axis in range(axes)]
+
+    return ask, lambda reward: study.tell(trials[-1], reward), lambda: list(study.best_params.values())
+
+
 def at_random(axes: int, seed: int) -> Play:
     """Points drawn uniformly; recommends the one of largest reward."""
     rng = np.random.default_rng(seed)
@@ -104,7 +119,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that search an interval alone.
 ONE_AXIS = {"P-UCBV"}
-NAMES = (*OURS, *PYXAB_NAMES, "Random")
+OPTUNA = ("Optuna-TPE", "Optuna-GP")
+NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA, "Random")
 
 
 def player(name: str, axes: int, horizon: int, seed: int) -> Play:
@@ -113,6 +129,8 @@ def player(name: str, axes: int, horizon: int, seed: int) -> Play:
         return ours(*OURS[name], axes, horizon, seed)
     if name in PYXAB_NAMES:
         return pyxab(name, axes, horizon, seed)
+    if name in OPTUNA:
+        return optuna(name, axes, seed)
     return at_random(axes, seed)
 
 
@@ -148,11 +166,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, title in product(options.names, SETS[options.set]):
         if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
-        plays = [(horizon,) for horizon in HORIZONS] if name in WITH_HORIZON else [HORIZONS]
+        horizons = tuple(horizon for horizon in HORIZONS if horizon <= options.longest)
+        plays = [(horizon,) for horizon in horizons] if name in WITH_HORIZON else [horizons]
         games = [[end for marks in plays for end in trace(name, title, seed, marks)] for seed in range(options.seeds)]
         results = _load(options.file)
         row = {"algorithm": name, "objective": title}
-        for horizon, ends in zip(HORIZONS, zip(*games)):
+        for horizon, ends in zip(horizons, zip(*games)):
             found = dict(zip(("cumulative", "simple"), map(summary, zip(*ends))))
             results.setdefault(title, {}).setdefault(str(horizon), {})[name] = found
             row[f"T = {horizon}"] = found["cumulative"][0]
@@ -240,6 +259,7 @@ def main() -> None:
         if command == "measure":
             sub.add_argument("names", nargs="+", choices=NAMES)
             sub.add_argument("--seeds", type=int, default=20)
+            sub.add_argument("--longest", type=int, default=HORIZONS[-1], help="the longest horizon; GP takes minutes for 500")
         if command == "time":
             sub.add_argument("--names", nargs="+", default=["SplitUCBV"])
             sub.add_argument("--axes", type=int, nargs="+", default=[1, 2])

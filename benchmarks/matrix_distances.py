@@ -1,4 +1,4 @@
-"""How far training under a mask is from the reference, at most, by precision: the distances of docs/evidence/matrix.md.
+"""How far training under a mask is from the reference, at most, by precision: the distances of docs/howto/compatibility.md.
 
 python benchmarks/matrix_distances.py              # a minute
 """

@@ -5,7 +5,6 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import headline
 import pytest
 
 from sparsekit.cli.main import execute
@@ -40,15 +39,6 @@ def test_the_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: 
     assert len(names) > 20
 
 
-def test_its_table_of_rivals_is_that_of_the_page_which_says_what_was_read() -> None:
-    page = (ROOT / "docs" / "evidence" / "beside.md").read_text(encoding="utf-8")
-    start = TEXT.index("| | sparsekit |")
-    table = TEXT[start : TEXT.index("\n\n", start)]
-    assert table in page
-    for rival in table.splitlines()[0].split("|")[3:-1]:
-        assert f"| {rival.strip()} | " in page.split("## What was read")[1], rival
-
-
 def test_the_table_of_commands_and_their_options_is_that_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["--help"]) == 0
     names = re.findall(r"^│ (\w[\w-]*)  ", capsys.readouterr().out, re.M)
@@ -76,9 +66,3 @@ def test_every_link_leads_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-def test_each_number_is_where_the_script_that_makes_it_looks(tmp_path: Path) -> None:
-    for claim in headline.CLAIMS.values():
-        assert len(claim.numbers(TEXT)) == len(claim.within)
-    assert headline.main(["--only", "stored", "--out", str(tmp_path)]) == 0

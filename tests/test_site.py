@@ -171,7 +171,7 @@ def _lines(kind: str) -> list[tuple[str, str]]:
 
 
 def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
-    text = (DOCS / "evidence" / "faults.md").read_text(encoding="utf-8")
+    text = (DOCS / "contributing" / "faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", text, re.M)
     assert len(rows) > 15
     for file, name in rows:

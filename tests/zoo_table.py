@@ -1,4 +1,4 @@
-"""The page ZOO.md: what trace_units finds in every architecture of the tests' zoo. `python tests/zoo_table.py` writes it."""
+"""The page tests/zoo.md: what trace_units finds in every architecture of the tests' zoo. `python tests/zoo_table.py` writes it."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "ZOO.md"
+PAGE = ROOT / "tests" / "zoo.md"
 
 if __name__ == "__main__":  # beside this file lies a folder of the package's name
     sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "tests"), str(ROOT / "tests")]
@@ -27,23 +27,22 @@ from sparsekit.errors import NoUnitsError  # noqa: E402
 __all__ = ["PAGE", "render", "row"]
 
 _HEAD = """\
-# What can be removed, and what stays
+# Every architecture of the tests
 
-Every architecture of `tests/zoo*.py`, traced by the tests: its unit groups, the share of its parameters that lies on units
-and so can go, and what cannot be pruned and why (output layers, which always stay, are left out). The tests draw two
-random masks per architecture, and check that the gated model equals the compacted one, outputs and gradients, in float64
-to 1e-9.
+For each architecture of `tests/zoo*.py`: its unit groups, the share of its parameters that belong to units and can be removed,
+and which units cannot be pruned and why (output layers, which always stay, are left out). The tests draw two random masks per
+architecture, and check that the gated model equals the compacted one, outputs and gradients, in float64 to 1e-9.
 
 `python tests/zoo_table.py` makes this page again; a test fails when it is out of date.
 """
 
-_TABLE = "| architecture | groups (units) | can go | cannot be pruned |\n|---|---|---|---|\n"
+_TABLE = "| architecture | groups (units) | removable | cannot be pruned |\n|---|---|---|---|\n"
 
 _KEPT_HEAD = """
 ## With `prune_norms=True`
 
 The same for `trace_units(..., prune_norms=True)`, where layer norms, RMS norms and means are taken over the kept units, so that
-the width of a transformer can go too.
+the width of a transformer can be pruned too.
 
 """
 
@@ -107,7 +106,7 @@ def render() -> str:
     """The whole page."""
     plain, kept = rows(zoo.ZOO, False), rows(zoo_norms.KEPT, True)
     cut = sum("| none |" not in line for line in plain)
-    counted = f"\n{len(plain)} architectures, {cut} of them with units that can go.\n"
+    counted = f"\n{len(plain)} architectures, {cut} of them with units that can be removed.\n"
     lines = "".join(f"{line}\n" for line in plain), "".join(f"{line}\n" for line in kept)
     return f"{_HEAD}\n{_TABLE}{lines[0]}{counted}{_KEPT_HEAD}{_TABLE}{lines[1]}"
 

@@ -67,7 +67,7 @@ NOTES = {
 
 
 def test_the_table_of_the_page_says_what_the_tests_expect() -> None:
-    page = (ROOT / "docs/evidence/matrix.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/compatibility.md").read_text(encoding="utf-8")
     assert f"| optimiser | {' | '.join(PRECISIONS)} |" in page
     lines = [line.strip("|").split("|") for line in page.split("| optimiser |")[1].split("\n\n")[0].splitlines()[2:]]
     said = {optimizer.strip(): [cell.strip() for cell in cells] for names, *cells in lines for optimizer in names.split(",")}
