@@ -1,4 +1,4 @@
-"""The page tests/zoo.md: what trace_units finds in every architecture of the tests' zoo. `python tests/zoo_table.py` writes it."""
+"""The page tests/zoo.md: what trace_units finds in every architecture. `python tests/zoo_table.py` writes it."""
 
 import math
 import re
