@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, is_learned, score_units
+from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
@@ -24,11 +25,14 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
+from sparsekit.pruning.result import Pruned
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.arguments import costs_of, learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
+from sparsekit.training.first_cut import FirstCut, first_cut, warn_without_data
+from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.optimizers import OptimizerSet, param_groups, watch
 from sparsekit.training.rule import Learning, MaskedModule, Rule
@@ -78,7 +82,9 @@ class LearnableMask(MaskedModule):
             {"flops": "25%"}. The first widths are those at which the groups lose least for it; they are learned on as the mask
             is. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
-            One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
+        batches: Training data, as for `prune`: the mask then begins with the cut that `prune` would make of them, reconstructed
+            and recalibrated. Pass them for every network that was trained. `start` is then the criterion of that cut.
+        loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it, every call of
             `recompute_mask` draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
@@ -113,6 +119,8 @@ class LearnableMask(MaskedModule):
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
         start: Criterion | str | None = None,
+        batches: Iterable[Batch] | None = None,
+        loss: Loss | None = None,
         generator: torch.Generator | None = None,
         explore: float | None = None,
         steps: int | None = None,
@@ -148,20 +156,62 @@ class LearnableMask(MaskedModule):
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
         """
-        first = None if start is None else as_criterion(start)
+        cut = None
+        if batches is not None:
+            cut = first_cut(
+                model, example_inputs, graph, ratio=ratio, budget=limit, batches=batches, loss=loss, start=start, rules=rules
+            )
+        elif start is None and isinstance(learning, LossImportance) and (limit is not None or ratio < 1.0):
+            warn_without_data(model)
+        first = None if start is None or cut is not None else as_criterion(start)
         if first is not None:
             scores = score_units(first, graph, ScoringContext(weights=model.state_dict(), generator=generator, model=model))
             with torch.no_grad():
                 self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
-        if limit is not None:
+        if limit is not None and cut is None:
             scale: Scale = "none" if first is not None and is_comparable(first) else "relative"
             self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
         self._rule.recompute_mask(self)
+        if cut is not None:
+            self._begin(cut)
         self.mask_changed = False
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
+
+    @classmethod
+    def from_pruned(cls, pruned: Pruned, dense: nn.Module, example_inputs: Any = None, **options: Any) -> LearnableMask:
+        """Begin with a model that `prune` has made, with its weights, widths and units.
+
+        ```python
+        pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
+        masked = sk.LearnableMask.from_pruned(pruned, model, explore=0.1)
+        ```
+
+        Args:
+            pruned: The result; its model may have been trained since.
+            dense: The model that was pruned. Dropped units have its weights when they enter the mask.
+            example_inputs: Needed with `budget` alone, within which the widths are then learned. Without a budget every group
+                keeps its number of units.
+            **options: Further arguments of `LearnableMask`, such as `explore`, `steps`, `learning`, `budget` and `rules`.
+
+        Returns:
+            A mask whose outputs are those of `pruned.model`.
+
+        Raises:
+            InvalidValueError: the result of a dry run.
+            ForeignMaskError: `dense` is another model.
+        """
+        cut = FirstCut.of(pruned, dense)
+        masked = cls(dense, example_inputs, graph=pruned.graph, start=pruned.scores[pruned.report.criterion], **options)
+        masked._begin(cut)
+        return masked
+
+    def _begin(self, cut: FirstCut) -> None:
+        if cut.counts != self.widths.counts():
+            self.widths.set(cut.counts)
+        self.load(cut.state, importance=cut.importance.to(self.scores))
 
     @cached_property
     def vectors(self) -> UnitVectors:

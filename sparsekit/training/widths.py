@@ -46,6 +46,7 @@ class Widths:
         if self.budget is not None:
             raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
         self.target = self._ratio = check_ratio(ratio)
+        self._counts = None
 
     def counts(self) -> Mapping[str, int]:
         """Group name → units that stay."""

@@ -1,0 +1,109 @@
+"""The cut with which a learnable mask begins: units, widths and weights of a pruned model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.allocation.shares import by_ratio
+from sparsekit.criteria.base import Criterion
+from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget
+from sparsekit.pruning.prune import CANDIDATES, prune
+from sparsekit.pruning.result import Pruned
+from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
+from sparsekit.surgery.compaction import expand
+from sparsekit.training.narrow_model import Rules
+
+
+@dataclass(frozen=True, eq=False)
+class FirstCut:
+    """What a mask begins with.
+
+    Args:
+        state: The dense state, in which kept units have the weights of the pruned model.
+        counts: Group name → units that are kept.
+        importance: float (J,), of all units; the kept ones have the largest of their group.
+    """
+
+    state: dict[str, Tensor]
+    counts: Mapping[str, int]
+    importance: Tensor
+
+    @classmethod
+    def of(cls, pruned: Pruned, dense: nn.Module) -> FirstCut:
+        """Read it from a pruned model and the dense one, whose weights dropped units keep.
+
+        Raises:
+            InvalidValueError: the result of a dry run, which has no small model.
+            ForeignMaskError: `dense` is not the model that was pruned.
+        """
+        if pruned.model is dense:
+            raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
+        state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=dense.state_dict())
+        return cls(state, pruned.mask.counts(), _importance(pruned))
+
+
+def _importance(pruned: Pruned) -> Tensor:
+    """Scores of the criterion that was chosen; kept units that others exceed, as after several steps, are raised above them."""
+    scores = pruned.scores[pruned.report.criterion].values
+    found = []
+    for name in pruned.graph.groups:
+        own, keep = scores[name].float(), pruned.mask[name].to(scores[name].device)
+        if not keep.all() and (missing := own[~keep].max() - own[keep].min()) >= 0:
+            own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
+        found.append(own)
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+def first_cut(
+    model: nn.Module,
+    example_inputs: Any,
+    graph: UnitGraph,
+    *,
+    ratio: float,
+    budget: Budget | None,
+    batches: Iterable[Batch],
+    loss: Loss | None,
+    start: Criterion | str | None,
+    rules: Rules | None,
+) -> FirstCut:
+    """Prune a copy as `prune` does with batches: to a budget, or to one ratio for all groups.
+
+    Raises:
+        InvalidValueError: no example inputs, or neither a ratio below 1 nor a budget.
+    """
+    if example_inputs is None:
+        raise InvalidValueError("batches= cut the model before training, which needs example_inputs=(x,)")
+    if budget is None and ratio == 1.0:
+        raise InvalidValueError("batches= choose what a ratio below 1 or a budget keeps; pass one of the two")
+    options: dict[str, Any] = {"criterion": start, "budget": budget}
+    if budget is None:
+        named = list(dict.fromkeys(criterion for criterion, _ in CANDIDATES)) if start is None else start
+        options = {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
+    pruned = prune(model, example_inputs, batches=batches, loss=loss, graph=graph, rules=rules, **options)
+    return FirstCut.of(pruned, model)
+
+
+def warn_without_data(model: nn.Module) -> None:
+    """Say that the first mask of a trained network is chosen without data, and what to pass.
+
+    Warns:
+        UncalibratedWarning: the network shows signs of training.
+    """
+    if (signs := signs_of_training(model)) is not None:
+        warnings.warn(
+            f"{type(model).__name__} was trained ({signs}), but its first mask is chosen without data and nothing is"
+            " reconstructed: trained networks usually begin at chance then. Pass batches= (a dozen batches) and loss=, or take"
+            " LearnableMask.from_pruned",
+            UncalibratedWarning,
+            stacklevel=3,
+        )

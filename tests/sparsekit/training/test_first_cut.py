@@ -1,0 +1,116 @@
+"""A learnable mask of a trained network begins with the cut that `prune` makes, not with chance."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import Schedule, by_ratio
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.pruning.trained import UncalibratedWarning
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def network(kind: str) -> nn.Module:
+    if kind == "linear":
+        return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 16, 2, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 2),
+        nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3),
+    )  # fmt: skip
+
+
+def trained(kind: str = "linear") -> tuple[nn.Module, Batches]:
+    generator = torch.Generator().manual_seed(0)
+    rule = torch.randn(12, 3, generator=generator)
+    inputs = [torch.randn(32, 12, generator=generator) for _ in range(10)]
+    batches = [(x, (x @ rule).argmax(1)) for x in inputs]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = network(kind)
+        sk.finetune(model, batches, F.cross_entropy, epochs=10, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    return model.eval(), batches
+
+
+def step(masked: sk.LearnableMask, batches: Batches, steps: int) -> None:
+    optimizer = torch.optim.SGD(masked.parameters(), 0.05)
+    masked.train()
+    for x, y in (batches * steps)[:steps]:
+        optimizer.zero_grad()
+        (F.cross_entropy(masked(x), y) + masked.penalty()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("learning", [sk.LossImportance(explore=0.5), sk.LossImportance(explore=0), sk.GradientImportance()])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"budget": "flops=40%"},
+        {"budget": "flops=40%", "schedule": Schedule("linear", 3)},
+        {"allocation": partial(by_ratio, ratios=0.4), "criterion": "activation"},
+    ],
+)
+def test_a_mask_from_a_pruned_model_is_that_model(kind: str, how: dict[str, Any], learning: Any) -> None:
+    model, batches = trained(kind)
+    x = batches[0][0]
+    pruned = sk.prune(model, x[:2], batches=batches, loss=F.cross_entropy, **how)
+    masked = sk.LearnableMask.from_pruned(pruned, model, learning=learning).eval()
+    assert masked.unit_mask() == pruned.mask
+    with torch.no_grad():
+        assert torch.equal(masked(x), pruned.model.eval()(x))
+    step(masked, batches, 40)
+    assert masked.unit_mask().counts() == pruned.mask.counts()
+    assert masked.compact().eval()(x).isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [{"budget": "flops=40%"}, {"ratio": 0.4}])
+def test_with_batches_a_mask_begins_with_the_cut_of_prune_and_far_below_the_loss_of_one_without(kept: dict[str, Any]) -> None:
+    model, batches = trained()
+    x = batches[0][0][:2]
+    whole = sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy, **kept).eval()
+    with pytest.warns(UncalibratedWarning, match="begin at chance"):
+        bare = sk.LearnableMask(model, x, **kept).eval()
+    if "budget" in kept:
+        pruned = sk.prune(model, x, batches=batches, loss=F.cross_entropy, **kept)
+        assert whole.unit_mask() == pruned.mask
+        with torch.no_grad():
+            assert torch.equal(whole(x), pruned.model.eval()(x))
+        step(whole, batches, 60)  # and widths are learned within the budget
+        costs = sk.cost_model(model, x, graph=whole.graph)
+        assert costs.costs(whole.unit_mask().counts())["flops"] <= 0.4 * costs.dense_costs()["flops"]
+        whole = sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy, **kept).eval()
+    else:
+        assert whole.unit_mask().counts() == bare.unit_mask().counts()
+        whole.ratio = 0.2
+        assert whole.unit_mask().counts()["0"] == 7
+        whole = sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy, **kept).eval()
+    with torch.no_grad():
+        losses = [sum(float(F.cross_entropy(masked(x), y)) for x, y in batches) for masked in (whole, bare)]
+    assert losses[0] < 0.7 * losses[1]
+
+
+def test_what_cannot_begin_is_refused_and_an_untrained_network_is_not_warned_of() -> None:
+    model, batches = trained()
+    x = batches[0][0][:2]
+    graph = sk.trace_units(model, x)
+    with pytest.raises(InvalidValueError, match="a ratio below 1 or a budget"):
+        sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy)
+    with pytest.raises(InvalidValueError, match="needs example_inputs"):
+        sk.LearnableMask(model, graph=graph, ratio=0.5, batches=batches, loss=F.cross_entropy)
+    decided = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", dry_run=True)
+    with pytest.raises(InvalidValueError, match="dry_run"):
+        sk.LearnableMask.from_pruned(decided, model)
+    pruned = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher")
+    with pytest.raises(ForeignMaskError):
+        sk.LearnableMask.from_pruned(pruned, network("convolution"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncalibratedWarning)
+        sk.LearnableMask(network("linear"), x, ratio=0.5)
+        sk.LearnableMask.from_pruned(pruned, model)
