@@ -11,6 +11,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import trace_units
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import Rules
@@ -70,3 +71,20 @@ def costs_of(
     call = ModelInputs.several(example_inputs)[0]
     with eager():  # counting is no reason to compile
         return measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics, rules)
+
+
+def graph_of(
+    model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_norms: bool
+) -> UnitGraph:
+    """The units: those given, or those that a trace finds.
+
+    Raises:
+        InvalidValueError: neither example inputs nor a graph.
+        ForeignMaskError: the graph was traced from another model.
+    """
+    if graph is None:
+        if example_inputs is None:
+            raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
+        graph = trace_units(model, prune_norms=prune_norms, rules=rules, example_inputs=ModelInputs.several(example_inputs))
+    graph.check_state(model.state_dict(), what="the model")
+    return graph

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.allocation.shares import check_ratio
+from sparsekit.allocation.shares import check_ratio, ratio_counts
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.rule import Rule
 
@@ -24,17 +24,20 @@ def saved_entries(masked: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in entries.items()}
 
 
-def load_entries(masked: Any, rule: Rule, state: dict[str, Any], prefix: str, missing: list[str]) -> None:
+def load_entries(
+    masked: Any, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: list[str], *_rest: Any
+) -> None:
     """Take what `saved_entries` made out of `state`, and leave there what torch expects of the narrow module.
 
-    Dense entries that the state lacks keep their present values, and their keys go to `missing`. All keys begin with `prefix`.
+    A hook of a learnable mask, called before torch loads. Dense entries that the state lacks keep their present values, and
+    their keys go to `missing` if loading is strict. All keys begin with `prefix`.
     """
     own = prefix + _OWN
     dense = {}
     for name in masked.graph.shapes:
         if prefix + name in state:
             dense[name] = state.pop(prefix + name)
-        else:
+        elif strict:
             missing.append(prefix + name)
     present = masked.narrow_model.dense_state()
     scores, entries = masked.importance(), dict(masked.narrow_model.mask)
@@ -54,11 +57,12 @@ def load_entries(masked: Any, rule: Rule, state: dict[str, Any], prefix: str, mi
     if sums is not None:
         masked.vectors.restore_sums(sums)
     masked.load_importance(scores)
-    if masked.budget is None:
+    if masked.budget is None and mask.counts() == ratio_counts(masked.graph, ratio):
         masked.ratio = ratio
     else:
-        masked.widths.set(masked.narrow_model.mask.counts())
-    rule.load(masked, remembered)
+        masked.widths.set(mask.counts())
+    masked._rule.load(masked, remembered)
+    masked.mask_changed = False
     # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
     state[prefix + "scores"] = masked.scores
     for name, tensor in masked.model.state_dict(keep_vars=True).items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,14 @@ from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
 from sparsekit.pruning.prune import CANDIDATES, prune
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
 from sparsekit.surgery.compaction import expand
 from sparsekit.training.narrow_model import Rules
+from sparsekit.training.rule import MaskedModule
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,47 @@ class FirstCut:
             raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
         state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=dense.state_dict())
         return cls(state, pruned.mask.counts(), _importance(pruned))
+
+
+class MaskFromPruned(MaskedModule):
+    """How a learnable mask begins with a cut."""
+
+    @classmethod
+    def from_pruned(cls, pruned: Pruned, dense: nn.Module, example_inputs: Any = None, **options: Any) -> Self:
+        """Begin with a model that `prune` has made, with its weights, widths and units.
+
+        ```python
+        pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
+        masked = sk.LearnableMask.from_pruned(pruned, model, explore=0.1)
+        ```
+
+        Args:
+            pruned: The result; its model may have been trained since.
+            dense: The model that was pruned. Dropped units have its weights when they enter the mask.
+            example_inputs: Needed with `budget` alone, within which the widths are then learned. Without a budget every group
+                keeps its number of units.
+            **options: Further arguments of `LearnableMask`, such as `explore`, `steps`, `learning`, `budget` and `rules`.
+
+        Returns:
+            A mask whose outputs are those of `pruned.model`.
+
+        Raises:
+            InvalidValueError: the result of a dry run.
+            ForeignMaskError: `dense` is another model.
+        """
+        cut = FirstCut.of(pruned, dense)
+        masked = cls(dense, example_inputs, graph=pruned.graph, start=pruned.scores[pruned.report.criterion], **options)
+        masked._begin(cut)
+        return masked
+
+    @abstractmethod
+    def load(self, state: StateDict, *, importance: Tensor | None = None) -> None:
+        """Begin a training from a dense state; the units of the largest importance are kept."""
+
+    def _begin(self, cut: FirstCut) -> None:
+        if cut.counts != self.widths.counts():
+            self.widths.set(cut.counts)
+        self.load(cut.state, importance=cut.importance.to(self.scores))
 
 
 def _importance(pruned: Pruned) -> Tensor:

@@ -25,17 +25,14 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
-from sparsekit.pruning.result import Pruned
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.tracing.inputs import ModelInputs
-from sparsekit.tracing.trace import trace_units
-from sparsekit.training.arguments import costs_of, learning_of
+from sparsekit.training.arguments import costs_of, graph_of, learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.first_cut import FirstCut, first_cut, warn_without_data
+from sparsekit.training.first_cut import MaskFromPruned, first_cut, warn_without_data
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.optimizers import OptimizerSet, param_groups, watch
-from sparsekit.training.rule import Learning, MaskedModule, Rule
+from sparsekit.training.rule import Learning, Rule
 from sparsekit.training.unit_vectors import UnitVectors, split_units
 from sparsekit.training.widening import WidePasses
 from sparsekit.training.widths import Widths
@@ -44,7 +41,7 @@ from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_trans
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(MaskedModule):
+class LearnableMask(MaskFromPruned):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
@@ -129,11 +126,7 @@ class LearnableMask(MaskedModule):
         check_model(model)
         check_ratio(ratio)
         learning = learning_of(learning, criterion, explore, steps)
-        if graph is None:
-            if example_inputs is None:
-                raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = trace_units(model, prune_norms=prune_norms, rules=rules, example_inputs=ModelInputs.several(example_inputs))
-        graph.check_state(model.state_dict(), what="the model")
+        graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
         limit = None if budget is None else Budget.of(budget)
@@ -163,55 +156,23 @@ class LearnableMask(MaskedModule):
             )
         elif start is None and isinstance(learning, LossImportance) and (limit is not None or ratio < 1.0):
             warn_without_data(model)
-        first = None if start is None or cut is not None else as_criterion(start)
-        if first is not None:
+        scale: Scale = "relative"
+        if start is not None and cut is None:
+            first = as_criterion(start)
             scores = score_units(first, graph, ScoringContext(weights=model.state_dict(), generator=generator, model=model))
+            scale = "none" if is_comparable(first) else "relative"
             with torch.no_grad():
                 self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
         if limit is not None and cut is None:
-            scale: Scale = "none" if first is not None and is_comparable(first) else "relative"
             self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
         self._rule.recompute_mask(self)
         if cut is not None:
             self._begin(cut)
         self.mask_changed = False
-        self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load_entries)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
-
-    @classmethod
-    def from_pruned(cls, pruned: Pruned, dense: nn.Module, example_inputs: Any = None, **options: Any) -> LearnableMask:
-        """Begin with a model that `prune` has made, with its weights, widths and units.
-
-        ```python
-        pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
-        masked = sk.LearnableMask.from_pruned(pruned, model, explore=0.1)
-        ```
-
-        Args:
-            pruned: The result; its model may have been trained since.
-            dense: The model that was pruned. Dropped units have its weights when they enter the mask.
-            example_inputs: Needed with `budget` alone, within which the widths are then learned. Without a budget every group
-                keeps its number of units.
-            **options: Further arguments of `LearnableMask`, such as `explore`, `steps`, `learning`, `budget` and `rules`.
-
-        Returns:
-            A mask whose outputs are those of `pruned.model`.
-
-        Raises:
-            InvalidValueError: the result of a dry run.
-            ForeignMaskError: `dense` is another model.
-        """
-        cut = FirstCut.of(pruned, dense)
-        masked = cls(dense, example_inputs, graph=pruned.graph, start=pruned.scores[pruned.report.criterion], **options)
-        masked._begin(cut)
-        return masked
-
-    def _begin(self, cut: FirstCut) -> None:
-        if cut.counts != self.widths.counts():
-            self.widths.set(cut.counts)
-        self.load(cut.state, importance=cut.importance.to(self.scores))
 
     @cached_property
     def vectors(self) -> UnitVectors:
@@ -537,12 +498,3 @@ class LearnableMask(MaskedModule):
         self.mask_changed = False
         watch(self)
         guard_wrappers(LearnableMask)
-
-
-def _load(
-    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: list[str], *_rest: Any
-) -> None:
-    """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
-    assert isinstance(module, LearnableMask)
-    load_entries(module, module._rule, state, prefix, missing if strict else [])
-    module.mask_changed = False
