@@ -23,6 +23,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update
@@ -30,7 +31,7 @@ from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.means import mean
+from sparsekit_fl.methods.means import Over, Weights, mean
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
 
@@ -63,6 +64,15 @@ class Method(Checked):
 
     masked: ClassVar[bool] = False
     """Whether clients may send a part of an entry; if not, such an update is refused."""
+
+    weights: ClassVar[Weights] = "examples"
+    """How much a client counts in the mean: by its number of training examples, or all alike ("uniform")."""
+
+    over: ClassVar[Over] = "all"
+    """The clients that an entry's mean is over: "all", or its "holders"; see `mean`."""
+
+    needs_units: ClassVar[bool] = False
+    """Whether a model without units is refused."""
 
     recalibrates: ClassVar[bool] = False
     """Whether batch norm statistics are computed again from the client's own training data before a model is scored."""
@@ -99,7 +109,12 @@ class Method(Checked):
         return problem
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise if the method cannot work with this problem. The default accepts all."""
+        """Raise if the method cannot work with this problem. The default accepts all, unless the class `needs_units`."""
+        if self.needs_units and not graph.groups:
+            raise NoUnitsError(
+                f"the model has no units, so {type(self).__name__} has nothing to choose from;"
+                " `sparsekit units` shows why; or run a method that trains the whole model"
+            )
 
     def private(self, graph: UnitGraph) -> Collection[str]:
         """Return the state-dict keys of the entries that stay on each client from round to round; by default none.
@@ -145,13 +160,13 @@ class Method(Checked):
             )
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the new global state, and learn from the updates; by default their mean, weighted by examples.
+        """Return the new global state, and learn from the updates; by default their mean, by the class's `weights` and `over`.
 
         Args:
             server: The server's context; `server.state` is the global state before the round, read-only.
             updates: The valid updates of the round, at least one.
         """
-        return mean(server, updates)
+        return mean(server, updates, weights=self.weights, over=self.over)
 
     def seconds(self, server: ServerContext) -> float | None:
         """Return the simulated length of the round that was just aggregated; None: until the slowest client has answered."""

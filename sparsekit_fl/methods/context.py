@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,22 +36,16 @@ class Roster(Mapping[int, ClientInfo]):
 
     def __getitem__(self, client_id: int) -> ClientInfo:
         if client_id not in self._read:
-            self._read[client_id] = self._info(client_id)
+            client, config = self._clients[client_id], self._config
+            capability = client.capability
+            if config.capability_levels is not None:
+                rng = Streams(config.seed).capability(self._round if config.capability == "dynamic" else 0, client_id)
+                capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
+            self._read[client_id] = ClientInfo(len(client.data.train), capability)
         return self._read[client_id]
 
     def __contains__(self, client_id: object) -> bool:
         return client_id in self._clients
-
-    def _info(self, client_id: int) -> ClientInfo:
-        client = self._clients[client_id]
-        capability = client.capability
-        levels = self._config.capability_levels
-        if levels is not None:
-            round = self._round if self._config.capability == "dynamic" else 0
-            rng = Streams(self._config.seed).capability(round, client_id)
-            level = levels[int(rng.integers(len(levels)))]
-            capability = capability.at(level)
-        return ClientInfo(len(client.data.train), capability)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._clients)
@@ -76,7 +69,6 @@ class ServerContext:
         state: The shared global state at the start of the round.
         costs: FLOPs of the model; None in a context that no run made.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
-        unreachable: Clients of the run that are not in the roster, since they cannot be reached in this round.
     """
 
     round: int
@@ -89,18 +81,6 @@ class ServerContext:
     state: StateDict
     costs: CostModel | None = None
     parameters: frozenset[str] = frozenset()
-    unreachable: frozenset[int] = frozenset()
-
-    @property
-    def everybody(self) -> frozenset[int]:
-        """The ids of all clients of the run."""
-        return self.unreachable.union(self.roster)
-
-    def reaching(self, ids: Collection[int]) -> ServerContext:
-        """Return the same context with some clients alone in its roster, and a cohort of no more than these."""
-        roster = {id: self.roster[id] for id in ids}
-        away = self.everybody.difference(roster)
-        return dataclasses.replace(self, roster=roster, cohort_size=min(self.cohort_size, len(roster)), unreachable=away)
 
 
 def require_accuracy(problem: Problem, who: str) -> None:

@@ -11,18 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from sparsekit.graph import WeightMask
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.packing import mask_state
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    sgd,
-)
+from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.masks import SparseWeights, largest_weights, prunable_weights
 from sparsekit_fl.methods.means import mean_change, moved, weighted
 from sparsekit_fl.options import Hint, Positive, Ratio

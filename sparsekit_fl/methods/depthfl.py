@@ -26,14 +26,13 @@ from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, Se
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
 from sparsekit_fl.methods.exits import WithExits, build_with_exits
 from sparsekit_fl.methods.means import mean_change, moved, weighted
-from sparsekit_fl.options import Hint, NonNegative, Ratio
+from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.problem.metrics import IGNORED
 
 
 def _ends(graph: UnitGraph) -> list[int]:
     """Return, for each depth from 1, the number of layers that a client of that depth runs, exits included."""
-    exits = [place for place, layer in enumerate(graph.layers, 1) if layer.name.split(".")[0] == "exits"]
-    return [*exits, len(graph.layers)]
+    return [*(place for place, layer in enumerate(graph.layers, 1) if layer.name.startswith("exits.")), len(graph.layers)]
 
 
 def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
@@ -84,8 +83,8 @@ class DepthFL(Method):
 
     Args:
         exits: Most outputs, with the model's own; four in the paper's ResNets, five for the five pools of a VGG.
-        distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, ramp·R) / (ramp·R))²).
-        ramp: Share of the rounds after which w_r is 1; 300 of 1000 in the baseline.
+        distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after
+            three tenths of the rounds, 300 of 1000 in the baseline.
         alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
 
     Source: Kim et al., ICLR 2023; Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
@@ -97,7 +96,6 @@ class DepthFL(Method):
 
     exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True
-    ramp: Annotated[Ratio, Hint("it is a share of the rounds")] = 0.3
     alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
@@ -126,7 +124,7 @@ class DepthFL(Method):
         adjusts = self._dynamic(client, leaves, task.state) if self.alpha else []
         module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)
-        ramp = self.ramp * client.rounds
+        ramp = 0.3 * client.rounds
         weight = math.exp(-5.0 * (1.0 - min(client.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
@@ -139,11 +137,9 @@ class DepthFL(Method):
 
         log = client.fit(module, batches, step)
         state = client.masked.narrow_state()
-        if self.alpha:
-            before = client.memory.get("drift", {})
-            changes = {name: state[name].cpu() - task.state[name].cpu() for name in leaves}
-            drift = {name: before.get(name, torch.zeros(())) - self.alpha * change for name, change in changes.items()}
-            client.memory["drift"] = {**before, **drift}
+        for name in leaves if self.alpha else ():
+            drifts = client.memory.setdefault("drift", {})
+            drifts[name] = drifts.get(name, torch.zeros(())) - self.alpha * (state[name].cpu() - task.state[name].cpu())
         flops = depth_flops(client.graph, client.costs)[depth - 1]
         paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
         work = WorkCost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)

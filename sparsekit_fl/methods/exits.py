@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Layer, prefix_entries
@@ -79,7 +78,16 @@ class WithExits(nn.Module):
         """
         depth = self.depth if depth is None else depth
         found: list[Tensor] = []
-        handles = [self._watch(place, found, depth) for place in range(min(depth, len(self._places)))]
+
+        def leave(head: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+            found.append(head(args[0]))
+            if len(found) == depth:
+                raise _Stop
+
+        handles = [
+            self.model.get_submodule(place).register_forward_pre_hook(partial(leave, head))
+            for place, head in list(zip(self._places, self.exits, strict=True))[:depth]
+        ]
         try:
             found.append(self.model(*inputs))
         except _Stop:
@@ -88,16 +96,6 @@ class WithExits(nn.Module):
             for handle in handles:
                 handle.remove()
         return found
-
-    def _watch(self, place: int, found: list[Tensor], depth: int) -> RemovableHandle:
-        head = self.exits[place]
-
-        def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
-            found.append(head(inputs[0]))
-            if len(found) == depth:
-                raise _Stop
-
-        return self.model.get_submodule(self._places[place]).register_forward_pre_hook(before)
 
     def forward(self, *inputs: Any) -> Tensor:
         """Return the mean of all outputs."""
@@ -119,13 +117,6 @@ def _read_by(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...])
     return {place: args[0] for place, args in sorted(calls.items()) if len(args) == 1 and isinstance(args[0], Tensor)}, outputs
 
 
-def _resolution(module: nn.Module, read: Tensor) -> tuple[int, ...] | None:
-    """Return the positions for which there are features; None where the input is no features, such as token ids."""
-    if not read.is_floating_point():
-        return None
-    return (len(read.shape), *(read.shape[2:] if is_convolution(module) else read.shape[1:-1]))
-
-
 def _depends(read: Tensor, before: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
     """Return whether what is read depends on every layer before: the model is a chain up to there."""
     names = {name for layer in before for name in layer.entries}
@@ -138,12 +129,10 @@ def _depends(read: Tensor, before: Sequence[Layer], parameters: Mapping[str, nn.
 
 def _spread(places: Sequence[int], shares: Sequence[float], count: int) -> list[int]:
     """Return at most `count` places whose shares of the model's work are nearest to equal parts."""
-    if len(places) <= count:
-        return list(places)
     left = list(places)
-    for step in range(1, count + 1):
+    for step in range(1, count + 1) if len(places) > count else ():
         left.remove(min(left, key=lambda place: abs(shares[place] - step / (count + 1))))
-    return [place for place in places if place not in left]
+    return [place for place in places if place not in left] if len(places) > count else left
 
 
 def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) -> WithExits:
@@ -171,13 +160,24 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
         )
     costs = cost_model(model, *inputs)
     work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
-    modules = {place: private.get_submodule(layers[place].name) for place in read}
-    resolutions = {place: _resolution(modules[place], tensor) for place, tensor in read.items()}
-    features = [place for place, found in resolutions.items() if place > 0 and found is not None and work[place] > 0]
-    parameters, examples = dict(private.named_parameters()), len(outputs)
-    usable = [p for p in features if len(read[p]) == examples and _depends(read[p], layers[:p], parameters)]
+    convolution = {place: is_convolution(private.get_submodule(layers[place].name)) for place in read}
+    # Number of axes, and the positions for which there are features; token ids are no features.
+    resolutions = {
+        place: (one.dim(), *(one.shape[2:] if convolution[place] else one.shape[1:-1]))
+        for place, one in read.items()
+        if one.is_floating_point()
+    }
+    parameters = dict(private.named_parameters())
+    usable = [
+        place
+        for place in resolutions
+        if place > 0
+        and work[place] > 0
+        and len(read[place]) == len(outputs)
+        and _depends(read[place], layers[:place], parameters)
+    ]
     inner = [place for place in usable if place < len(layers) - 1] or usable
-    changed = [p for p in inner if resolutions.get(p - 1, resolutions[p]) not in (None, resolutions[p])]
+    changed = [place for place in inner if place - 1 in resolutions and resolutions[place - 1] != resolutions[place]]
     chosen = _spread(changed or inner, [flops / max(1, costs.forward_flops(None)) for flops in work], exits - 1)
     if not chosen:
         names = ", ".join(layer.name or "the model itself" for layer in layers)
@@ -185,7 +185,7 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
             f"{type(model).__name__} has no place for an exit: its layers are, in forward order, {names}. An exit needs a layer"
             " that is a module of its own, is called once per pass, and reads what all the layers before it have made"
         )
-    heads = [ExitHead(read[p].shape, outputs.shape, convolution=is_convolution(modules[p])) for p in chosen]
+    heads = [ExitHead(read[place].shape, outputs.shape, convolution=convolution[place]) for place in chosen]
     return WithExits(model, [layers[place].name for place in chosen], heads)
 
 

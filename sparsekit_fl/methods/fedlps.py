@@ -19,29 +19,17 @@ from torch import Tensor, nn
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    mean,
-    sgd,
-)  # fmt: skip
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, train_leaves, trained_leaves
 from sparsekit_fl.methods.context import require_accuracy
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
-from sparsekit_fl.methods.submodels import require_units, units
+from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
 
 Ratios = Literal["bandit", "capability"] | Ratio
@@ -109,6 +97,7 @@ class FedLPS(Method):
 
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
     masked = True
+    needs_units = True
 
     ratios: Ratios = "bandit"
     pattern: Pattern = "learned"
@@ -135,7 +124,7 @@ class FedLPS(Method):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
-        require_units(graph, type(self).__name__)
+        super().check(problem, graph)
         if self.ratios == "bandit":
             require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
 

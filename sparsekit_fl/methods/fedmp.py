@@ -20,9 +20,10 @@ from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.methods.base import ServerContext, StateDict, Task, Update
 from sparsekit_fl.methods.submodels import Submodels
-from sparsekit_fl.options import Fraction, Hint, Positive, Ratio
+from sparsekit_fl.options import Fraction, Hint
 
-_MIN_WIDTH = 0.05
+_DISCOUNT, _MIN_WIDTH = 0.98, 0.05  # of E-UCB; ours, as we know the paper in outline
+_LEAST_GAP = 0.1  # so that finishing exactly on time does not give an infinite reward; ours
 
 
 class EUCB:
@@ -34,21 +35,20 @@ class EUCB:
         U(P) = Ḡ(P) + sqrt(2 log(Σ_Q N(Q)) / N(P)),
 
     and a ratio is drawn uniformly from the arm of largest index; of equal ones, from the lowest. The drawn ratio splits its arm
-    once its reward is told. A part keeps the rewards that were drawn within it, so one part is empty; it has an infinite index
-    and is drawn from next. An arm is not split if a part would be narrower than a twentieth of the interval.
+    once its reward is told; λ is 0.98. A part keeps the rewards that were drawn within it, so one part is empty; it has an
+    infinite index and is drawn from next. An arm is not split if a part would be narrower than a twentieth of the interval.
 
     Args:
         memory: Where its state lives from round to round: ends of arms, ratios, rewards, and its generator.
         low: Least ratio.
-        discount: λ; a reward counts half after log(1/2) / log(λ) more.
         seed: Seeds its generator, the first time.
 
     Source: Jiang et al., ICDE 2022; the discount is that of Garivier, Moulines, "On Upper-Confidence Bound Policies for
-        Switching Bandit Problems", ALT 2011. The values of λ and the granularity are ours, as we know the paper in outline.
+        Switching Bandit Problems", ALT 2011.
     """
 
-    def __init__(self, memory: Memory, low: float, discount: float, seed: int) -> None:
-        self._space, self._discount, self._rng = Interval(low, 1.0), discount, np.random.default_rng(seed)
+    def __init__(self, memory: Memory, low: float, seed: int) -> None:
+        self._space, self._rng = Interval(low, 1.0), np.random.default_rng(seed)
         self._memory = memory
         if "edges" not in memory:
             memory.update(edges=[low, 1.0], values=[], rewards=[], generator=self._rng.bit_generator.state)
@@ -57,7 +57,7 @@ class EUCB:
     def indices(self) -> list[float]:
         """Return the index U of each arm, from low to high; infinity where nothing was drawn."""
         edges, values, rewards = (self._memory[name] for name in ("edges", "values", "rewards"))
-        weights = self._discount ** np.arange(len(values) - 1, -1, -1, dtype=float)
+        weights = _DISCOUNT ** np.arange(len(values) - 1, -1, -1, dtype=float)
         places = [self._place(value) for value in values]
         counts = np.bincount(np.array(places, dtype=int), weights, len(edges) - 1)
         sums = np.bincount(np.array(places, dtype=int), weights * np.array(rewards), len(edges) - 1)
@@ -107,32 +107,24 @@ class FedMP(Submodels):
 
     Args:
         low: Least ratio; 0.2 in the comparison of Xue et al., ICDE 2025.
-        capped: Never exceed the client's capability. Off in the paper: a ratio that is too large for a client makes it
-            late, and its bandit learns from that.
-        floor: Least relative gap, so that finishing exactly on time does not give an infinite reward; ours.
-        discount: λ of E-UCB.
 
     Source: Jiang et al., ICDE 2022, algorithm E-UCB.
     """
 
     source = "Jiang et al., FedMP, ICDE 2022"
-    note = "Unless they are capped, its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
+    note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
     criterion = Magnitude()
     over = "all"
 
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
-    capped: bool = False
-    floor: Positive = 0.1
-    discount: Annotated[Ratio, Hint("1 forgets nothing")] = 0.98
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Draw a ratio for this client. A draw without an answer is proposed again."""
         memory = server.memory.setdefault(str(client_id), {})
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
         if memory.get("drawn") is None:
-            memory["drawn"] = EUCB(memory, self.low, self.discount, seed).draw()
-        drawn = float(memory["drawn"])
-        return min(drawn, server.roster[client_id].capability.ratio) if self.capped else drawn
+            memory["drawn"] = EUCB(memory, self.low, seed).draw()
+        return float(memory["drawn"])
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
         """Refuse an update without a loss."""
@@ -147,6 +139,6 @@ class FedMP(Submodels):
             loss, before = update.metrics["loss"], memory.get("loss")
             if before is not None:
                 gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)
-                EUCB(memory, self.low, self.discount, 0).tell(memory["drawn"], (before - loss) / max(gap, self.floor))
+                EUCB(memory, self.low, 0).tell(memory["drawn"], (before - loss) / max(gap, _LEAST_GAP))
             memory.update(drawn=None, loss=loss)
         return super().aggregate(server, updates)

@@ -3,37 +3,23 @@
 Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model Heterogeneity,
 ICLR 2024 (arXiv 2404.09816). The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically
 (by group of clients there, by client here, since its groups are those of a five-layer network); the others come pruned by
-magnitude to 0.9 of their weights, and the head stays with the client. The reference code has no local pruning; of the
-paper's strategies we take ordered dropout at the client's capability. As in the reference code, the weights that arrive as
-zero train like the others.
+magnitude to 0.9 of their weights, and the head stays with the client. The reference code has no local pruning; of the paper's
+strategies we take ordered dropout at the client's capability: the paper draws the local pruning at every step, and with one
+ratio that is the same first units at every step, so the client trains one narrow model. As in the reference code, the weights
+that arrive as zero train like the others.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 
-from sparsekit.allocation import make_mask
-from sparsekit.criteria import Ordered, ScoringContext
-from sparsekit.graph import Layer, WeightMask, head_entries, layer_weights, to_weights
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    mean,
-    sgd,
-)
+from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, sgd
 from sparsekit_fl.methods.fedper import check_head
 from sparsekit_fl.methods.keep import keep_model, kept_model
 from sparsekit_fl.methods.masks import largest_weights
-from sparsekit_fl.methods.submodels import require_units
+from sparsekit_fl.methods.submodels import prefix
 from sparsekit_fl.options import Count, Ratio
 
 
@@ -53,6 +39,9 @@ class FedP3(Method):
 
     source = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
     masked = True
+    weights = "uniform"
+    over = "holders"
+    needs_units = True
 
     layers: Count | None = 2
     kept: Ratio = 0.9
@@ -60,7 +49,7 @@ class FedP3(Method):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or no head that can stay with a client."""
-        require_units(graph, "FedP3")
+        super().check(problem, graph)
         if self.private_head:
             check_head(graph, 1)
 
@@ -88,7 +77,7 @@ class FedP3(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the first units of every group, and upload those of the client's own layers."""
         graph = client.graph
-        units = make_mask(Ordered(), graph, task.ratio, ScoringContext())
+        units = prefix(graph, task.ratio)
         result = sgd(client, replace(task, mask=units))
         keep_model(client, result, "last", task.ratio)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
@@ -97,10 +86,6 @@ class FedP3(Method):
         nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in shared if name not in mine}
         upload = {**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing}
         return replace(result, upload=WeightMask(upload))
-
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the clients that send an entry."""
-        return mean(server, updates, weights="uniform", over="holders")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the client's own trained submodel."""

@@ -6,7 +6,6 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 
 import copy
 from dataclasses import dataclass
-from typing import Annotated
 
 from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import part_flops
@@ -15,23 +14,23 @@ from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Result, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves, train_leaves
 from sparsekit_fl.methods.fedper import FedPer
-from sparsekit_fl.options import Fraction, Hint
+
+_HEAD_SHARE = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(FedPer):
     """FedPer, trained in turns: SGD on the head with the rest frozen, then on the rest with the head frozen.
 
+    Two fifths of the local epochs train the head, rounded to the nearest number, at least one epoch each: 2 of the 5 whose cost
+    the published comparison of Xue et al., ICDE 2025, has. The paper's experiments take 10 of the head and 1 of the body. One
+    local epoch is split by batches.
+
     Args:
         layers: Number of last layers that make the head.
-        head_share: Part of the local epochs that train the head, rounded to the nearest number, at least one epoch each. The
-            paper's experiments take 10 epochs of the head and 1 of the body; the published comparison of Xue et al., ICDE
-            2025, has the cost of 5 in all, which at 0.4 are 2 and 3. One local epoch is split by batches.
     """
 
     source = "Collins et al., FedRep, ICML 2021, arXiv 2102.07078"
-
-    head_share: Annotated[Fraction, Hint("it is a share of the local epochs")] = 0.4
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
@@ -40,7 +39,7 @@ class FedRep(FedPer):
         head = {name: leaf for name, leaf in leaves.items() if name in names}
         body = {name: leaf for name, leaf in leaves.items() if name not in names}
         epochs = client.training.local_epochs
-        first = min(epochs - 1, max(1, round(self.head_share * epochs)))
+        first = min(epochs - 1, max(1, round(_HEAD_SHARE * epochs)))
         halves = self._halves(client) if epochs == 1 else None
         before = _phase(client, head, body, halves[0] if halves else client.batches(epochs=first))
         after = _phase(client, body, head, halves[1] if halves else client.batches(epochs=epochs - first))
@@ -54,7 +53,7 @@ class FedRep(FedPer):
     def _halves(self, client: ClientContext) -> list[Batches]:
         """Return the batches of one epoch in two parts, each of at least one batch if there are two."""
         whole = client.batches(epochs=1)
-        first = min(max(1, round(self.head_share * len(whole.bounds))), max(1, len(whole.bounds) - 1))
+        first = min(max(1, round(_HEAD_SHARE * len(whole.bounds))), max(1, len(whole.bounds) - 1))
         parts, padded = [copy.copy(whole), copy.copy(whole)], first * client.training.batch_size
         parts[0].bounds, parts[0].padded_examples = whole.bounds[:first], padded
         if len(whole.bounds) > 1:

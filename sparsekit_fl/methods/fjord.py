@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from sparsekit.allocation import check_ratio, make_mask
-from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, UnitMask
 from sparsekit_fl.client.context import rowmask_flops
@@ -24,7 +22,7 @@ from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import ClientContext, Model, Result, StateDict, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves
-from sparsekit_fl.methods.submodels import Submodels
+from sparsekit_fl.methods.submodels import Submodels, prefix
 from sparsekit_fl.problem.metrics import IGNORED
 
 
@@ -76,15 +74,13 @@ def _part(leaf: Tensor, axes: Sequence[tuple[int, Tensor, bool]]) -> Tensor:
 class FjORD(Submodels):
     """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
 
-    Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords. The widths are
+    Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
+    the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
     physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
     move what the drawn width does not hold, as in the reference code. A client deploys the width that it can run; the global
     model is scored too.
 
     Args:
-        levels: Widths to draw from; those below the client's own ratio, which is always one of them, are used. The
-            paper's are 0.2, 0.4, …, 1. None: the levels from which the run draws capabilities, so that the widths of all
-            clients coincide.
         distillation: Train the widest at every step, and the drawn width towards its outputs (section on knowledge
             distillation); off in the reference code unless asked for.
 
@@ -94,22 +90,15 @@ class FjORD(Submodels):
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
     weights = "examples"
 
-    levels: tuple[float, ...] | None = None
     distillation: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for level in self.levels or ():
-            check_ratio(level)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
         ratio = task.ratio
-        widest = make_mask(Ordered(), client.graph, ratio, ScoringContext())
-        widths = sorted({*(level for level in (client.levels if self.levels is None else self.levels) if level < ratio), ratio})
-        masks = [make_mask(Ordered(), client.graph, width, ScoringContext()) for width in widths]
-        narrower = [_Width(client, task.state, widest, mask) for mask in masks[:-1]]
-        leaves = load_leaves(client, task.state, widest)
+        widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
+        masks = [prefix(client.graph, width) for width in widths]
+        narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
+        leaves = load_leaves(client, task.state, masks[-1])
         batches = client.batches()
         update = make_step(client.training, leaves.values())
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
@@ -145,5 +134,5 @@ class FjORD(Submodels):
         ratio = client.capability.ratio
         if ratio == 1.0:
             return Model(state=state)
-        mask = make_mask(Ordered(), client.graph, ratio, ScoringContext())
+        mask = prefix(client.graph, ratio)
         return Model(state=Kept(client.graph, mask).gather_all(state), mask=mask, ratio=ratio)

@@ -19,10 +19,9 @@ from sparsekit.criteria import unit_magnitudes
 from sparsekit.graph import UnitMask, along, group_order
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask
-from sparsekit_fl.methods.base import ClientContext, Problem, Result, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.base import ClientContext, Result, StateDict, Task, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import PruneWhenAccurate
-from sparsekit_fl.methods.submodels import require_units
 from sparsekit_fl.options import Hint, NonNegative
 
 
@@ -37,18 +36,13 @@ class Hermes(PruneWhenAccurate):
         threshold: Validation accuracy above which a client prunes. Xue et al., ICDE 2025, run it with 0.5 on MNIST, 0.45 on
             CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit, in their released code.
         target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
-        step: Share of the remaining units that one pruning removes.
         lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
     source = "Li et al., Hermes, MobiCom 2021"
+    needs_units = True
 
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise if there is no accuracy, or if the model has no units."""
-        super().check(problem, graph)
-        require_units(graph, "Hermes")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group, among those that are left."""

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
@@ -48,20 +48,19 @@ def keep_model(client: ClientContext, result: Result, keep: Keep, ratio: float) 
     """Put a trained model into the client's memory, unless an earlier one was better.
 
     Of the training data a sample counts, drawn once for each client: as many examples as, with everything else that is scored
-    in the first participation, take a twentieth of the FLOPs of the training.
-
-    Args:
-        client: The client's context.
-        result: What was trained; with a unit mask it needs its module.
-        keep: Which model is kept.
-        ratio: The executed ratio.
+    in the first participation, take a twentieth of the FLOPs of the training. `ratio` is the executed ratio.
 
     Raises:
         InvalidValueError: the result is narrow and has no module.
     """
     memory = client.memory.setdefault("kept", {})
     if keep != "last":
-        module = _module(client, result)
+        module = result.module
+        if module is None:
+            if isinstance(result.mask, UnitMask):
+                raise InvalidValueError("a result with a narrow state must have the module that holds it")
+            client.load(result.state, result.mask)
+            module = client.masked.model
         validation = client.score(module, "val")
         sample = _sample(client, memory, result.log)
         training = client.score(module, "train", positions=sample) if len(sample) else {}
@@ -85,15 +84,6 @@ def _sample(client: ClientContext, memory: dict[str, Any], log: TrainingLog) -> 
         memory["sample"] = torch.from_numpy(client.rngs["personal"].permutation(size))[:count].sort().values
     sample: Tensor = memory["sample"]
     return sample
-
-
-def _module(client: ClientContext, result: Result) -> nn.Module:
-    if result.module is not None:
-        return result.module
-    if isinstance(result.mask, UnitMask):
-        raise InvalidValueError("a result with a narrow state must have the module that holds it")
-    client.load(result.state, result.mask)
-    return client.masked.model
 
 
 def kept_model(client: ClientContext) -> Model | None:

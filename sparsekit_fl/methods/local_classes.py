@@ -11,19 +11,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.graph import UnitMask, along, head_entries
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, head_entries
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    mean,
-)  # fmt: skip
+from sparsekit_fl.methods.base import ClientContext, Problem, Result, ServerContext, Task, Update, mean
 from sparsekit_fl.methods.fedlps import FedLPS
 from sparsekit_fl.methods.keep import Keep
 from sparsekit_fl.options import Fraction, Hint, Ratio

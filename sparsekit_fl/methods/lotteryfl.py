@@ -26,7 +26,6 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
             for 60 local epochs; if a client has two classes and trains for 5, it prunes, and rewinds, nearly every time.
             0.5 is what the released code of Xue et al., ICDE 2025, runs it with.
         target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
-        step: Share of the remaining weights that one pruning removes; `prune_percent` of the reference code, 10 %.
         rewind: A client that has just pruned starts from the values of round 0. False: from the global values, as in the
             released code of Xue et al., ICDE 2025.
     """

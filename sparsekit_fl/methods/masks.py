@@ -13,26 +13,16 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import UnitMask, WeightMask, layer_weights
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, layer_weights
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Model,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    mean,
-)
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update
 from sparsekit_fl.methods.context import require_accuracy
 from sparsekit_fl.methods.means import Over
 from sparsekit_fl.options import Fraction, Hint, Share
+
+_STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
 
 
 def prunable_weights(graph: UnitGraph, who: str = "this method") -> tuple[str, ...]:
@@ -56,17 +46,10 @@ def weight_count(ratio: float, size: int) -> int:
 
 
 def keep_largest_entries(scores: Tensor, count: int) -> Tensor:
-    """bool, shaped like `scores`: exactly the `count` largest entries; ties go to the lower place in row-major order.
-
-    Args:
-        scores: Any shape, without NaN.
-        count: In [0, scores.numel()].
-    """
+    """bool, shaped like `scores`, without NaN: exactly the `count` largest; ties go to the lower place in row-major order."""
     flat = scores.detach().reshape(-1)
-    if count <= 0:
-        return torch.zeros(scores.shape, dtype=torch.bool)
-    if count >= flat.numel():
-        return torch.ones(scores.shape, dtype=torch.bool)
+    if count <= 0 or count >= flat.numel():
+        return torch.full(scores.shape, count > 0)
     # Selecting a threshold takes linear time, where a sort of millions of entries does not.
     threshold = torch.kthvalue(flat, flat.numel() - count + 1).values
     keep = flat > threshold
@@ -76,59 +59,40 @@ def keep_largest_entries(scores: Tensor, count: int) -> Tensor:
 
 
 def largest_weights(state: StateDict, names: Iterable[str], ratio: float, *, within: WeightMask | None = None) -> WeightMask:
-    """Keep the weights of largest absolute value, each layer by itself.
+    """Keep max(1, ⌈ratio · size⌉) weights of each layer, those of largest absolute value; ties go to the lower place.
 
-    Args:
-        state: The dense state.
-        names: Keys of the weights to prune; other keys stay out of the mask and so whole.
-        ratio: Share of each layer's entries that stays.
-        within: Only what this mask keeps may stay, as in iterative pruning; None for any entry.
-
-    Returns:
-        A mask of exactly max(1, ⌈ratio · size⌉) entries per layer, or of what `within` has where that is less; ties go to the
-        lower place.
+    With `within`, only what that mask keeps may stay, as in iterative pruning, so fewer stay if fewer are left.
     """
-
-    def keep(name: str) -> Tensor:
+    kept = {}
+    for name in names:
         scores = state[name].detach().abs()
         count = weight_count(ratio, scores.numel())
         if within is not None and name in within:
             alive = within[name].to(scores.device)
             count = min(count, int(alive.sum()))
             scores = torch.where(alive, scores, -1.0)
-        return keep_largest_entries(scores, count)
-
-    return WeightMask({name: keep(name) for name in names})
+        kept[name] = keep_largest_entries(scores, count)
+    return WeightMask(kept)
 
 
 def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
     """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
-
-    def keep(shape: torch.Size, share: float) -> Tensor:
+    kept = {}
+    for name, shape in shapes.items():
         chosen = torch.zeros(shape.numel(), dtype=torch.bool)
-        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(share, len(chosen))]] = True
-        return chosen.reshape(shape)
-
-    return WeightMask({name: keep(shape, shares[name]) for name, shape in shapes.items()})
+        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(shares[name], len(chosen))]] = True
+        kept[name] = chosen.reshape(shape)
+    return WeightMask(kept)
 
 
 def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
     """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
 
-    Small layers stay denser than large ones; where a layer would need more than all its weights it stays whole, and the
-    others share what is left.
-
-    Args:
-        shapes: Key → shape of the weights to prune.
-        density: Share of all their entries together, in (0, 1].
-
-    Returns:
-        Key → share.
+    Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
+    share what is left of `density`, the share of all entries together, in (0, 1].
 
     Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
     """
-    if not 0.0 < density <= 1.0:
-        raise InvalidValueError(f"density must be in (0, 1], got {density!r}; it is the share of weights kept")
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
     whole: set[str] = set()
@@ -167,15 +131,11 @@ class OwnMasks(Method):
 
     masked = True
     recalibrates = True
+    weights = "uniform"
     over: ClassVar[Over] = "holders"
 
     def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """Return the mask of the client's next participation; by default that of this one.
-
-        Args:
-            mask: What was trained and uploaded.
-            extra: Further tensors of the update.
-        """
+        """Return the mask of the client's next participation, from an update; by default the one that was trained."""
         return mask
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
@@ -197,10 +157,10 @@ class OwnMasks(Method):
             raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean with equal weights, and remember each client's mask."""
+        """Return the mean, and remember each client's mask."""
         for update in updates:
             remember_mask(server.memory.setdefault(str(update.client_id), {}), self.next_mask(update.mask, update.extra))
-        return mean(server, updates, weights="uniform", over=self.over)
+        return super().aggregate(server, updates)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global state under the client's mask; compact if units are dropped."""
@@ -219,12 +179,10 @@ class PruneWhenAccurate(OwnMasks):
     Args:
         threshold: Validation accuracy, a fraction, above which a client prunes.
         target: A client prunes as long as it keeps more than this share; the last step may end below.
-        step: Share of what is left that one pruning removes.
     """
 
     threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
     target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
-    step: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError if the problem has no accuracy."""
@@ -243,7 +201,7 @@ class PruneWhenAccurate(OwnMasks):
         """Prune if the received model does well, then train."""
         mask, kept = task.mask, float(client.memory.get("ratio", 1.0))
         if kept > self.target and _accuracy(client, task) > self.threshold:
-            kept *= 1.0 - self.step
+            kept *= 1.0 - _STEP
             mask = self.prune(client, task.state, mask, kept)
         result = self.fit(client, replace(task, mask=mask), pruned=mask is not None and mask != task.mask)
         self.remember(client, result, kept)

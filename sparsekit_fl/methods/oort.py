@@ -15,8 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import require_metrics
-from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
 from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.options import Count, NonNegative, Positive, Share
 from sparsekit_fl.problem.problem import Loss
@@ -26,23 +27,19 @@ _SQUARES = "mean_squared_loss"
 
 def _example(values: Any, place: int) -> Any:
     """Return one example of a batch of outputs, still as a batch."""
-    if isinstance(values, Tensor):
-        return values[place : place + 1]
     if isinstance(values, Mapping):
         return {name: _example(value, place) for name, value in values.items()}
     if isinstance(values, tuple | list):
         return [_example(value, place) for value in values]
-    return values
+    return values[place : place + 1] if isinstance(values, Tensor) else values
 
 
 class _RecordingLoss:
     """A loss that also notes the squared loss of each example, until it has seen `wanted` of them."""
 
     def __init__(self, loss: Loss, wanted: int) -> None:
-        self._loss = loss
-        self._wanted = wanted
-        self._seen = 0
-        self._sum: Any = 0.0
+        self._loss, self._wanted = loss, wanted
+        self._seen, self._sum = 0, torch.zeros(())
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         if self._seen < self._wanted:
@@ -100,29 +97,25 @@ class Oort(Method):
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
-        memory, rng = server.memory, server.rngs["sampling"]
-        # Read once, since each access of the roster draws the client's capability.
-        roster = dict(server.roster)
-        tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
-        seconds = _expected_seconds(roster, tried)
+        memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
+        roster = dict(server.roster)  # read once, since the first access of a client draws its capability
+        tried = memory.setdefault("tried", {})
+        # An untried client takes a time in proportion to its examples over its speed.
+        pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
+        expected = {id: _relative_time(info) * pace for id, info in roster.items()}
+        seconds = {id: float(tried[str(id)]["seconds"]) if str(id) in tried else time for id, time in expected.items()}
         preferred = self._preferred(memory, seconds)
         scores = self._scores(server.round, tried, preferred)
-        fresh = {
-            client_id: info.examples * self._late(seconds[client_id], preferred)
-            for client_id, info in roster.items()
-            if client_id not in scores
-        }
+        fresh = {id: one.examples * self._late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
-        memory["exploration"] = share
-        best, count = _ranked(scores), min(int(server.cohort_size * (1.0 - share)), len(scores))
+        best, count = _ranked(scores), min(int(size * (1.0 - share)), len(scores))
         edge = scores[best[min(count, len(best) - 1)]] * self.cut_off if best else 0.0
         exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
-        count = min(server.cohort_size - len(exploited), len(fresh))
+        count = min(size - len(exploited), len(fresh))
         explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(self.window * count))]}, count, rng)
-        memory["exploited"] = exploited
+        memory.update(exploration=share, exploited=exploited)
         cohort = [*exploited, *explored]
-        rest = [client_id for client_id in roster if client_id not in cohort]
-        missing = server.cohort_size - len(cohort)
+        rest, missing = [id for id in roster if id not in cohort], size - len(cohort)
         if missing > 0:
             cohort += [rest[int(place)] for place in rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)
@@ -140,25 +133,20 @@ class Oort(Method):
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and learn the clients' utilities and times."""
-        memory = server.memory
-        gained = []
+        memory, gained = server.memory, []
         for update in updates:
             utility = update.examples * math.sqrt(max(0.0, update.metrics[_SQUARES]))
-            expected = _relative_time(server.roster[update.client_id])
-            memory["tried"][str(update.client_id)] = {
-                "utility": utility,
-                "seconds": update.cost.seconds,
-                "pace": update.cost.seconds / expected,
-                "round": server.round,
-            }
+            pace = update.cost.seconds / _relative_time(server.roster[update.client_id])
+            found = {"utility": utility, "seconds": update.cost.seconds, "pace": pace, "round": server.round}
+            memory["tried"][str(update.client_id)] = found
             if update.client_id in memory["exploited"]:
                 gained.append(utility)
         history: list[float] = memory.setdefault("history", [])
         history.append(sum(gained) / len(gained) if gained else 0.0)
         self._pace(memory, history, server.round)
-        return mean(server, updates)
+        return super().aggregate(server, updates)
 
-    def _pace(self, memory: dict[str, Any], history: list[float], round: int) -> None:
+    def _pace(self, memory: Memory, history: list[float], round: int) -> None:
         step = self.pace_rounds
         if round < 2 * step or round % step:
             return
@@ -170,13 +158,11 @@ class Oort(Method):
             percentile = max(self.pace_step, percentile - self.pace_step)
         memory["percentile"] = percentile
 
-    def _preferred(self, memory: Mapping[str, Any], seconds: Mapping[int, float]) -> float:
+    def _preferred(self, memory: Memory, seconds: Mapping[int, float]) -> float:
         """T, the time beyond which a client is penalised."""
         percentile = memory.get("percentile", self.percentile)
-        if percentile >= 100.0:
-            return math.inf
         order = sorted(seconds.values())
-        return order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
+        return math.inf if percentile >= 100.0 else order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
 
     def _late(self, seconds: float, preferred: float) -> float:
         return (preferred / seconds) ** self.penalty if seconds > preferred else 1.0
@@ -201,19 +187,9 @@ def _relative_time(info: ClientInfo) -> float:
     return info.examples / info.capability.flops_per_second
 
 
-def _expected_seconds(roster: Mapping[int, ClientInfo], tried: Mapping[str, Any]) -> dict[int, float]:
-    """Client id → its last time; before that, a time in proportion to its examples over its speed."""
-    pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
-    found = {}
-    for client_id, info in roster.items():
-        known = tried.get(str(client_id))
-        found[client_id] = _relative_time(info) * pace if known is None else float(known["seconds"])
-    return found
-
-
 def _ranked(weights: Mapping[int, float]) -> list[int]:
     """Sort ids from the largest weight down; ties go to the lower id."""
-    return sorted(weights, key=lambda client_id: (-weights[client_id], client_id))
+    return sorted(weights, key=lambda id: (-weights[id], id))
 
 
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
@@ -221,6 +197,5 @@ def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) ->
     if count == 0:
         return []
     ids = sorted(weights)
-    chances = np.array([weights[client_id] for client_id in ids])
-    places = rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())
-    return [ids[int(place)] for place in places]
+    chances = np.array([weights[id] for id in ids])
+    return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())]

@@ -5,7 +5,7 @@ Approach, NeurIPS 2020 (arXiv 2002.07948). Of the paper's two approximations thi
 second derivative out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekit.foreach import foreach_copy_
 from sparsekit_fl.client.fit import Batch, Batches, SgdStep, make_step
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, ServerContext, StateDict, Task, Update, mean
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves
 from sparsekit_fl.options import Hint, NonNegative, NonNegativeCount
 
@@ -41,6 +41,7 @@ class PerFedAvg(Method):
 
     called = "per-fedavg"
     source = "Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948"
+    weights = "uniform"
     note = "Deployed after 1 step on the client's own data, as in its paper, unless `steps` says otherwise."
 
     adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
@@ -79,10 +80,6 @@ class PerFedAvg(Method):
         log = client.fit(module, batches, step)
         work = client.work(None, log) + client.work_on(adapted, padded_examples=log.padded_examples)
         return Result.of(client, None, log, work=work)
-
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean with equal weights, as in the paper."""
-        return mean(server, updates, weights="uniform")
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the global model after a few steps of gradient descent on the client's training data."""

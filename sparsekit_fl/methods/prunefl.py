@@ -20,69 +20,47 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.foreach import foreach_add_
-from sparsekit.graph import WeightMask
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import WorkCost, require_metrics
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    mean,
-    sgd,
-)
+from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.masks import keep_largest_entries, prunable_weights
+from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
 from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.problem.clients import Capability
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
+_SETTLED, _SETTLED_TIMES = 0.1, 5  # of the reference code
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneFL(Method):
+class PruneFL(SparseWeights):
     """A searched mask for all.
 
     Args:
         every: Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps
             are as many.
-        share: Largest part of a layer's active weights that may be dropped at once; 0.3 in the reference code.
-        half_lives: How often `share` halves over the run; 1 in the reference code (10,000 of 10,000 rounds).
+        share: Largest part of a layer's active weights that may be dropped at once, at first: it halves over the run. 0.3 in
+            the reference code.
         overhead: Time of a round that does not depend on the mask, over the time of all prunable weights. In the reference
             code's configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
-        initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. It
-            ends before when the density has changed by at most `settled` this often in a row.
-        settled: 0.1 in the reference code.
-        settled_times: 5 in the reference code.
+        initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in
+            the reference code, it ends before when the density has changed by at most a tenth five times in a row.
 
     Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
 
     source = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
-    note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
-    masked = True
 
     every: Count = 5
     share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3
-    half_lives: NonNegative = 1.0
     overhead: NonNegative = 1.27
     initial: NonNegativeCount = 10
-    settled: NonNegative = 0.1
-    settled_times: Count = 5
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError if there is nothing to prune."""
-        prunable_weights(graph, "PruneFL")
 
     def alone(self, round: int) -> bool:
         """Return whether the initial pruning takes this round."""
@@ -94,7 +72,7 @@ class PruneFL(Method):
 
     def share_at(self, round: int, rounds: int) -> float:
         """Return the share that may be dropped after a round of so many."""
-        return float(self.share * 0.5 ** (self.half_lives * round / rounds))
+        return float(self.share * 0.5 ** (round / rounds))
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample as FedAvg does, but one client alone for the initial pruning."""
@@ -120,14 +98,14 @@ class PruneFL(Method):
             seconds = weight_seconds(client.costs, client.graph.shapes, tuple(mask), part.log.examples)
             before = mask
             mask = search_weights(state, mask, part.extra, seconds, share=self.share, overhead=self.overhead)
-            unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= self.settled else 0
-            if unmoved == self.settled_times:
+            unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= _SETTLED else 0
+            if unmoved == _SETTLED_TIMES:
                 break
         return Result(state=mask_state(client.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
         """Refuse an update without the right mask, or without the gradients that are due."""
-        names = set(prunable_weights(server.graph, "PruneFL"))
+        names = set(prunable_weights(server.graph))
         who = f"the update of client {update.client_id}"
         if task.mask is not None and update.mask != task.mask:
             raise UpdateError(f"{who} has another mask than the one that it was sent")
@@ -160,7 +138,7 @@ class PruneFL(Method):
 
 
 def _whole(graph: UnitGraph) -> WeightMask:
-    names = prunable_weights(graph, "PruneFL")
+    names = prunable_weights(graph)
     return WeightMask({name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in names})
 
 
@@ -175,7 +153,7 @@ def _measured(client: ClientContext, task: Task) -> Result:
     sums: dict[str, Tensor] = {}
 
     def summing(leaves: Leaves) -> list[Adjust]:
-        sums.update({name: torch.zeros_like(leaves[name]) for name in prunable_weights(client.graph, "PruneFL")})
+        sums.update({name: torch.zeros_like(leaves[name]) for name in prunable_weights(client.graph)})
         wanted = {leaves[name]: total for name, total in sums.items()}
 
         def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
@@ -211,16 +189,9 @@ def search_weights(
     """Return the mask of largest gradient² per second.
 
     In each layer the smallest ⌊share · active⌋ active weights and all dropped ones are candidates; the others stay. The
-    candidates are taken in by descending γ_j / t_j while that is above Γ = Σ γ / (c + Σ t) of what is in so far; ties go to
-    earlier layers and lower places. A layer keeps one weight at least.
-
-    Args:
-        weights: Key → values.
-        mask: What is active.
-        squares: Key → γ, float, of every weight.
-        seconds: Key → t, of one weight.
-        share: Largest part of the active weights that may go.
-        overhead: c over the time of all weights.
+    candidates are taken in by descending γ_j / t_j (`squares` over `seconds`) while that is above Γ = Σ γ / (c + Σ t) of what
+    is in so far, where c is `overhead` times the time of all weights; ties go to earlier layers and lower places. A layer
+    keeps one weight at least.
 
     Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods.base import Method, ServerContext, StateDict, Update
 from sparsekit_fl.methods.means import Weighted, mean_change, moved, weighted
 from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
+
+_STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `always_available`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,9 @@ class REFL(Method):
         adaptive: Sample one client less for each late update that is expected within an average round.
         beta: β, share of the boost for updates that differ; 0.35 in the paper.
         always_available: Everybody is always there; False: clients come and go. The presence of a client is a two-state chain,
-            which is our stand-in for the traces of the paper.
-        stay_low: Least probability that a client stays as it was in the round before; 0.5 is a coin toss each round. Each
-            client has its own probability, drawn once.
-        stay_high: Largest such probability.
-        forecast: Probability that the forecast for the next round is right; 0.9 in the paper.
+            which is our stand-in for the traces of the paper: it stays as it was in the round before with a probability of its
+            own, drawn once from 0.5 (a coin toss each round) to 1. The forecast for the next round is right with probability
+            0.9, as in the paper.
 
     Source: Abdelmoniem et al., EuroSys 2023, intelligent participant selection, adaptive participant target and
         staleness-aware aggregation.
@@ -62,24 +61,14 @@ class REFL(Method):
     adaptive: bool = True
     beta: Share = 0.35
     always_available: bool = False
-    stay_low: Share = 0.5
-    stay_high: Share = 1.0
-    forecast: Share = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stay_low > self.stay_high:
-            raise InvalidValueError(f"stay_low must be at most stay_high, got {self.stay_low} and {self.stay_high}")
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample the clients that are expected to be away in the next round first."""
         memory, ids = server.memory, sorted(server.roster)
         here, staying = set(ids), set(ids)
         if not self.always_available:
-            # Chains of all clients continue, also of those that cannot be reached in this round.
-            everybody = sorted(server.everybody)
-            now, likely = self._presence(server, len(everybody))
-            here, staying = set(compress(everybody, now)), set(compress(everybody, likely))
+            now, likely = self._presence(server, len(ids))
+            here, staying = set(compress(ids, now)), set(compress(ids, likely))
         late = memory.setdefault("late", [])
         busy = {item["client"] for item in late}
         last = memory.setdefault("last", {})
@@ -103,12 +92,12 @@ class REFL(Method):
         """Continue the chains by one round; return who is there now, and who is expected to be in the next round."""
         memory, rng = server.memory, server.rngs["sampling"]
         if "stay" not in memory:
-            memory["stay"] = torch.from_numpy(rng.uniform(self.stay_low, self.stay_high, count))
+            memory["stay"] = torch.from_numpy(rng.uniform(*_STAYS, count))
             memory["next"] = torch.from_numpy(rng.random(count) < 0.5)
         now = memory["next"]
         stays = torch.from_numpy(rng.random(count)) < memory["stay"]
         memory["next"] = now == stays
-        right = torch.from_numpy(rng.random(count)) < self.forecast
+        right = torch.from_numpy(rng.random(count)) < _FORECAST
         return now.tolist(), (memory["next"] == right).tolist()
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:

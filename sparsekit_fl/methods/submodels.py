@@ -1,7 +1,7 @@
 """Submodels: the server sends each client as many units as it can train, and averages each entry over its holders."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,11 +9,10 @@ from torch import nn
 
 from sparsekit.allocation import make_mask
 from sparsekit.criteria import Criterion, Ordered, ScoringContext
-from sparsekit.errors import NoUnitsError
 from sparsekit.finetuning import recalibrate_batchnorm
-from sparsekit.graph import UnitMask
+from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.rng import torch_generator
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, ServerContext, StateDict, Task, UnitGraph, Update, mean
+from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, StateDict, Task
 from sparsekit_fl.methods.means import Over, Weights
 
 _LARGEST_BATCH = 256
@@ -46,13 +45,9 @@ def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: floa
     return make_mask(criterion, side.graph, ratio, context)
 
 
-def require_units(graph: UnitGraph, who: str) -> None:
-    """Raise NoUnitsError unless the graph has units; `who` needs them."""
-    if not graph.groups:
-        raise NoUnitsError(
-            f"the model has no units, so {who} has nothing to choose from;"
-            " `sparsekit units` shows why; or run a method that trains the whole model"
-        )
+def prefix(graph: UnitGraph, ratio: float) -> UnitMask:
+    """Return the mask of the first units of each group."""
+    return make_mask(Ordered(), graph, ratio, ScoringContext())
 
 
 def calibrate(client: ClientContext, module: nn.Module) -> bool:
@@ -100,10 +95,7 @@ class Submodels(Method):
     """Ranks the units; by default the first units of each group come first."""
     weights: ClassVar[Weights] = "uniform"
     over: ClassVar[Over] = "holders"
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError if the model has no units."""
-        require_units(graph, type(self).__name__)
+    needs_units = True
 
     def ratio_of(self, server: ServerContext, client_id: int) -> float:
         """Return the ratio of one client in this round; by default its capability's."""
@@ -113,7 +105,3 @@ class Submodels(Method):
         """Return the submodel."""
         ratio = self.ratio_of(server, client_id)
         return Task(mask=units(server, self.criterion, ratio), ratio=ratio)
-
-    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
-        """Return the mean over the holders of each entry."""
-        return mean(server, updates, weights=self.weights, over=self.over)

@@ -24,7 +24,6 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     # Options of methods that take another path.
     ("depthfl alpha=0.0 distillation=false", {}),
     ("fedlps bandit=split-ucbv", {}),
-    ("fedmp capped=true", {}),
     ("fedprox mu=0.1 stragglers=0.5", {}),
     ("fedspa anneal=0.0 ratio=0.3", {}),
     ("fjord distillation=true", {}),

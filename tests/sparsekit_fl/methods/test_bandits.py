@@ -1,6 +1,7 @@
 """FedLPS with any bandit; FedMP's E-UCB, its ratios and their reward."""
 
 import math
+import sys
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from sparsekit.bandit import registry
 from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
 from sparsekit_fl.methods.fedmp import EUCB, FedMP
+
+fedmp = sys.modules[FedMP.__module__]
 
 
 def told(name: str) -> list[tuple[float, float]]:
@@ -75,24 +78,23 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None
 
 
 def test_finishing_on_time_is_no_infinite_reward() -> None:
-    method, memory = FedMP(floor=0.1), {}
+    method, memory = FedMP(), {}
     for round, loss in ((1, 2.0), (2, 1.0)):
         play(method, memory, round, answer(0, loss, 1.0))
     assert rewards(memory, 0) == pytest.approx([1.0 / 0.1])
 
 
-def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> None:
-    for capped in (False, True):
-        method, memory, seen = FedMP(capped=capped), {}, []
-        for round in range(1, 60):
-            seen += play(method, memory, round, answer(0, 1.0 / round, 1.0), capability=0.5)
-        assert min(seen) >= 0.2
-        assert max(seen) <= (0.5 if capped else 1.0)
-        assert max(seen) > (0.45 if capped else 0.8)
+def test_proposals_cover_the_arms_whatever_the_client_can_do() -> None:
+    method, memory, seen = FedMP(), {}, []
+    for round in range(1, 60):
+        seen += play(method, memory, round, answer(0, 1.0 / round, 1.0), capability=0.5)
+    assert 0.2 <= min(seen) < 0.4
+    assert 0.8 < max(seen) <= 1.0
 
 
-def test_the_indices_of_a_trace_of_e_ucb() -> None:
-    bandit = EUCB({}, 0.0001, 0.5, seed=0)
+def test_the_indices_of_a_trace_of_e_ucb(monkeypatch) -> None:
+    monkeypatch.setattr(fedmp, "_DISCOUNT", 0.5)
+    bandit = EUCB({}, 0.0001, seed=0)
     assert bandit.indices() == [math.inf]
     for value, reward in ((0.5, 1.0), (0.2, 0.5), (0.7, 0.25)):
         bandit.tell(value, reward)
@@ -108,7 +110,7 @@ def test_the_indices_of_a_trace_of_e_ucb() -> None:
 def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps: list[tuple[float, float]], seed: int) -> None:
     memory: dict = {}
     for value, reward in steps:
-        bandit = EUCB(memory, 0.1, 0.98, seed)
+        bandit = EUCB(memory, 0.1, seed)
         drawn = bandit.draw()
         indices = bandit.indices()
         place = bandit._place(drawn)

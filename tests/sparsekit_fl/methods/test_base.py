@@ -21,8 +21,8 @@ def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
         method = registry[name]()
         assert method.name == name
         assert make_method(method.name) == method
-    method = make_method("fjord levels=1.0,0.5 distillation=true")
-    assert method.name == "fjord levels=1.0,0.5 distillation=True"
+    method = make_method("fedp3 layers=none kept=0.5 private_head=false")
+    assert method.name == "fedp3 layers=None kept=0.5 private_head=False"
     assert make_method(method.name) == method
     assert make_method("fedprox", settings={"mu": 0.01}).name == "fedprox"
 
@@ -108,7 +108,6 @@ def test_text_is_read_by_the_annotation():
     assert make_method("fedlps", settings={"target": "absolute"}).target == "absolute"
     assert make_method("fedlps", settings={"importance_lr": "none"}).importance_lr is None
     assert [make_method("fedlps", settings={"ratios": text}).ratios for text in ("capability", "0.5")] == ["capability", 0.5]
-    assert make_method("fjord", settings={"levels": "1, 0.5"}).levels == (1.0, 0.5)
     assert make_method("heterofl", settings={"scaler": "false"}).scaler is False
 
 

@@ -19,7 +19,7 @@ EQUAL = [
     "fedprox mu=0.0",
     "fedrolex clip=none",
     "fedspa ratio=1.0",
-    "fjord levels=1.0",
+    "fjord",
     "hermes threshold=1.0 lasso=0.0",
     "heterofl clip=none",
     "lotteryfl threshold=1.0",

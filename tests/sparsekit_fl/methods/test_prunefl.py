@@ -93,4 +93,3 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
 def test_shares_halve_over_the_run() -> None:
     assert prunefl().share_at(0, 100) == 0.3
     assert prunefl().share_at(100, 100) == 0.15
-    assert prunefl(half_lives=2.0).share_at(50, 100) == 0.15

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sparsekit_fl.methods.means import weighted
 from sparsekit_fl.methods.refl import REFL, _boosts, _packed
 from sparsekit_fl.testing import tiny_clients
 
+refl = sys.modules[REFL.__module__]
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
 
@@ -92,9 +94,10 @@ def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
     assert all(len(crowd.sample(context(round, memory))) == 4 for round in range(1, 6))
 
 
-def test_clients_stay_as_they_are_with_their_own_probability() -> None:
+def test_clients_stay_as_they_are_with_their_own_probability(monkeypatch) -> None:
+    monkeypatch.setattr(refl, "_STAYS", (0.7, 0.9))
     memory, changes, right, before = {}, np.zeros(200), 0.0, None
-    method, ctx = REFL(stay_low=0.7, stay_high=0.9, forecast=0.8), context(1, memory)
+    method, ctx = REFL(), context(1, memory)
     for _ in range(300):
         now, expected = method._presence(ctx, 200)
         changes += 0 if before is None else np.array(now) != before
@@ -103,7 +106,7 @@ def test_clients_stay_as_they_are_with_their_own_probability() -> None:
     stays = 1 - changes / 299
     assert np.corrcoef(stays, memory["stay"].numpy())[0, 1] > 0.8
     assert 0.75 < stays.mean() < 0.85
-    assert right / 300 == pytest.approx(0.8, abs=0.01)
+    assert right / 300 == pytest.approx(0.9, abs=0.01)
 
 
 def combine(method, late, fresh):

@@ -50,7 +50,7 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
         (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
         *((registry[name], {"mu": -3.0}, "mu must be") for name in ("fedlps", "fedlps-magnitude")),
         (registry["fedlps"], {"ratios": 1.5}, "ratios must be"),
-        (registry["refl"], {"stay_low": 0.9, "stay_high": 0.5}, "stay"),
+        (registry["refl"], {"target": 0.0}, "target must be"),
     ],
 )
 def test_bad_options_are_refused_by_name(make: Callable[..., object], options: dict[str, object], message: str) -> None:

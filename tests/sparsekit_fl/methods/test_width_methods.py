@@ -83,8 +83,8 @@ def test_fjord_draws_its_widths_from_the_levels_of_the_run() -> None:
 @pytest.mark.parametrize("distillation", [False, True])
 def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) -> None:
     """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step."""
-    config = training(tiny_config(rounds=1), momentum=momentum)
-    method = fjord(levels=(0.25, 0.5), distillation=distillation)
+    config = dataclasses.replace(training(tiny_config(rounds=1), momentum=momentum), capability_levels=(0.5, 0.25))
+    method = fjord(distillation=distillation)
     spec, _, ctx = client_context(method, deep_problem(), config)
     ours = method.train(ctx, Task(state=spec.initial))
     _, _, ctx = client_context(method, deep_problem(), config)
