@@ -39,11 +39,8 @@ from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
-from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.problem.models import Cnn, Vgg
 from sparsekit_fl.results.records import RoundRecord
-
-be_quiet()
 
 WORKERS = 2
 
@@ -80,25 +77,22 @@ def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Cl
 
 def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int]]:
     """Name → a plan, which a deployment understands too, and the number of clients."""
-    from sparsekit_fl.deployment.plan import Plan
+    from sparsekit_fl.cli.flower_app import AppOptions
     from sparsekit_fl.paper.presets import PRESETS
 
-    plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, cohort=10)
+    folder = Path(data_dir) if data_dir else None
+    plan = AppOptions(preset=preset, rounds=rounds, eval_every=rounds, cohort=10, data_dir=folder)
     clients = PRESETS[preset].clients
     still = plan.replaced(method="engines:idle")
     return {
         "messages": (still, clients),
-        "bytes": (still.replaced(preset="", dataset="engines:vgg_data", cohort=4), 4),
+        "bytes": (still.replaced(preset=None, dataset="engines:vgg_data", cohort=4), 4),
         preset: (plan, clients),
     }
 
 
 def _engine(name: str) -> Engine:
-    if name.startswith("processes-"):
-        return Processes(int(name.removeprefix("processes-")))
-    from sparsekit_fl.engines.flower.simulation import Flower
-
-    return Flower(workers=WORKERS)
+    return Processes(int(name.removeprefix("processes-")))
 
 
 class Timing(NamedTuple):
@@ -116,9 +110,15 @@ def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
 
 
 def _here(name: str, plan: Any) -> Timing:
-    problem, clients = plan.make_task()[:2]
+    from sparsekit_fl.cli.experiment import Experiment
+    from sparsekit_fl.cli.simulate import simulate
+
     began = time.perf_counter()
-    result = fl.run(plan.make_method(), problem, clients, plan.make_config(clients), engine=_engine(name))
+    if name == "ray":
+        result = simulate(plan.method, plan.replaced(engine="flower", workers=WORKERS), lambda _: None)
+    else:
+        made = Experiment.of(plan)
+        result = fl.run(plan.make_method(), made.problem, made.clients, made.config, engine=_engine(name))
     return _timing(result.rounds, time.perf_counter() - began)
 
 
@@ -127,9 +127,10 @@ def _deployed(plan: Any, count: int) -> Timing:
     from parity import deployed
 
     began = time.perf_counter()
-    with deployed(count, data_dir=plan.data_dir, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
+    folder = str(plan.data_dir or "")
+    with deployed(count, data_dir=folder, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
         out = deployment.folder / "out"
-        deployment.submit(plan.replaced(out=str(out)))
+        deployment.submit(plan.replaced(out=out))
         deployment.await_result(out)
         total = time.perf_counter() - began
         return _timing([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
@@ -246,7 +247,7 @@ def main() -> None:
     costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
     growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
     growth.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
-    growth.add_argument("--engines", nargs="+", default=["processes-1", "ray"])
+    growth.add_argument("--engines", nargs="+", default=["processes-1"])
     growth.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
     growth.add_argument("--method", default="fedlps", help="default fedlps")
     for command in (costs, growth):

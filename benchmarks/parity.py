@@ -30,14 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 from common import ROOT, add, read, show
-from local_grid import InProcess
+from local_grid import InProcess, task_of
 from replies import Changed
 
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.flower_app import AppOptions
+from sparsekit_fl.cli.simulate import simulate
 from sparsekit_fl.client.messages import Reply
-from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engine import Engine, Processes
-from sparsekit_fl.engines.flower.simulation import Flower
-from sparsekit_fl.engines.flower.wire import read as read_message
 from sparsekit_fl.methods import registry
 from sparsekit_fl.rounds import run
 
@@ -54,9 +54,9 @@ _COST = ("flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_se
 # --- engines ---
 
 
-def plan_of(method: str, rounds: int) -> Plan:
+def plan_of(method: str, rounds: int) -> AppOptions:
     """The settings: a convolutional model on scikit-learn's digits, two classes a client, levels drawn in every round."""
-    return Plan(method=method, rounds=rounds, cohort=COHORT, seed=3, eval_every=rounds, local_epochs=1)
+    return AppOptions(method=method, rounds=rounds, cohort=COHORT, seed=3, eval_every=rounds, local_epochs=1)
 
 
 def fails(client_id: int, round: int) -> bool:
@@ -72,15 +72,15 @@ def _lost(reply: Reply, round: int) -> Reply:
 def _error_reply(message: Any, reply: Any) -> Any:
     from flwr.app import Error, Message
 
-    task = read_message(message)[0]["tasks"][0]
-    planted = task["task"] == "train" and fails(task["client"], task["round"])
+    task = task_of(message)
+    planted = task["task"] == "train" and fails(task["client_id"], task["round"])
     return Message(Error(code=5, reason="planted"), reply_to=message) if planted else reply
 
 
-def _here(engine: Callable[[], Engine]) -> Callable[[Plan], Result]:
-    def result(plan: Plan) -> Result:
-        problem, clients = plan.make_task()[:2]
-        return run(plan.make_method(), problem, clients, plan.make_config(clients), engine=engine()).to_dict()
+def _here(engine: Callable[[], Engine]) -> Callable[[AppOptions], Result]:
+    def result(plan: AppOptions) -> Result:
+        made = Experiment.of(plan)
+        return run(plan.make_method(), made.problem, made.clients, made.config, engine=engine()).to_dict()
 
     return result
 
@@ -95,7 +95,7 @@ def deployed(clients: int, *, tls: bool = False, data_dir: str = "", **options: 
         data_dir: Folder of the data sets on the nodes.
         **options: Of the tests' own class, which also watches that no process contacts anybody outside this machine.
     """
-    sys.path.append(str(ROOT / "tests" / "sparsekit_fl" / "engines" / "flower"))
+    sys.path.append(str(ROOT / "tests" / "sparsekit_fl" / "flower"))
     from fault_deployment import Deployment
 
     with (
@@ -117,12 +117,12 @@ class Kept:
         self.stack = ExitStack()
         self.deployment: Any = None
 
-    def __call__(self, plan: Plan) -> Result:
+    def __call__(self, plan: AppOptions) -> Result:
         """Submit a run and wait for what it reports."""
         try:
             self.deployment = self.deployment or self.stack.enter_context(deployed(CLIENTS, tls=True))
             out = self.deployment.folder / plan.method
-            self.deployment.submit(plan.replaced(out=str(out)))
+            self.deployment.submit(plan.replaced(out=out))
             return self.deployment.await_result(out)
         except BaseException:
             # It shows the end of its logs when it is told of an error.
@@ -135,7 +135,7 @@ class Column(NamedTuple):
     """An engine of the page: what stands over its column, what a plan gives on it, and whether clients fail on it."""
 
     title: str
-    run: Callable[[Plan], Result]
+    run: Callable[[AppOptions], Result]
     errors: bool = False
 
 
@@ -143,20 +143,24 @@ _kept = Kept()
 _with_errors = _here(lambda: Changed(_lost))
 
 
-def _failing(plan: Plan) -> Result:
+def _failing(plan: AppOptions) -> Result:
     result = _with_errors(plan)
     assert any(record["dropped"] for record in result["rounds"]), f"{plan.method}: no error fell on a client of a cohort"
     return result
 
 
+def _simulated(plan: AppOptions) -> Result:
+    return simulate(plan.method, plan.replaced(workers=2, supernodes=3, engine="flower"), lambda _: None).to_dict()
+
+
 # By whether clients fail: the processes engine, where the same ones fail.
-REFERENCES: dict[bool, Callable[[Plan], Result]] = {False: _here(lambda: Processes(1)), True: _failing}
+REFERENCES: dict[bool, Callable[[AppOptions], Result]] = {False: _here(lambda: Processes(1)), True: _failing}
 # Those that fork come first, before there are threads.
 COLUMNS = {
     "processes-2": Column("processes, 2 workers", _here(lambda: Processes(2))),
     "grid": Column("Flower's wire, replies shuffled and doubled", _here(lambda: InProcess(nodes=3, seed=5, twice=True))),
     "grid-errors": Column("Flower's wire, clients fail", _here(lambda: InProcess(nodes=3, seed=6, fault=_error_reply)), True),
-    "ray": Column("Ray, 2 actors", _here(lambda: Flower(workers=2, supernodes=3))),
+    "ray": Column("Ray, 2 actors", _simulated),
     "deployment": Column("SuperLink and 2 SuperNodes", _kept),
 }
 
@@ -195,18 +199,18 @@ def text_of(pair: Mapping[str, Any]) -> str:
     return ", ".join(unlike) or "same"
 
 
-def case_of(plan: Plan) -> dict[str, Any]:
+def case_of(plan: AppOptions) -> dict[str, Any]:
     """Settings and versions, which decide whether a pair of the record still counts."""
-    settings = {name: value for name, value in plan.to_run_config().items() if value != Plan().to_run_config()[name]}
+    settings = {name: value for name, value in plan.to_run_config().items() if value != AppOptions().to_run_config()[name]}
     packages = {name: version(name) for name in ("torch", "numpy", "flwr", "ray")}
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
-        "settings": {**settings, "preset": plan.preset, "method": plan.method},
+        "settings": {**settings, "preset": plan.preset or "", "method": plan.method},
         "versions": {"python": platform.python_version(), **packages, "processor": processor},
     }
 
 
-def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) -> dict[str, Any]:
+def attempt(method: str, engine: str, plan: AppOptions, reference: Mapping[str, str]) -> dict[str, Any]:
     """Run a pair: a line of the record."""
     began = time.perf_counter()
     found, error = None, ""
@@ -218,7 +222,7 @@ def attempt(method: str, engine: str, plan: Plan, reference: Mapping[str, str]) 
     return pair | {"error": error, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _reference(plan: Plan, errors: bool) -> dict[str, str]:
+def _reference(plan: AppOptions, errors: bool) -> dict[str, str]:
     try:
         return digests(REFERENCES[errors](plan))
     except Exception as problem:  # noqa: BLE001 - the other methods go on

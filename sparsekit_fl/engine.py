@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.messages import Reply, Request, Wire, decode_reply, decode_request, encode_reply, encode_request
+from sparsekit_fl.client.messages import Reply, Request, decode_reply, decode_request, encode_reply, encode_request
 from sparsekit_fl.client_round import answer
 from sparsekit_fl.devices import check_device, device_of, exact_arithmetic, use_exact_arithmetic
 from sparsekit_fl.errors import WorkerDiedError
@@ -136,7 +136,7 @@ def _begin(work: Any, numbers: Any, ids: Any) -> None:
     _worker = spec.on(device_of(spec.config.device, numbers.get())), clients, memories, state
 
 
-def _run(wire: Wire) -> Wire:
+def _run(payload: bytes) -> bytes:
     spec, clients, memories, state = _worker
-    request = decode_request(wire, spec.graph, state=state)
+    request = decode_request(payload, spec.graph, state=state)
     return encode_reply(answer(spec, clients[request.client_id], request, memories))

@@ -4,11 +4,10 @@ Every message and every reply is taken apart into the objects that Flower sends 
 shuffled; a fault can be planted in any of them.
 """
 
-import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
@@ -20,10 +19,11 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.engines.flower.node import DeviceMemories, Node, make_app
-from sparsekit_fl.engines.flower.pool import GridPool
-from sparsekit_fl.engines.flower.post import Carrier
-from sparsekit_fl.engines.flower.wire import read
+from sparsekit_fl.client.packing import unpack
+from sparsekit_fl.engine import RunClients
+from sparsekit_fl.flower.app import Node, make_app
+from sparsekit_fl.flower.engine import GridEngine
+from sparsekit_fl.flower.wire import read
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.spec import RunSpec
 
@@ -36,9 +36,12 @@ ALL = range(10**6)
 
 
 def task_of(message: Message) -> dict[str, Any]:
-    """The first task of a message."""
-    found: dict[str, Any] = read(message)[0]["tasks"][0]
-    return found
+    """Task, client and round of the first request of a message."""
+    parts = read(message)
+    if not parts:
+        return {"task": "query", "client_id": -1, "round": 0}
+    meta = unpack(parts[1])[1]
+    return {"task": meta["how"]["task"], "client_id": meta["client"], "round": meta["round"]}
 
 
 def gone(message: Message, _: Message | None = None) -> Message:
@@ -174,10 +177,10 @@ class InProcess:
         nodes: Number of nodes that share the clients; None gives each client one.
         seed: Seed of the shuffling.
         fault, twice, delay: For the grid.
-        folder: Where nodes keep memories as devices do; None: they use the store of the run.
-        memory: "nodes" where they do; "server" where memories travel.
-        devices: Whether nodes are devices, which can stop nobody; they send personal models all the same.
-        options: For the pool.
+        devices: Whether nodes are devices, which say which clients they have and keep memories and models; else they are
+            those of a simulation.
+        folder: Where devices keep memories; None: in the folder of the run.
+        options: For the engine.
     """
 
     def __init__(
@@ -188,36 +191,29 @@ class InProcess:
         fault: Fault | None = None,
         twice: bool = False,
         delay: Callable[[Message], int] | None = None,
-        folder: Path | None = None,
-        memory: Literal["nodes", "server"] = "server",
         devices: bool = False,
+        folder: Path | None = None,
         **options: Any,
     ) -> None:
         self._nodes = nodes
         self._grid: dict[str, Any] = {"seed": seed, "fault": fault, "twice": twice, "delay": delay}
-        self._folder, self._memory, self._devices = folder, memory, devices
-        self._options = {"workers": 1, **options}
-
-    @property
-    def workers(self) -> int:
-        workers: int = self._options["workers"]
-        return workers
+        self._folder, self._devices, self._options = folder, devices, options
+        self.workers, self.keeps_models = 1, devices
 
     @contextmanager
-    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[GridPool]:
-        theirs = memories if self._folder is None else DeviceMemories(self._folder)
-        node = Node(spec, clients, None if self._memory == "server" else theirs)
-        grid = LocalGrid(make_app(lambda *_: node), nodes=self._nodes or len(clients), **self._grid)
-        carrier = _Fixed(grid, sorted(clients), self._devices)
-        yield GridPool(carrier, spec, carried=memories if self._memory == "server" else None, **self._options)
-
-
-class _Fixed(Carrier):
-    """Nodes that take turns with the clients, in the order of both ids, and never change."""
-
-    def __init__(self, grid: Grid, clients: Sequence[int], devices: bool) -> None:
-        self.grid, self.devices = grid, devices
-        self._node_of = dict(zip(clients, itertools.cycle(sorted(grid.get_node_ids())), strict=False))
-
-    def node_of(self, client_id: int) -> int:
-        return self._node_of[client_id]
+    def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:
+        count, ids = self._nodes or len(clients), sorted(clients)
+        home = (self._folder or memories.folder) / "device"
+        if self._devices:
+            own = [{id: clients[id] for id in ids[place::count]} for place in range(count)]
+            nodes = [Node(spec, clients, home.with_name(f"device-{place}")) for place, clients in enumerate(own)]
+        else:
+            nodes = [Node(spec, clients)] * count
+        app = make_app(lambda context, _: nodes[context.node_id - 1000])
+        engine = GridEngine(
+            LocalGrid(app, nodes=count, **self._grid), nodes=count, simulated=int(not self._devices), **self._options
+        )
+        if self._devices:
+            engine.introduce(spec)
+        with engine.open(spec, clients, memories) as run_clients:
+            yield run_clients

@@ -41,8 +41,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lazy", "version"),
     ),
     "sparsekit_fl": (
+        ("flower",),
         ("cli",),
-        ("deployment", "testing"),
+        ("testing",),
         ("paper", "rounds"),
         ("callbacks",),
         ("engines",),
@@ -56,14 +57,14 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options", "optimizers", "devices"),
         ("checkpoint",),
-        ("errors", "flower", "processes", "streams"),
+        ("errors", "processes", "streams"),
     ),
 }
 
 # Packages and the only places that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "flwr": ("sparsekit_fl.engines.flower.*", "sparsekit_fl.deployment.*", "sparsekit_fl.flower.*"),
-    "ray": ("sparsekit_fl.engines.flower.simulation",),
+    "flwr": ("sparsekit_fl.flower.*",),
+    "ray": (),
     "typer": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "rich": (
@@ -114,7 +115,6 @@ REGISTRIES = {
         {"base", "client", "context", "exits", "keep",
          "make", "masks", "means", "submodels"},
     ),
-    "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", set()),
 }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def test_the_bandit_needs_numpy_alone() -> None:
         ),
         # What a supernode starts for a message.
         (
-            "import sparsekit_fl.deployment.apps as apps; assert apps.client and apps.server",
+            "import sparsekit_fl.flower.app as app; assert app.client and app.server",
             ("ray", "flwr.simulation", "sparsekit_fl.run"),
         ),
         # A run that does not ask for a report.
@@ -231,7 +231,7 @@ def test_the_bandit_needs_numpy_alone() -> None:
     ids=["help", "bandit", "packages", "apps", "run"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
-    if "deployment" in program:
+    if "flower.app" in program:
         pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
     lines = (
         "import sys, sparsekit, sparsekit_fl",
@@ -248,6 +248,18 @@ def test_packages_stay_where_they_belong() -> None:
         for module in MODULES
         for package, line in ((name.split(".")[0], line) for name, line in _imports(module))
         if package in ONLY_IN and not any(fnmatchcase(module, pattern) for pattern in ONLY_IN[package])
+    ]
+    assert found == []
+
+
+def test_flower_is_used_by_public_names_alone() -> None:
+    """No private name, and none of those that Flower 1.41 says are deprecated."""
+    allowed = re.compile(r"flwr(\.(app|clientapp|serverapp|serverapp\.strategy))?(\.[A-Z]\w*)?")
+    found = [
+        f"{module}:{line} imports {name}"
+        for module in MODULES
+        for name, line in _imports(module)
+        if name.split(".")[0] == "flwr" and not allowed.fullmatch(name)
     ]
     assert found == []
 
@@ -282,8 +294,6 @@ def test_every_file_of_a_shelf_is_in_its_table(folder: str) -> None:
     packages = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
     present = ({path.stem for path in (ROOT / folder).glob("*.py")} | packages) - {"__init__"} - helpers
     assert listed == present
-    if folder == "sparsekit_fl/engines":
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
     assert all(registry[entry] is not None for entry in registry._table)
 
 

@@ -6,8 +6,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,14 @@ class Experiment:
     """All that `sparsekit_fl.run` wants, beside the method.
 
     Args:
+        engine: Runs the clients; None for Flower, which runs the experiment in an app.
         described: Names of what was run, for the result.
     """
 
     problem: Problem
     clients: list[Client]
     config: RunConfig
-    engine: Engine
+    engine: Engine | None
     described: Mapping[str, Any]
 
     @cached_property
@@ -65,15 +66,19 @@ class Experiment:
         )
 
     @staticmethod
-    def of(options: RunOptions) -> Experiment:
+    def of(options: RunOptions, *, ids: Collection[int] | None = None) -> Experiment:
         """Load and deal the data, and fill in what was not said.
+
+        Args:
+            options: What the user gave.
+            ids: The clients that are wanted: those of a device, or none on a server without data; None: all.
 
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.fit import check_training
         from sparsekit_fl.devices import check_device
-        from sparsekit_fl.paper.build import build_task
+        from sparsekit_fl.paper.build import build_task, have_capabilities
         from sparsekit_fl.paper.presets import preset_for
 
         if options.device is not None:
@@ -82,7 +87,7 @@ class Experiment:
             # Reading a data set for the first time takes a while, and says so.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         preset = preset_for(preset=options.preset, dataset=options.dataset)
-        engine = _engine(options)
+        engine = None if options.engine == "flower" else _engine(options)
         # Checked before the data are read, which may take long; only the data tell the number of clients.
         check_training(_config(options, preset, sys.maxsize).training)
         if options.init is not None and not options.init.exists():
@@ -96,15 +101,26 @@ class Experiment:
             lack_classes=options.lack_classes,
             data_dir=options.data_dir,
             seed=options.seed or 0,
+            ids=ids,
         )
+        count = len(task.clients) if ids is None else sys.maxsize
         more = {} if options.init is None else {"init": str(options.init)}
         return Experiment(
             problem=task.problem,
             clients=task.clients,
-            config=_config(options, preset, len(task.clients), keep=task.keeps_capabilities),
+            config=_config(options, preset, count, keep=have_capabilities(task.clients)),
             engine=engine,
             described={**task.described, **more},
         )
+
+    def with_clients(self, options: RunOptions, clients: list[Client]) -> Experiment:
+        """Return the same experiment with the clients of devices, whose number was not known before."""
+        from sparsekit_fl.paper.build import have_capabilities
+        from sparsekit_fl.paper.presets import preset_for
+
+        preset = preset_for(preset=options.preset, dataset=options.dataset)
+        config = _config(options, preset, len(clients), keep=have_capabilities(clients))
+        return replace(self, clients=clients, config=config, described={**self.described, "clients": len(clients)})
 
 
 def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = False) -> RunConfig:

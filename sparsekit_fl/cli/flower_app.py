@@ -1,44 +1,141 @@
-"""`sparsekit flower-app DIR`: a Flower app that is ready for `flwr run`, for clients on devices."""
+"""Flower from the command line: the options of its app, and `sparsekit flower-app DIR`, which writes it for devices."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from sparsekit.cli import command_app
-from sparsekit.errors import DISTRIBUTION, InvalidValueError
-from sparsekit_fl.cli.config_file import toml_of
+from sparsekit.errors import DISTRIBUTION, InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.cli.config_file import text_of, toml_of
+from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.options import Count, NonNegative, parse_value
+
+if TYPE_CHECKING:
+    from sparsekit_fl.methods.base import Method
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning where they lie.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
+_SET = "set."
 
 
-def write_app(folder: Path) -> list[Path]:
+class AppOptions(
+    RunOptions,
+    offers=(RunOptions, TrainingConfig, RunConfig),
+    without=("training", "capability_levels", "config", "quiet", "json"),
+):
+    """The options of a Flower app: those of `sparsekit run`, and these.
+
+    In Flower's run configuration, which has no none and no lists, empty text stands for what was not given, and the options
+    of `--set` are a table `[tool.flwr.app.config.set]`.
+
+    Args:
+        method: A method by name, or package.module:Class.
+        nodes: Number of SuperNodes to wait for.
+        wait_seconds: How long to wait for them.
+        timeout_seconds: Give up replies that take longer; zero waits.
+        error_file: File to which an error that ends the run is written.
+    """
+
+    method: str = "fedlps"
+    nodes: Count = 2
+    wait_seconds: NonNegative = 300.0
+    timeout_seconds: NonNegative = 0.0
+    error_file: Path | None = None
+
+    @classmethod
+    def _called(cls, name: str) -> str:
+        return name.replace("_", "-")
+
+    @staticmethod
+    def of(run_config: Mapping[str, Any]) -> AppOptions:
+        """Return the options in Flower's run configuration, whose keys have hyphens.
+
+        Raises:
+            UnknownNameError: no such option.
+            InvalidValueError: a value that is not allowed.
+        """
+        known = {name.replace("_", "-"): option for name, option in AppOptions.table.items() if name != "set"}
+        given: dict[str, Any] = {}
+        settings = []
+        for key, value in run_config.items():
+            if key.startswith(_SET):
+                settings.append(f"{key.removeprefix(_SET)}={text_of(value)}")
+                continue
+            if key not in known:
+                raise UnknownNameError(f"unknown option {key!r} in the run configuration; {nearest(key, known)}")
+            name = known[key].name
+            if value not in ("", getattr(AppOptions, name)):
+                given[name] = parse_value(known[key].hint, value, name=key) if isinstance(value, str) else value
+        return AppOptions(**given, **({"set": tuple(settings)} if settings else {}))
+
+    def to_run_config(self) -> dict[str, bool | int | float | str]:
+        """Return the options as Flower's run configuration; undoes `of`."""
+        config: dict[str, bool | int | float | str] = {}
+        for name in self.table:
+            value = vars(self).get(name, getattr(AppOptions, name) or "")
+            if name == "set":
+                config |= {_SET + path: text for path, text in (one.split("=", 1) for one in value)}
+            elif name != "error_file" or value:
+                plain = isinstance(value, bool | int | float)
+                config[name.replace("_", "-")] = value if plain else text_of(value)
+        return config
+
+    @property
+    def simulated(self) -> bool:
+        """Whether this is a run of Flower's simulation, which the command line started."""
+        return self.engine == "flower"
+
+    def make_method(self) -> Method:
+        """Return the method, with its options."""
+        from sparsekit_fl.methods.make import make_method
+
+        return make_method(self.method, settings=self.settings())
+
+
+def client_ids(text: str) -> list[int]:
+    """Return ids from "3", "0-3" or "0-3,7,9"; raises InvalidValueError if it names none, one twice, or is malformed."""
+    ids: list[int] = []
+    try:
+        for part in str(text).split(","):
+            low, dash, high = part.strip().partition("-")
+            ids += range(int(low), int(high) + 1) if dash else [int(low)]
+    except ValueError:
+        raise InvalidValueError(f"clients must be ids such as 3, 0-3 or 0-3,7, got {text!r}") from None
+    if not ids or len(set(ids)) != len(ids):
+        raise InvalidValueError(f"clients must name at least one id, and none twice, got {text!r}")
+    return ids
+
+
+def write_app(folder: Path, options: AppOptions | None = None) -> list[Path]:
     """Write the app into a folder, which is made if absent, and return its files; Flower is needed only where it runs.
 
     Raises:
         InvalidValueError: a file is there already; nothing was written.
     """
-    # Here: help texts need no torch.
-    from sparsekit_fl.deployment.plan import Plan
-
     taken = [name for name in _FILES if (folder / name).exists()]
     if taken:
         raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")
     here = folder.resolve()
+    config = (options or AppOptions()).to_run_config()
     words = {
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
         "@DISTRIBUTION@": DISTRIBUTION,
-        "@CONFIG@": "\n".join(f"{name} = {toml_of(value)}" for name, value in Plan().to_run_config().items()),
+        "@CONFIG@": _table({name: value for name, value in config.items() if not name.startswith(_SET)}),
+        "@SET@": "\n".join(
+            f'"{name[len(_SET) :]}" = {toml_of(value)}' for name, value in config.items() if name.startswith(_SET)
+        ),
     }
-    template = files("sparsekit_fl").joinpath("deployment/template")
+    template = files("sparsekit_fl").joinpath("flower/template")
     written = []
     for name in _FILES:
         text = template.joinpath(_SOURCES.get(name, name)).read_text(encoding="utf-8")
@@ -51,6 +148,10 @@ def write_app(folder: Path) -> list[Path]:
             path.chmod(0o755)
         written.append(path)
     return written
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name if '.' not in name else toml_of(name)} = {toml_of(value)}" for name, value in values.items())
 
 
 def _command(*, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder to write it to.")]) -> None:

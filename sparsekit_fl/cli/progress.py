@@ -12,6 +12,9 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from sparsekit_fl.callbacks import Callback, RunView, progress_bar
+from sparsekit_fl.checkpoint import write_atomically
+from sparsekit_fl.cli.config_file import written
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.results.scores import primary_metric
 from sparsekit_fl.results.text import flops_text, score_text, seconds_text, share_text
@@ -32,6 +35,24 @@ class Events(Callback):
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         scores = {} if record.evaluation is None else record.evaluation.personal
         self._send({"round": record.round, "rounds": run.config.rounds, "accuracy": scores.get("accuracy")})
+
+
+class Written(Callback):
+    """Write the options of a run into its folder, as `run.toml`, once that is known to be free.
+
+    Args:
+        method: As the user wrote it.
+        options: What the user gave.
+    """
+
+    def __init__(self, method: str, options: RunOptions) -> None:
+        self._method, self._options = method, options
+
+    def on_run_start(self, run: RunView) -> None:
+        if run.out is not None:
+            given = {name: value for name, value in self._options.given.items() if name in RunOptions.table}
+            text = written(self._method, {**given, "seed": run.config.seed})
+            write_atomically(run.out / "run.toml", text.encode())
 
 
 class EvaluationLines(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,6 @@ from rich.table import Table
 
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 
@@ -27,9 +27,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.callbacks import Callback, LiveProgress, RunView
-    from sparsekit_fl.checkpoint import write_atomically
-    from sparsekit_fl.cli.progress import EvaluationLines
+    from sparsekit_fl.callbacks import Callback, Callbacks, LiveProgress, RunView
+    from sparsekit_fl.cli.progress import EvaluationLines, Written
+    from sparsekit_fl.cli.simulate import simulate
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
 
@@ -41,20 +41,17 @@ def _run(method_name: str, options: RunOptions) -> None:
         )
     callbacks = options.callbacks()
     experiment = Experiment.of(options)
-
-    class Written(Callback):
-        """Writes the options of the run into its folder, once that is known to be free."""
-
-        def on_run_start(self, run: RunView) -> None:
-            if run.out is not None:
-                text = written(method_name, {**options.given, "seed": run.config.seed})
-                write_atomically(run.out / "run.toml", text.encode())
-
     quiet = options.quiet or options.json
     with LiveProgress(quiet=quiet) as progress:
         try:
-            own = [progress, EvaluationLines(quiet=quiet), Written()]
-            result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
+            own: list[Callback] = [progress, EvaluationLines(quiet=quiet)]
+            if experiment.engine is None:
+                view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients))
+                progress.on_run_start(view)
+                result = simulate(method_name, options, partial(Callbacks(own).tell, "on_round_end", view))
+            else:
+                own.append(Written(method_name, options))
+                result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -244,11 +244,10 @@ def _common(kind: str, message: Request | Update) -> tuple[dict[str, Tensor], di
 
 
 @contextmanager
-def _opened(
-    kind: str, payload: bytes, graph: UnitGraph | None, *, max_header_bytes: int | None = None
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]]:
-    """Give the tensors and the metadata of a message, and the fields that both have; whatever is wrong raises DataError."""
-    tensors, meta = unpack(payload, max_header_bytes=max_header_bytes)
+def _reading(
+    kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph | None
+) -> Iterator[dict[str, Any]]:
+    """Give the fields that requests and updates share; raise DataError for whatever is wrong with a message."""
     shapes: dict[str, MaskShapes] | None = None
     if graph is not None:
         units = {name: (group.size,) for name, group in graph.groups.items()}
@@ -258,7 +257,7 @@ def _opened(
             raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
         numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
         mask = unpack_mask(tensors, meta["mask"], shapes=shapes)
-        yield tensors, meta, {**numbers, "mask": mask, "extra": _section("extra", tensors)}
+        yield {**numbers, "mask": mask, "extra": _section("extra", tensors)}
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -314,7 +313,11 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
 
     By the units of the model the size of a mask is checked before room is made for it; without them bytes are one's own.
     """
-    with _opened("update", payload, graph, max_header_bytes=MAX_HEADER_BYTES) as (tensors, meta, common):
+    return _read_update(*unpack(payload, max_header_bytes=MAX_HEADER_BYTES), graph)
+
+
+def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph | None) -> Update:
+    with _reading("update", tensors, meta, graph) as common:
         kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
         costs["flops"] = costs.pop("flops_training") + costs.get("flops_scoring", 0)
@@ -347,37 +350,33 @@ def request_bytes(request: Request, graph: UnitGraph) -> int:
     return packed_bytes(tensors, meta)
 
 
-Wire = tuple[Mapping[str, Any], Mapping[str, bytes]]
-"""A message on the wire: a header of plain JSON values, and named payloads."""
-
-_ASKED = ("task", "client_id", "round", "memory_round", "with_shared", "with_model")
+_HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
-def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> Wire:
+def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """Return a request as it is sent: of the state, only what its mask keeps.
 
     `with_state=False` leaves the state out, for an engine that hands it over in another way.
     """
     tensors, meta = _request_parts(request)
     state = Kept(graph, request.mask).gather_all(request.state) if with_state else {}
-    return {name: getattr(request, name) for name in _ASKED}, {"body": pack({**tensors, **_prefixed("state", state)}, meta)}
+    how = {name: getattr(request, name) for name in _HOW}
+    return pack({**tensors, **_prefixed("state", state)}, {**meta, "how": how})
 
 
-def decode_request(wire: Wire, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
+def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
     """Undo `encode_request`; entries that the mask dropped come out as zero.
 
     Args:
-        wire: What was received.
+        payload: What was received.
         graph: The units of the model.
         state: The dense shared state, if the request was sent without it.
 
     Raises:
         DataError: the bytes are not a request.
     """
-    header, payloads = wire
-    with _opened("assignment", payloads.get("body", b""), graph) as (tensors, _, common):
-        if (common["client_id"], common["round"]) != (header["client_id"], header["round"]):
-            raise DataError("header and payload are of different clients or rounds")
+    tensors, meta = unpack(payload)
+    with _reading("assignment", tensors, meta, graph) as common:
         ratio, *capability = tensors["numbers"].tolist()
         if state is None:
             sparse = _section("state", tensors)
@@ -387,40 +386,56 @@ def decode_request(wire: Wire, graph: UnitGraph, *, state: StateDict | None = No
             dense = mask_state(graph, common["mask"], state)
         return Request(
             **common,
-            **{name: header[name] for name in _ASKED if name not in common},
+            **{name: meta["how"][name] for name in _HOW},
             state=dense,
             ratio=None if math.isnan(ratio) else ratio,
             capability=Capability(*capability),
         )
 
 
-def encode_reply(reply: Reply) -> Wire:
-    """Return a reply as it is sent."""
-    header = {name: getattr(reply, name) for name in ("error", "traceback", "stored", "note")}
-    if reply.evaluation is not None:
-        header["evaluation"] = reply.evaluation.to_dict()
-    payloads = {"model": reply.model, "body": b"" if reply.update is None else encode_update(reply.update)}
-    return header, {name: payload for name, payload in payloads.items() if payload}
+def encode_reply(reply: Reply) -> bytes:
+    """Return a reply as it is sent: an update, or scores, or an error, and a personal model if there is one."""
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {"kind": "update", "round": reply.round, "client": reply.client_id, "mask": None}
+    if reply.update is not None:
+        tensors, meta = _update_parts(reply.update)
+    if reply.model:
+        tensors = {**tensors, "model": torch.frombuffer(bytearray(reply.model), dtype=torch.uint8)}
+    said = {
+        "error": reply.error[:MAX_TEXT],
+        "traceback": reply.traceback[-MAX_TEXT:],
+        "note": reply.note[:MAX_TEXT],
+        "stored": reply.stored,
+        "evaluation": None if reply.evaluation is None else reply.evaluation.to_dict(),
+    }
+    return pack(tensors, {**meta, "reply": said})
 
 
-def decode_reply(wire: Wire, request: Request, graph: UnitGraph) -> Reply:
+def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
     """Undo `encode_reply`, for the reply to a request, whoever sent it.
 
     Raises:
         DataError: it is not a reply to this request.
     """
-    header, payloads = wire
-    found: dict[str, Any] = {name: str(header.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
-    try:
-        if found["error"]:
-            pass
-        elif request.task == "train":
-            found["update"] = decode_update(payloads.get("body", b""), graph)
-        else:
-            found["evaluation"] = Evaluation.from_dict(header["evaluation"])
-            if found["evaluation"].client_id != request.client_id:
-                raise DataError(f"it sent the scores of client {found['evaluation'].client_id}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"it sent malformed scores: {error!r}") from error
-    model, stored = payloads.get("model", b""), header.get("stored") is True
-    return Reply(client_id=request.client_id, round=request.round, **found, stored=stored, model=model)
+    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
+    said = meta.get("reply")
+    if not isinstance(said, dict):
+        raise DataError("it sent no reply")
+    found: dict[str, Any] = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
+    model = tensors.pop("model", torch.empty(0, dtype=torch.uint8))
+    if not found["error"] and request.task == "train":
+        found["update"] = _read_update(tensors, meta, graph)
+    elif not found["error"]:
+        try:
+            found["evaluation"] = Evaluation.from_dict(said["evaluation"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"it sent malformed scores: {error!r}") from error
+        if found["evaluation"].client_id != request.client_id:
+            raise DataError(f"it sent the scores of client {found['evaluation'].client_id}")
+    return Reply(
+        client_id=request.client_id,
+        round=request.round,
+        **found,
+        stored=said.get("stored") is True,
+        model=model.numpy().tobytes() if model.dtype == torch.uint8 else b"",
+    )

@@ -1,6 +1,22 @@
-"""Submodels for a Flower app that exists already: `train_submodel` on the client, `SubmodelStrategy` on the server."""
+"""Submodels for a Flower app that exists already: `train_submodel` on the client, `SubmodelStrategy` on the server.
 
-from sparsekit_fl.flower.client import Submodel, load_submodel, train_submodel
-from sparsekit_fl.flower.strategy import BanditRatios, SubmodelStrategy
+`app` is the app in which `sparsekit run --engine flower` and `sparsekit flower-app` run all methods; `engine` is its engine.
+"""
 
-__all__ = ["BanditRatios", "Submodel", "SubmodelStrategy", "load_submodel", "train_submodel"]
+# ruff: noqa: I001 - one line for each home
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparsekit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sparsekit_fl.flower.client import (
+        Submodel as Submodel,
+        load_submodel as load_submodel,
+        train_submodel as train_submodel,
+    )
+    from sparsekit_fl.flower.strategy import BanditRatios as BanditRatios, SubmodelStrategy as SubmodelStrategy
+
+__all__, __getattr__ = lazy_names(__name__)

@@ -144,7 +144,7 @@ def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Pa
     if engine == "a grid":
         pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
         from local_grid import InProcess
-    made = InProcess(memory="nodes") if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
+    made = InProcess() if engine == "a grid" else fl.Processes(2 if engine == "two workers" else 1)
     monkeypatch.setattr(Memories, "write", full)
     method = OwnModels()
     with pytest.raises(

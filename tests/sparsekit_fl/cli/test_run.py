@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,7 +172,7 @@ def test_what_is_wrong_is_said_in_one_sentence_with_code_2(line: str, says: str,
 def test_an_engine_whose_package_is_absent_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sparsekit_fl.engines.flower.simulation", None)
+    monkeypatch.setattr("sparsekit_fl.cli.simulate.find_spec", lambda name: None)
     assert execute(["run", "fedavg", "--engine", "flower"]) == 2
     assert 'pip install "sparsekit-torch[flower]"' in capsys.readouterr().err
 

@@ -77,10 +77,10 @@ def test_a_request_carries_what_its_mask_keeps(spec, name):
         extra={"y": torch.ones(2)},
         capability=fl.Capability(0.25),
     )
-    wire = encode_request(request, spec.graph)
-    payload = wire[1]["body"]
-    assert request_bytes(request, spec.graph) == len(payload)
-    again = decode_request(wire, spec.graph)
+    payload = encode_request(request, spec.graph)
+    # What is counted leaves out which task it is, and where the client's memory is.
+    assert request_bytes(request, spec.graph) < len(payload) < request_bytes(request, spec.graph) + 120
+    again = decode_request(payload, spec.graph)
     assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
     assert again.capability == fl.Capability(0.25)
     kept = Kept(spec.graph, mask)

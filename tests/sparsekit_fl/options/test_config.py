@@ -6,9 +6,9 @@ import json
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.cli.flower_app import AppOptions
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.config import _REQUIRES, HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.options import options_of
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
@@ -74,19 +74,19 @@ def test_the_command_line_takes_every_option_by_name() -> None:
 
 
 def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what_is_not_given() -> None:
-    written = Plan().to_run_config()
-    offered = {name.replace("_", "-") for name in SHARED} - {"device", "capability"}
+    written = AppOptions().to_run_config()
+    offered = {name.replace("_", "-") for name in SHARED}
     assert offered <= set(written)
     assert all(isinstance(value, bool | int | float | str) for value in written.values())
-    assert Plan.of(written) == Plan()
-    assert Plan.of(written).given == {}
+    assert AppOptions.of(written) == AppOptions()
+    assert AppOptions.of(written).given == {}
     # What is typed at the command line of Flower may be text, and zero is a value.
-    given = Plan.of({**written, "rounds": "3", "lr": 0, "clip": "none", "upload": "bfloat16"})
-    assert given == Plan(rounds=3, lr=0, clip=None, upload="bfloat16")
+    given = AppOptions.of({**written, "rounds": "3", "lr": 0, "clip": "none", "upload": "bfloat16"})
+    assert given == AppOptions(rounds=3, lr=0, clip=None, upload="bfloat16")
     assert given.given_of(TrainingConfig) == {"lr": 0, "clip": None}
 
 
-@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, RunOptions, Plan])
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, RunOptions, AppOptions])
 def test_every_option_of_a_run_says_what_it_is(kind: type) -> None:
     assert [name for name, option in options_of(kind).items() if not option.about] == []
 

@@ -59,7 +59,7 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """The server app of a deployment, which says how it ended."""
-    from sparsekit_fl.deployment.apps import serve
+    from sparsekit_fl.flower.app import serve
 
     try:
         serve(grid, context)

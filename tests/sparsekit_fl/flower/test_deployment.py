@@ -1,6 +1,5 @@
 """Deployments as users get them: over TLS with known SuperNodes only, over the death of a SuperLink, and without waiting."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from fault_deployment import MARKS, PLANTED, TINY, Deployment, embedded, until
 from personal import tiny_run
 
-from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.flower_app import AppOptions
 from sparsekit_fl.testing import tiny_clients
 
 pytestmark = MARKS
@@ -20,8 +20,6 @@ pytestmark = MARKS
 def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engine_and_strangers_stay_out(
     tmp_path: Path,
 ) -> None:
-    allowed = tmp_path / "allowed.toml"
-    allowed.write_text('client-0 = "0,1"\nclient-1 = "2,3"\n')
     with Deployment(tmp_path, planted=False, tls=True) as deployment:
         deployment.start_superlink()
         for key, clients in enumerate(("0,1", "2,3")):
@@ -31,10 +29,11 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
         # FedAvg sends no mask and keeps nothing; FedLPS does both.
         for name in ("fedavg", "fedlps"):
             out = tmp_path / name
-            plan = Plan(**TINY, method=name, rounds=2, cohort=3, eval_every=2, out=str(out), allowed=str(allowed))
-            deployment.submit(plan)
+            options = AppOptions(**TINY, method=name, rounds=2, cohort=3, eval_every=2, out=out)
+            deployment.submit(options)
             result = deployment.await_result(out)
-            here = tiny_run(plan.make_method(), clients=tiny_clients(4), config=plan.make_config(tiny_clients(4)))
+            config = Experiment.of(options, ids=()).with_clients(options, tiny_clients(4)).config
+            here = tiny_run(options.make_method(), clients=tiny_clients(4), config=config)
             assert result["final"]["state_sha256"] == here.final.state_sha256, name
             assert result["final"]["personal"] == here.final.to_dict()["personal"], name
             assert result["cost"]["uplink_bytes"] == here.cost.uplink_bytes, name
@@ -45,22 +44,21 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
 @pytest.mark.same_bits
 def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    plan = {**PLANTED, "rounds": 2, "cohort": 4, "eval_every": 2, "out": str(out), "nodes": 2, "memory": "server"}
+    options = AppOptions(**PLANTED, rounds=2, cohort=4, eval_every=2, out=out, nodes=2)
     with Deployment(tmp_path) as deployment:
         deployment.plant("hold-0-2")
         deployment.start_superlink()
         deployment.start_node("a", "0,1")
         deployment.start_node("b", "2,3")
-        deployment.submit(Plan(**plan))
+        deployment.submit(options)
         deployment.event("began-0-2")
         deployment.kill("superlink")
-        shutil.rmtree(deployment.state("b"), ignore_errors=True)
         deployment.lift("hold-0-2")
         deployment.start_superlink()
-        deployment.submit(Plan(**plan, resume=True))
+        deployment.submit(options.replaced(resume=True))
         result = deployment.await_result(out)
         counts = {path.name: path.read_text() for path in deployment.events.glob("done-*-2")}
-    whole = embedded(Plan(**plan), tmp_path / "whole", monkeypatch, clients=4)
+    whole = embedded(options, tmp_path / "whole", monkeypatch, clients=4)
     assert result["final"]["state_sha256"] == whole.final.state_sha256
     assert result["final"]["personal"] == whole.final.to_dict()["personal"]
     assert [record["round"] for record in result["rounds"]] == [1, 2]

@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from fault_deployment import MARKS, PLANTED, Deployment, embedded, until
 
-from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.cli.flower_app import AppOptions
 
 pytestmark = MARKS
 
@@ -25,13 +25,13 @@ NODES = {"healthy": "0,1", "crashing": "2,3", "killed": "4,5"}
 def storm(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("storm")
     out = folder / "run"
-    plan = Plan(**PLANTED, rounds=4, cohort=6, eval_every=4, out=str(out), nodes=len(NODES), min_replies=1)
+    options = AppOptions(**PLANTED, rounds=4, cohort=6, eval_every=4, out=out, nodes=len(NODES), min_replies=1)
     with Deployment(folder) as deployment, pytest.MonkeyPatch.context() as patch:
         deployment.plant("hold-2-2", "hold-4-2", "hold-0-3")
         deployment.start_superlink()
         for name, clients in NODES.items():
             deployment.start_node(name, clients)
-        deployment.submit(plan)
+        deployment.submit(options)
         os.kill(int(deployment.event("began-2-2")), signal.SIGKILL)
         deployment.event("began-4-2")
         deployment.kill("killed")
@@ -43,7 +43,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         result, records = deployment.await_result(out), deployment.records(out)
         counts = {path.name: path.read_text() for path in deployment.events.glob("done-*")}
         fallen = tuple(f"raise-{spot}" for spot in ("2-2", "3-2", "4-2", "5-2", "4-3", "5-3"))
-        calm = embedded(plan, folder / "calm", patch, clients=6, faults=fallen)
+        calm = embedded(options, folder / "calm", patch, clients=6, faults=fallen)
     return SimpleNamespace(result=result, records=records, counts=counts, calm=calm)
 
 

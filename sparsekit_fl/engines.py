@@ -22,7 +22,7 @@ __all__ = [
 registry = Registry(
     "engine",
     {
-        "flower": "sparsekit_fl.engines.flower.simulation:Flower",
+        "flower": "sparsekit_fl.flower.engine:GridEngine",
         "processes": "sparsekit_fl.engine:Processes",
     },
     group="sparsekit_fl.engines",

@@ -63,8 +63,8 @@ def _run(
         capability_levels=(1.0, 0.5),
     )
     wire = _Wire()
-    # Memories stay where they are: they cross the wire only where a run asks for that, and are no part of an update.
-    return run(method, problem, clients, config, engine=InProcess(memory="nodes", fault=wire)), wire
+    # Of devices, whose memories do not travel.
+    return run(method, problem, clients, config, engine=InProcess(devices=True, fault=wire)), wire
 
 
 def _mlp() -> nn.Module:

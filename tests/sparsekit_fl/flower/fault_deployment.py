@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from sparsekit_fl.cli.flower_app import write_app
-from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.flower import QUIET
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.simulate import QUIET
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
     "lr": 0.1,
 }
 PLANTED: dict[str, Any] = {**TINY, "method": "fault_planted:method"}
-"""Options of plans; the second ones for clients that do as files tell them."""
+"""Options of apps; the second ones for clients that do as files tell them."""
 
 MARKS = [
     pytest.mark.slow,
@@ -96,7 +96,7 @@ class Deployment:
         write_app(self.app)
         if planted:
             project = self.app / "pyproject.toml"
-            project.write_text(project.read_text().replace("sparsekit_fl.deployment.apps:server", "fault_planted:server"))
+            project.write_text(project.read_text().replace("sparsekit_fl.flower.app:server", "fault_planted:server"))
         self._port = free_port()
         self._mark = uuid.uuid4().hex
         connections = self.app / "flwr-home" / "config.toml"
@@ -112,7 +112,7 @@ class Deployment:
             **({"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"} if eager else {}),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                [*map(str, (HERE, HERE / "fault_watch", HERE.parents[3], *paths)), os.environ.get("PYTHONPATH", "")]
+                [*map(str, (HERE, HERE / "fault_watch", HERE.parents[2], *paths)), os.environ.get("PYTHONPATH", "")]
             ),
             "SPARSEKIT_FAULTS": str(self.events),
         }
@@ -173,9 +173,10 @@ class Deployment:
     def register(self, key: int) -> None:
         self._call(program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, options: AppOptions) -> None:
         (self.events / "ended").unlink(missing_ok=True)
-        config = {key: value for key, value in plan.to_run_config().items() if value != Plan().to_run_config()[key]}
+        default = AppOptions().to_run_config()
+        config = {key: value for key, value in options.to_run_config().items() if value != default[key]}
         text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         self._call(program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
 
@@ -269,11 +270,12 @@ def _environment(pid: int) -> bytes:
     return b""
 
 
-def embedded(plan: Plan, events: Path, monkeypatch: Any, *, clients: int, faults: tuple[str, ...] = ()) -> RunResult:
+def embedded(options: AppOptions, events: Path, monkeypatch: Any, *, clients: int, faults: tuple[str, ...] = ()) -> RunResult:
     """The same run in this process, with clients that raise where those of the deployment failed: files such as `raise-3-2`."""
     events.mkdir()
     for name in faults:
         (events / name).touch()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     roster = tiny_clients(clients)
-    return run(plan.make_method(), tiny_problem(), roster, plan.make_config(roster))
+    config = Experiment.of(options, ids=()).with_clients(options, roster).config
+    return run(options.make_method(), tiny_problem(), roster, config)

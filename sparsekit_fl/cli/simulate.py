@@ -1,0 +1,165 @@
+"""simulate(): `--engine flower` of the command line, a run of the app in Flower's simulation, started by `flwr run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING
+
+from sparsekit.errors import MissingDependencyError, install_hint
+from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
+
+if TYPE_CHECKING:
+    from sparsekit_fl.results.records import RoundRecord, RunResult
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A closed port of this machine: Ray posts a "disabled" report even where reports are switched off.
+    "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9/",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would start its actors at niceness 15, and next to other work they would hardly run.
+    "RAY_worker_niceness": "0",
+}
+"""No telemetry, usage reports or update checks; set by default, never over what the user set."""
+
+_MAX_NODES = 100
+_START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 300.0, 20.0, 0.2
+_LOG_LINES = 15
+
+
+def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord], object]) -> RunResult:
+    """Run a method in Flower's simulation: write an app, start a SuperLink that simulates, and submit the app to it.
+
+    Args:
+        method: As the user wrote it.
+        options: The options.
+        on_round: Is called with each round that is saved.
+
+    Raises:
+        SparsekitError: the error that ended the run.
+        WorkerDiedError: Flower ended without a result; says what its log says.
+        RunInterrupted: Ctrl-C; says how to continue.
+    """
+    from sparsekit_fl import errors
+    from sparsekit_fl.results.records import RoundRecord, load_result
+
+    with tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True) as name:
+        base = Path(name)
+        out, failed = base / "out" if options.out is None else options.out.resolve(), base / "error.json"
+        command, env = _app_for(method, options, base, out, failed)
+        shown = len(_lines(out / "rounds.jsonl")) if options.resume else 0
+        with _superlink(base, env) as start:
+            submitted = start(command)
+            while True:
+                ended = submitted.poll() is not None  # before the last look
+                for line in _lines(out / "rounds.jsonl")[shown:]:
+                    shown += 1
+                    on_round(RoundRecord.from_dict(json.loads(line)))
+                if ended or failed.exists():
+                    break
+                time.sleep(_POLL_SECONDS)
+        if failed.exists():
+            told = json.loads(failed.read_text())
+            raise getattr(errors, told["kind"], errors.WorkerDiedError)(told["text"])
+        if not (out / "result.json").exists():
+            raise errors.WorkerDiedError("Flower ended without a result:\n" + "\n".join(_lines(base / "log")[-_LOG_LINES:]))
+        return load_result(out)
+
+
+def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Path) -> tuple[list[str], dict[str, str]]:
+    """Write the app; return the command that submits it, and the environment of Flower's processes."""
+    from sparsekit_fl.devices import devices
+
+    found = devices(options.device or "cpu")
+    gpus = len(found) if found[0].startswith("cuda") else 0
+    nodes = options.supernodes or min(options.clients or _MAX_NODES, _MAX_NODES)
+    workers = options.workers or gpus or min(os.cpu_count() or 1, MOST_WORKERS)
+    given = {name: value for name, value in options.given.items() if name in AppOptions.table}
+    given |= {"method": method, "nodes": nodes, "workers": workers, "out": out, "error_file": failed}
+    if gpus:
+        given["device"] = "cuda"  # Ray shows each process the GPUs that it may use, under numbers of their own
+    write_app(base / "app", AppOptions(**given))
+    env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
+    # What this process can import, others can too.
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
+    # Without "local" Ray would join a cluster that it finds on this machine.
+    env["RAY_ADDRESS"] = options.ray_address or "local"
+    numbers = [one.partition(":")[2] for one in found]
+    if gpus and all(numbers):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
+    federation = {"num-supernodes": nodes, "client-resources-num-cpus": 1, "client-resources-num-gpus": gpus / workers}
+    if options.ray_address is None:
+        federation |= {"init-args-num-cpus": workers}
+    text = " ".join(f"{name}={value}" for name, value in federation.items())
+    return ["flwr", "run", str(base / "app"), "local", "--stream", "--federation-config", text], env
+
+
+@contextmanager
+def _superlink(base: Path, env: Mapping[str, str]) -> Iterator[Callable[[list[str]], subprocess.Popen[bytes]]]:
+    """Start a SuperLink that simulates; give a function that starts other programs. Leaving the context ends all of them."""
+    from sparsekit_fl.errors import RunInterrupted, WorkerDiedError
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    connections = base / "app" / "flwr-home" / "config.toml"
+    connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
+        program = Path(sys.executable).with_name(command[0])
+        found = str(program) if program.exists() else which(command[0])
+        if found is None or find_spec("ray") is None:
+            raise MissingDependencyError(f"engine 'flower' needs flwr[simulation]; {install_hint('flower')}")
+        with (base / "log").open("ab") as log:
+            # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the others.
+            running.append(subprocess.Popen([found, *command[1:]], env=env, stdout=log, stderr=log, start_new_session=True))
+        return running[-1]
+
+    try:
+        where = ["--insecure", "--host", "127.0.0.1", "--port", str(port)]
+        link = start(["flower-superlink", "--simulation", *where, "--disable-runtime-dependency-installation"])
+        end = time.monotonic() + _START_SECONDS
+        while not _listens(port):
+            if link.poll() is not None or time.monotonic() > end:
+                raise WorkerDiedError("Flower's SuperLink did not start:\n" + "\n".join(_lines(base / "log")[-_LOG_LINES:]))
+            time.sleep(_POLL_SECONDS)
+        yield start
+    except KeyboardInterrupt:
+        raise RunInterrupted("stopped by the user; what was saved in --out continues with --resume") from None
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the whole lines of a file; none if it does not exist."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,1 +1,0 @@
-"""The apps that Flower starts on a server and on devices."""

@@ -1,0 +1,276 @@
+"""The Flower app: `server` runs the rounds, `client` runs clients; the same in Flower's simulation and on devices.
+
+On a device Flower starts a process for each message, so nothing lives there from message to message but files.
+"""
+
+import json
+import logging
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.graph import StateDict
+from sparsekit_fl.callbacks import Callback, RunView
+from sparsekit_fl.checkpoint import Memories, dumps, loads, write_atomically
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.flower_app import AppOptions, client_ids
+from sparsekit_fl.client.context import Memory
+from sparsekit_fl.client.messages import Reply, decode_request, encode_reply
+from sparsekit_fl.client.packing import unpack
+from sparsekit_fl.client_round import answer
+from sparsekit_fl.devices import check_device, use_exact_arithmetic
+from sparsekit_fl.errors import LostMemoryError
+from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of
+from sparsekit_fl.flower.wire import content, read, run_of
+from sparsekit_fl.models import model_path, save_whole, write_recipe
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.problem import check_fit
+from sparsekit_fl.processes import one_thread
+from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.spec import RunSpec, by_id
+
+_log = logging.getLogger("flwr")  # what Flower shows of an app
+_MAX_NOTES = 10  # in a line of the log
+
+
+class DeviceMemories(Memories):
+    """Memories of the clients of one device and one run; a damaged one is lost.
+
+    Two memories of a client are kept: the newest, and the one that the server asked for when that was written. The server may
+    never get the reply that the newest belongs to, and then asks for the same one again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, durable=True)
+        self._asked: dict[int, int] = {}
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """Return a memory; raises LostMemoryError if it is missing or damaged."""
+        try:
+            memory = super().read(client_id, round)
+        except DataError as error:
+            raise LostMemoryError(str(error)) from error
+        if round is not None:
+            self._asked[client_id] = round
+        return memory
+
+    def write(self, client_id: int, round: int, memory: Memory) -> None:
+        """Write a memory, and remove all but the two that may be asked for."""
+        super().write(client_id, round, memory)
+        self.sync()
+        older = {int(file.stem.partition("-")[2]) for file in self.folder.glob(f"{client_id}-*.pt")} - {round}
+        kept = self._asked.get(client_id, max(older, default=round))
+        for stale in older - {kept}:
+            self.remove({client_id: stale})
+
+
+class CarriedMemory:
+    """The memory of one client, which came with its request and goes back with the reply, as `written`."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload, self.written = payload, b""
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """Return the memory that came; raises LostMemoryError if it did not."""
+        if round is None:
+            return {}
+        try:
+            memory: Memory = loads(self._payload)["memory"]
+        except DataError as error:
+            raise LostMemoryError(f"the memory of client {client_id} of round {round} did not come: {error}") from error
+        return memory
+
+    def write(self, client_id: int, round: int, memory: Memory) -> None:
+        """Keep a memory for the reply, as a file of `Memories`."""
+        self.written = dumps({"client": [client_id, round], "memory": memory})
+
+
+@dataclass(eq=False)
+class Node:
+    """What a node works with.
+
+    Args:
+        spec: The fixed parts of the run.
+        clients: Client id → client, at least those that will be asked for.
+        home: Folder of this device for the run: the memories of its clients, and after the last round their models, for
+            `load_model`. None: both travel with the messages.
+    """
+
+    spec: RunSpec
+    clients: Mapping[int, Client]
+    home: Path | None = None
+    _global: object = field(default=None, repr=False)
+
+    def answer(self, payload: bytes, carried: bytes, shared: StateDict | None) -> tuple[bytes, bytes]:
+        """Answer a request; whatever goes wrong is an answer too.
+
+        Args:
+            payload: The request.
+            carried: The memory that came along.
+            shared: The shared state, if the request was sent without it.
+
+        Returns:
+            The reply, and the memory that goes along.
+        """
+        try:
+            request = decode_request(payload, self.spec.graph, state=shared)
+        except DataError as error:
+            return encode_reply(Reply(client_id=0, round=0, error=str(error))), b""
+        memories = CarriedMemory(carried) if self.home is None else DeviceMemories(self.home)
+        try:
+            client = self.clients[request.client_id]
+            try:
+                reply = answer(self.spec, client, request, memories)
+            except LostMemoryError as error:
+                # Otherwise this client would never take part again.
+                reply = answer(self.spec, client, replace(request, memory_round=None), memories)
+                reply = replace(reply, note=f"{error}; it started without memory")
+            if self.home is not None and request.with_model:
+                reply = self._keep(self.home, request.state, reply)
+        except Exception as error:  # noqa: BLE001 - sent to the server, which drops this client alone
+            text = f"its node failed: {type(error).__name__}: {error}"
+            reply = Reply(client_id=request.client_id, round=request.round, error=text, traceback=traceback.format_exc())
+        return encode_reply(reply), getattr(memories, "written", b"")
+
+    def _keep(self, home: Path, shared: StateDict, reply: Reply) -> Reply:
+        """Keep the personal model, and the global one, in a folder that `load_model` reads."""
+        path = model_path(home, reply.client_id)
+        if shared is not self._global:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_whole(model_path(home, "global"), self.spec.model({**self.spec.initial, **shared}))
+            write_recipe(home, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
+            self._global = shared
+        if reply.model:
+            write_atomically(path, reply.model)
+        return replace(reply, model=b"")
+
+
+def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
+    """Make a Flower client.
+
+    A message holds the shared state, or nothing, and of each client its request and its memory; the reply holds of each client
+    its reply and its memory. A query is answered by what the clients of the node are.
+
+    Args:
+        node: (context, id of the run) → the node, made or found in this process; called for each message.
+    """
+    app = ClientApp()
+
+    @app.train()
+    @app.evaluate()
+    def run_clients(message: Message, context: Context) -> Message:
+        state, *parts = read(message)
+        with one_thread():
+            here = node(context, run_of(message))
+            shared = unpack(state)[0] if state else None
+            answers = [here.answer(*pair, shared) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return Message(content(*(part for pair in answers for part in pair)), reply_to=message)
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        here = node(context, "")
+        return Message(content(describe_clients(here.clients.values(), identity_of(here.spec))), reply_to=message)
+
+    return app
+
+
+@lru_cache(maxsize=1)  # a process of the simulation answers for all clients; that of a device answers one message
+def _load(options: AppOptions, ids: tuple[int, ...] | None, device: str) -> tuple[RunSpec, dict[int, Client]]:
+    check_device(device)
+    experiment = Experiment.of(options, ids=ids)
+    check_fit(experiment.problem, experiment.clients)
+    config = replace(experiment.config, device=device)
+    if config.deterministic:
+        use_exact_arithmetic()
+    return RunSpec.build(options.make_method(), experiment.problem, config, init=options.init), by_id(experiment.clients)
+
+
+def _node(context: Context, run: str) -> Node:
+    """Return the node of a message: in the simulation one with all clients, on a device one with its own."""
+    options, own = AppOptions.of(context.run_config), context.node_config
+    device = str(own.get("device", options.device or "cpu"))
+    if options.simulated:
+        return Node(*_load(options, None, device))
+    named = own.get("clients", own.get("partition-id"))  # what Flower's own examples call it: one client
+    home = str(own.get("state-dir", ""))
+    if named is None or not home:
+        raise InvalidValueError(
+            "this SuperNode was given no clients, or no place for their memories; start it with --node-config"
+            ' \'clients="0-3" state-dir="FOLDER"\''
+        )
+    if run and not re.fullmatch("[0-9a-f]{16}", run):
+        raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
+    if own.get("data-dir"):
+        options = options.replaced(data_dir=Path(str(own["data-dir"])))
+    return Node(*_load(options, tuple(client_ids(str(named))), device), Path(home) / run)
+
+
+class _Report(Callback):
+    """Writes a line for each round into Flower's log."""
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        del run
+        scores = record.evaluation
+        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
+        if scores is not None:
+            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
+        notes = [*(f"without client {id}: {reason}" for id, reason in record.dropped), *record.notes]
+        text += "".join(f"; {note}" for note in notes[:_MAX_NOTES])
+        if len(notes) > _MAX_NOTES:
+            text += f"; and {len(notes) - _MAX_NOTES} notes more, in rounds.jsonl"
+        _log.info(text)
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """Run all rounds of what the run configuration says, on the clients of the nodes."""
+    # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
+    from sparsekit_fl.cli.progress import Written
+    from sparsekit_fl.rounds import run
+
+    options = AppOptions.of(context.run_config)
+    try:
+        experiment = Experiment.of(options, ids=None if options.simulated else ())
+        engine = GridEngine(
+            grid,
+            nodes=options.nodes,
+            wait_seconds=options.wait_seconds,
+            timeout_seconds=options.timeout_seconds or None,
+            simulated=(options.workers or 1) if options.simulated else 0,
+        )
+        method = options.make_method()
+        if not options.simulated:
+            clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
+            experiment = experiment.with_clients(options, list(clients.values()))
+        own = [_Report(), *([Written(options.method, options)] if options.simulated else [])]
+        result = run(
+            method,
+            experiment.problem,
+            experiment.clients,
+            experiment.config,
+            engine=engine,
+            callbacks=[*own, *options.callbacks()],
+            out=options.out,
+            resume=options.resume,
+            experiment=experiment.described,
+            init=options.init,
+        )
+    except Exception as error:
+        if options.error_file is not None:
+            told = {"kind": type(error).__name__, "text": str(error)}
+            write_atomically(options.error_file, json.dumps(told).encode(), durable=False)
+        raise
+    _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
+
+
+# Flower reads the source for these two names, and finds plain assignments alone.
+client = make_app(_node)
+server = ServerApp()
+server.main()(serve)

@@ -1,0 +1,212 @@
+"""Devices: which SuperNode has which client, what it says of them, and while they come and go."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from local_grid import LocalGrid, over_the_wire
+
+import sparsekit_fl as fl
+from sparsekit.errors import DataError
+from sparsekit_fl.client.packing import pack
+from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.flower import engine as module
+from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of, read_clients
+from sparsekit_fl.flower.wire import content
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import tiny_config, tiny_problem
+
+SPEC = RunSpec.build(fl.Method(), tiny_problem(), tiny_config())
+OURS = identity_of(SPEC)
+
+
+class Devices(LocalGrid):
+    """Nodes that come and go, each with the clients that it claims; some say nothing."""
+
+    def __init__(self, nodes: dict[int, list[int]]) -> None:
+        self.nodes = nodes
+        self.silent: set[int] = set()
+        self.asked: list[int] = []
+        self.looked: Callable[[], object] = lambda: None
+        super().__init__(self.introduce, fault=self.unless_silent)  # type: ignore[arg-type]
+        self._contexts = dict.fromkeys(range(9))
+
+    def introduce(self, message: Message, context: object) -> Message:
+        data = ClientData(train=range(3), val=range(1), test=range(1))
+        clients = [Client(id=client_id, data=data) for client_id in self.nodes[message.metadata.dst_node_id]]
+        return Message(content(describe_clients(clients, OURS)), reply_to=message)
+
+    def unless_silent(self, message: Message, reply: Message) -> Message | None:
+        self.asked.append(message.metadata.dst_node_id)
+        return None if self.asked[-1] in self.silent else reply
+
+    def get_node_ids(self) -> list[int]:
+        self.looked()
+        return list(self.nodes)
+
+
+def found(grid: LocalGrid, **options: Any) -> tuple[GridEngine, dict[int, Client]]:
+    """An engine that has asked the devices of a grid, and their clients."""
+    engine = GridEngine(grid, **{"nodes": len(list(grid.get_node_ids())), "wait_seconds": 1, **options})
+    return engine, engine.introduce(SPEC)
+
+
+def told(engine: GridEngine) -> list[str]:
+    """What the record of the next round says."""
+    notes = list(engine._notes)
+    engine._notes.clear()
+    return notes
+
+
+def test_a_device_that_comes_back_under_another_id_has_its_clients_again_at_once() -> None:
+    grid = Devices({1: [0, 1], 2: [2]})
+    engine, clients = found(grid)
+    assert sorted(clients) == [0, 1, 2]
+    assert engine.workers == 2
+    grid.nodes[3] = [0, 1]  # the SuperNode was started again, and Flower has not noticed that the old one is gone
+    engine._look()
+    assert engine._node_of == {0: 3, 1: 3, 2: 2}
+    assert told(engine) == ["SuperNode 3 has taken over the clients [0, 1] from another"]
+    del grid.nodes[1]
+    engine._look()
+    assert engine._node_of == {0: 3, 1: 3, 2: 2}
+    assert told(engine) == []
+    del grid.nodes[2]
+    engine._look()
+    assert engine._node_of == {0: 3, 1: 3}
+    assert told(engine) == ["SuperNode 2 is gone, with the clients [2]"]
+    assert grid.asked == [1, 2, 3]
+
+
+def test_a_silent_node_costs_one_timeout_once_and_is_used_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUERY_SECONDS", 0.3)
+    grid = Devices({1: [0]})
+    engine, _ = found(grid, wait_seconds=0.1)
+    grid.nodes[2] = [1]
+    seen: list[Message] = []
+    grid._fault = lambda message, reply: seen.append(reply)  # kept back
+    seconds = []
+    for _ in range(4):
+        began = time.monotonic()
+        engine._look()
+        seconds.append(time.monotonic() - began)
+    assert seconds[0] >= 0.3
+    assert max(seconds[1:]) < 0.2
+    assert told(engine) == ["SuperNode 2 has not said which clients it has"]
+    (late,) = seen
+    grid._replies[late.metadata.reply_to_message_id] = late
+    grid._late[late.metadata.reply_to_message_id] = 0
+    engine._look()
+    assert engine._node_of == {0: 1, 1: 2}
+
+
+def test_before_a_round_the_server_waits_for_its_clients_as_long_as_it_waits_for_nodes() -> None:
+    grid = Devices({1: [0, 1], 2: [2]})
+    engine, _ = found(grid, wait_seconds=3)
+    del grid.nodes[1]
+    looks: list[int] = []
+
+    def back() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            grid.nodes[3] = [0, 1]
+
+    grid.looked = back
+    engine._look([0, 1, 2], 2)
+    assert engine._node_of[0] == 3
+    del grid.nodes[3]
+    began = time.monotonic()
+    engine._look([0, 1, 2], 1)
+    assert time.monotonic() - began < 1, "enough are there"
+    engine._look([0, 1, 2], 3)
+    assert time.monotonic() - began >= 3, "it gives up after a while"
+
+
+def _roster(count: int) -> list[Client]:
+    return [
+        Client(
+            id=3 * place,
+            data=ClientData(train=range(100 + place), val=range(7), test=range(8)),
+            capability=Capability(ratio=1 / (1 + place % 3), uplink_bytes_per_second=1e6 / 3),
+        )
+        for place in range(count)
+    ]
+
+
+def _facts(client: Client) -> tuple[Any, ...]:
+    return client.id, len(client.data.train), len(client.data.val), len(client.data.test), client.capability
+
+
+def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None:
+    roster, app = _roster(12_000), ClientApp()
+    app.query()(lambda message, context: Message(content(describe_clients(roster, OURS)), reply_to=message))
+    engine, clients = found(LocalGrid(app))
+    assert [_facts(client) for client in clients.values()] == [_facts(client) for client in roster]
+    assert told(engine) == []
+
+
+SIZES, RATES = [[3, 3, 0, 1], [4, 3, 1, 1]], [[1.0, 1.0, 1.0, 1.0]] * 2
+
+
+def _with(column: int, value: Any) -> Any:
+    return [SIZES[0], [*SIZES[1][:column], value, *SIZES[1][column + 1 :]]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rates", "message"),
+    [
+        ([], [], "badly"),
+        ([3, 4], RATES, "badly"),
+        (SIZES, RATES[:1], "badly"),
+        ([[3.0, 3.0, 0.0, 1.0], [4.0, 3.0, 1.0, 1.0]], RATES, "badly"),
+        (SIZES, [[1, 1, 1, 1]] * 2, "badly"),
+        (_with(0, 3), RATES, "a client twice"),
+        (_with(0, -1), RATES, "badly|not allowed|id"),
+        (_with(1, 0), RATES, "not allowed|badly"),
+        (_with(1, 2**50), RATES, "not allowed"),
+        (_with(2, -1), RATES, "not allowed|badly"),
+        (SIZES, [[2.0, 1.0, 1.0, 1.0]] * 2, "capability ratio"),
+        (SIZES, [[1.0, -1.0, 1.0, 1.0]] * 2, "badly"),
+        (SIZES, [[1.0, 1.0, float("nan"), 1.0]] * 2, "badly"),
+        (SIZES, [[1.0, 1.0, 1.0, float("inf")]] * 2, "badly"),
+    ],
+)
+def test_a_malformed_introduction_is_refused(sizes: Any, rates: Any, message: str) -> None:
+    LocalGrid(ClientApp())  # what Flower asks of a process that makes a message
+    numbers = torch.tensor(rates)
+    numbers = numbers.double() if numbers.is_floating_point() else numbers
+    payload = pack({"sizes": torch.tensor(sizes), "rates": numbers}, {"identity": OURS})
+    with pytest.raises(DataError, match=message):
+        read_clients(over_the_wire(Message(content(payload), 1, "query")), OURS)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff\x00", b"[" * 10**5, pack({}, {}), pack({}, {"identity": OURS})])
+def test_an_introduction_of_other_bytes_is_refused(payload: bytes) -> None:
+    LocalGrid(ClientApp())
+    with pytest.raises(DataError):
+        read_clients(over_the_wire(Message(content(payload), 1, "query")), OURS)
+
+
+def test_a_node_whose_version_or_model_or_frozen_weights_differ_is_not_used_and_the_error_says_why() -> None:
+    """Frozen values never travel, so a device with other ones would train another model unnoticed."""
+    frozen = replace(SPEC, frozen=frozenset(list(SPEC.initial)[:1]))
+    name = next(iter(frozen.frozen))
+    nudged = frozen.initial[name].clone()
+    nudged.view(-1)[0] = torch.nextafter(nudged.view(-1)[0], torch.tensor(9.0))
+    other = replace(frozen, initial={**frozen.initial, name: nudged})
+    identities = [identity_of(frozen), identity_of(other), identity_of(SPEC), OURS.replace("sparsekit ", "sparsekit 0.")]
+    assert len(set(identities)) == 4
+    for theirs in identities[1:]:
+        app = ClientApp()
+        app.query()(lambda message, context: Message(content(describe_clients(_roster(2), theirs)), reply_to=message))  # noqa: B023
+        with pytest.raises(WorkerDiedError, match=r"no SuperNode can be used.*it has sparsekit .*, and the server has"):
+            GridEngine(LocalGrid(app), wait_seconds=1).introduce(frozen)
