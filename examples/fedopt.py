@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sparsekit_fl as fl
 from sparsekit.graph import StateDict
-from sparsekit_fl.methods.means import mean_change, moved, weighted
+from sparsekit_fl.methods.means import mean_change, moved
 
 ROUNDS = 10
 
@@ -48,7 +48,7 @@ class FedAdam(fl.Method):
 
     def aggregate(self, server: fl.ServerContext, updates: Sequence[fl.Update]) -> StateDict:
         """Step the global model; the moments live in the memory of the server, so a resumed run has the same bits."""
-        changes = mean_change(server.state, weighted(server, updates, "examples"))
+        changes = mean_change(server, updates)
         first, second = (server.memory.setdefault(name, {}) for name in ("m", "v"))
         for name in server.parameters & changes.keys():
             change = changes[name]

@@ -15,7 +15,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.packing import mask_state
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.masks import SparseWeights, largest_weights, prunable_weights
-from sparsekit_fl.methods.means import mean_change, moved, weighted
+from sparsekit_fl.methods.means import mean_change, moved
 from sparsekit_fl.options import Hint, Positive, Ratio
 
 
@@ -53,7 +53,7 @@ class CS(SparseWeights):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Add `rate` times the mean of the pruned weights to the sparse model, then prune it again."""
         pruned = {name for update in updates for name in update.mask or ()}
-        changes = mean_change(server.state, weighted(server, updates, "examples"))
+        changes = mean_change(server, updates)
         changes = {name: change * self.rate if name in pruned else change for name, change in changes.items()}
         dense = moved(server.state, changes)
         return mask_state(server.graph, self._largest(server.graph, dense), dense)

@@ -25,7 +25,7 @@ from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, Update
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
 from sparsekit_fl.methods.exits import WithExits, build_with_exits
-from sparsekit_fl.methods.means import mean_change, moved, weighted
+from sparsekit_fl.methods.means import mean_change, moved
 from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.problem.metrics import IGNORED
 
@@ -155,7 +155,7 @@ class DepthFL(Method):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the holders, moved by FedDyn's h."""
         drifts = server.memory.setdefault("drift", {})
-        changes = mean_change(server.state, weighted(server, updates, "uniform"), "holders")
+        changes = mean_change(server, updates, weights="uniform", over="holders")
         for name in list(changes):
             holders = sum(name not in (update.mask or ()) for update in updates)
             if not holders:

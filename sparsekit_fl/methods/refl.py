@@ -8,7 +8,7 @@ server adds the weighted mean of the changes, as in the other methods.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from sparsekit_fl.methods.base import Method, ServerContext, StateDict, Update
-from sparsekit_fl.methods.means import Weighted, mean_change, moved, weighted
+from sparsekit_fl.methods.means import mean, mean_change
 from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
 
 _STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `always_available`
@@ -103,12 +103,10 @@ class REFL(Method):
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean of the updates that came in time and of the late ones of earlier rounds that are ready."""
         fresh, late = self._arrivals(server, updates)
-        found, aged = weighted(server, fresh, "uniform"), weighted(server, late, "uniform")
-        boosts = _boosts(server.state, found, aged)
-        for update, one, boost in zip(late, aged, boosts, strict=True):
-            age = server.round - update.round
-            found.append(replace(one, weight=((1.0 - self.beta) / (age + 1) + self.beta * boost) * one.weight))
-        return moved(server.state, mean_change(server.state, found))
+        weights = [1.0] * len(fresh)
+        for update, boost in zip(late, _boosts(server, fresh, late), strict=True):
+            weights.append((1.0 - self.beta) / (server.round - update.round + 1) + self.beta * boost)
+        return mean(server, [*fresh, *late], weights=weights)
 
     def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
         """Return the updates in time and the late ones that are ready; put those that are not yet ready into memory."""
@@ -145,12 +143,12 @@ def _packed(update: Update, arrives: float) -> dict[str, Any]:
     return {"client": update.client_id, "arrives": arrives, "update": {**fields, "delta": dict(update.delta)}}
 
 
-def _boosts(state: StateDict, fresh: Sequence[Weighted], late: Sequence[Weighted]) -> list[float]:
+def _boosts(server: ServerContext, fresh: Sequence[Update], late: Sequence[Update]) -> list[float]:
     """Return 1 − e^(−Λ / Λ_max) for each late update; 0 if there is no fresh one to compare with."""
     if not late or not fresh:
         return [0.0] * len(late)
-    found = mean_change(state, fresh)
-    floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    found = mean_change(server, fresh, weights="uniform")
+    floats = [name for name, tensor in server.state.items() if tensor.is_floating_point()]
     size = sum(float(found[name].square().sum()) for name in floats)
     gaps = [sum(float((found[name] - one.delta[name]).square().sum()) for name in floats) for one in late]
     deviations = [gap / (len(fresh) + 1) ** 2 / size if size else 0.0 for gap in gaps]

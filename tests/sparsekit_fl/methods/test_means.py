@@ -10,7 +10,7 @@ from sparsekit.graph import Layer, UnitGraph, UnitGroup, UnitMask, UnitSlice, We
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.heterofl import HeteroFL
-from sparsekit_fl.methods.means import changed_rows, mean_change, weighted
+from sparsekit_fl.methods.means import mean_change
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -108,8 +108,7 @@ def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it(
     )
     ctx = server_context(graph=graph, state=state)
     sent = [fl.Update(round=1, client_id=k, examples=10 + 20 * k, delta=delta) for k, delta in enumerate((first, second))]
-    rows = [changed_rows(ctx, one, part) for one, part in zip(sent, weighted(ctx, sent, "examples"), strict=True)]
-    found = mean_change(state, rows, "holders")
+    found = mean_change(ctx, sent, over="holders", only_changed_rows=True)
     # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
     assert found["b"].tolist() == [3.5, 6.0, 0.0]
     assert found["w"].tolist() == [0.25] * 8
@@ -124,7 +123,7 @@ def test_an_entry_does_not_depend_on_those_next_to_it(clients):
     def averaged(columns):
         graph, state = UnitGraph({}, {"w": columns[0].shape}), {"w": torch.zeros_like(columns[0])}
         updates = [fl.Update(round=1, client_id=k, examples=1, delta={"w": row}) for k, row in enumerate(columns)]
-        return mean_change(state, weighted(server_context(graph=graph, state=state), updates, "examples"))["w"]
+        return mean_change(server_context(graph=graph, state=state), updates)["w"]
 
     whole = averaged(numbers)
     for size in (1, 7, 20):

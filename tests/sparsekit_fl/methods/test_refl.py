@@ -11,7 +11,6 @@ from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.means import weighted
 from sparsekit_fl.methods.refl import REFL, _boosts, _packed
 from sparsekit_fl.testing import tiny_clients
 
@@ -132,5 +131,4 @@ def test_without_late_updates_it_is_the_mean() -> None:
 
 
 def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
-    late = weighted(context(5, {}), [update(0, [1.0, 0.0, 0.0]), update(1, [4.0, 0.0, 0.0])], "uniform")
-    assert _boosts(STATE, [], late) == [0.0, 0.0]
+    assert _boosts(context(5, {}), [], [update(0, [1.0, 0.0, 0.0]), update(1, [4.0, 0.0, 0.0])]) == [0.0, 0.0]
