@@ -1,13 +1,15 @@
 """Memories on disk: what is kept, what is found damaged, and what cannot be saved; files that are old or new."""
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from sparsekit.errors import DataError
-from sparsekit_fl.checkpoint import Memories, dumps, loads, write_atomically
-from sparsekit_fl.errors import MemoryStateError
+from sparsekit_fl.checkpoint import Memories, RunFolder, State, dumps, loads, write_atomically
+from sparsekit_fl.errors import FolderInUseError, MemoryStateError, ResumeError
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
@@ -92,3 +94,78 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         write_atomically(path, "not bytes")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+DESCRIBED = {"config": {"rounds": 9}}
+
+
+def saved_rounds(folder, rounds=(1, 2)):
+    """Save rounds in which client 1 writes a memory, and return the state."""
+    state = State(0, {"w": torch.zeros(2)})
+    folder.load(DESCRIBED)
+    for round in rounds:
+        folder.memories.write(1, round, {"seen": round})
+        state.round, state.versions = round, {1: round}
+        folder.save(state, {"round": round})
+    return state
+
+
+def test_a_round_is_on_the_disk_before_anything_that_it_replaces_is_removed(tmp_path, monkeypatch):
+    """What happens on the disk while round 2 is saved, in order: a crash between any two leaves a run that resumes."""
+    events = []
+
+    def watched(kind, call, subject):
+        def wrapper(*arguments, **options):
+            events.append((kind, subject(*arguments, **options)))
+            return call(*arguments, **options)
+
+        return wrapper
+
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        saved_rounds(folder, rounds=(1,))
+        monkeypatch.setattr(os, "fsync", watched("sync", os.fsync, lambda handle: os.fstat(handle).st_ino))
+        monkeypatch.setattr(Path, "replace", watched("rename", Path.replace, lambda path, target: Path(target).name))
+        monkeypatch.setattr(Path, "unlink", watched("remove", Path.unlink, lambda path, **_: path.name))
+        folder.memories.write(1, 2, {"seen": 2})
+        folder.save(State(2, {"w": torch.ones(2)}, versions={1: 2}), {"round": 2})
+        monkeypatch.undo()
+    names = {os.stat(path).st_ino: path.name for path in (tmp_path, *tmp_path.rglob("*"))}
+    assert [(kind, names.get(subject, subject)) for kind, subject in events] == [
+        ("sync", "1-2.pt"),
+        ("rename", "1-2.pt"),
+        ("sync", "clients"),
+        ("sync", "rounds.jsonl"),
+        ("sync", "checkpoint.pt"),
+        ("rename", "checkpoint.pt"),
+        ("sync", tmp_path.name),
+        ("remove", "1-1.pt"),
+    ]
+
+
+def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_after(tmp_path):
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        saved_rounds(folder)
+        folder.memories.write(1, 3, {"seen": 3})  # of a round that a crash cut off
+        with (tmp_path / "rounds.jsonl").open("a") as file:
+            file.write('{"round": 3}\n{"rou')
+        with pytest.raises(FolderInUseError):
+            RunFolder(tmp_path, resume=True)
+    with RunFolder.open(tmp_path, resume=True) as folder:
+        state, records = folder.load(DESCRIBED)
+        assert (state.round, state.versions, records) == (2, {1: 2}, [{"round": 1}, {"round": 2}])
+        assert folder.memories.read(1, 2) == {"seen": 2}
+        assert [path.name for path in (tmp_path / "clients").iterdir()] == ["1-2.pt"]
+        folder.save(State(3, {"w": torch.zeros(2)}), {"round": 3})
+        assert not list((tmp_path / "clients").iterdir()), "a version that no checkpoint names any more goes"
+    with RunFolder.open(tmp_path, resume=True) as folder:
+        assert folder.load(DESCRIBED)[1] == [{"round": 1}, {"round": 2}, {"round": 3}]
+    with RunFolder.open(tmp_path, resume=True) as folder, pytest.raises(ResumeError, match=r"config.lr: was null, now 1"):
+        folder.load({"config": {"rounds": 9, "lr": 1}})
+
+
+def test_a_folder_that_is_not_kept_holds_memories_until_its_run_ends():
+    with RunFolder.open(None, resume=False) as folder:
+        saved_rounds(folder)
+        assert [path.name for path in folder.path.rglob("*.pt")] == ["1-2.pt"]
+        assert not (folder.path / "rounds.jsonl").exists()
+    assert not folder.path.exists()
