@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.partition import partitions as partitions
     from sparsekit_fl.problem.partition import Partition as Partition
     from sparsekit_fl.problem import metrics as metrics
-    from sparsekit_fl.problem.clients import Capability as Capability, Client as Client, ClientData as ClientData
+    from sparsekit_fl.problem.data import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
     from sparsekit_fl.results.records import load_result as load_result

@@ -22,7 +22,7 @@ from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.methods.client import Model, Result, Task
 from sparsekit_fl.methods.submodels import calibrate
-from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Client
+from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Purpose, Rngs, Streams
 
@@ -48,6 +48,7 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: MemoryStor
         DataError: the memory cannot be read.
         OSError: the memory cannot be written.
     """
+    _ = spec.masked  # made before the time of the client's work begins
     memory = memories.read(client.id, request.memory_round)
     try:
         reply, memory = run_client(spec, client, request, memory)
@@ -86,7 +87,8 @@ def make_context(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
 ) -> ClientContext:
     """Return what a method sees on this client in this round; its memory is a part of the client's."""
-    streams, round = Streams(spec.config.seed), request.round
+    streams, round, training = Streams(spec.config.seed), request.round, spec.config.training
+    rate = spec.rates[max(round, 1) - 1]
     return ClientContext(
         round=round,
         rounds=spec.config.rounds,
@@ -94,7 +96,7 @@ def make_context(
         capability=request.capability,
         problem=spec.problem,
         graph=spec.graph,
-        training=spec.training(max(round, 1)),
+        training=training if rate == training.lr else replace(training, lr=rate),
         costs=spec.costs,
         masked=spec.masked,
         device=spec.config.device,

@@ -1,17 +1,23 @@
-"""RunConfig and TrainingConfig: every option of a run."""
+"""RunConfig and TrainingConfig: every option of a run; optimizers by name, and learning rate schedules."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.optimizers import Schedule, factor, optimizer_defaults
+from sparsekit.registry import load_object
 from sparsekit_fl.options import Checked, Count, Hint, NonNegative, NonNegativeCount, Positive, Share, options_of
+
+if TYPE_CHECKING:
+    import torch
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),
@@ -28,6 +34,9 @@ Upload = Literal["float32", "bfloat16"]
 
 Amp = Literal["off", "bfloat16"]
 """Data type in which forward passes are computed."""
+
+Schedule = Literal["constant", "linear", "cosine", "step"]
+"""Names of the courses that a learning rate may take."""
 
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
@@ -81,7 +90,7 @@ class TrainingConfig(Checked):
             for name in absent:
                 object.__setattr__(self, name, own.get(name, _SGD[name]))
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether a step is θ ← θ − lr · gradient and nothing else."""
         return self.optimizer == "sgd" and not any((self.momentum, self.weight_decay, self.clip))
@@ -167,18 +176,13 @@ class RunConfig(Checked):
                 allowed = " or ".join(map(repr, values))
                 raise InvalidValueError(f"{name} belongs to {feature} {allowed}, got {found!r}; leave it out")
 
-    def round_factor(self, round: int) -> float:
-        """Return the factor on the learning rate in a round, counted from 1: `lr_decay` times the schedule."""
-        course = factor(
-            self.lr_schedule,
-            round - 1,
-            self.rounds,
-            warmup=self.lr_warmup,
-            every=self.lr_step,
-            gamma=self.lr_gamma,
-            end=self.lr_end,
+    def learning_rates(self) -> tuple[float, ...]:
+        """Return the learning rate of each round: that of the first, times `lr_decay` a round, times the schedule."""
+        options: dict[str, Any] = {"warmup": self.lr_warmup, "every": self.lr_step, "gamma": self.lr_gamma, "end": self.lr_end}
+        return tuple(
+            self.training.lr * (self.lr_decay**place * factor(self.lr_schedule, place, self.rounds, **options))
+            for place in range(self.rounds)
         )
-        return self.lr_decay ** (round - 1) * course
 
     def needed_replies(self, cohort: int) -> int:
         """Return the number of valid updates that a round of `cohort` clients needs to count."""
@@ -212,3 +216,80 @@ def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         if key not in options_of(kind):
             raise UnknownNameError(f"unknown option {key!r} of {where}; {nearest(key, options_of(kind))}")
     return dict(raw)
+
+
+def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
+    """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""
+    import torch  # here: help texts need no torch
+
+    found = {}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            closure = inspect.signature(kind.step).parameters.get("closure")
+            if closure is None or closure.default is None:
+                found[name.lower()] = kind
+    return found
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return an optimiser by its name in `torch.optim`, in any case, or as `package.module:Class`.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is no optimiser, or needs a closure.
+    """
+    import torch
+
+    if ":" not in name:
+        names = optimizer_names()
+        if name.lower() == "lbfgs":
+            raise InvalidValueError("optimizer 'lbfgs' needs a closure that computes the loss anew; choose one that does not")
+        if name.lower() not in names:
+            raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), names)}, or package.module:Class")
+        return names[name.lower()]
+    found = load_object(name)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
+    return found
+
+
+def optimizer_defaults(name: str) -> dict[str, float]:
+    """Return the numbers that an optimizer takes where none are given, by argument.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is no optimizer, or needs a closure.
+    """
+    parameters = inspect.signature(optimizer_class(name)).parameters
+    # A few take the learning rate as a tensor too, but none has one as a default.
+    return {key: float(one.default) for key, one in parameters.items() if isinstance(one.default, int | float)}
+
+
+def factor(
+    kind: Schedule, place: int, total: int, *, warmup: int = 0, every: int | None = None, gamma: float = 0.1, end: float = 0.0
+) -> float:
+    """Return the factor on the learning rate.
+
+    Args:
+        kind: "constant"; "linear" and "cosine" fall to `end` at the last place; "step" is multiplied by `gamma` at intervals.
+        place: Counted from 0.
+        total: Number of places.
+        warmup: Number of places at the start over which the rate grows linearly to its whole value, which the course then
+            begins with.
+        every: Places between two steps of "step"; None: a third of all.
+        gamma: Factor of each step.
+        end: Factor at the last place.
+
+    Source: linear warm-up is Goyal et al. 2017 (arXiv 1706.02677); the cosine Loshchilov and Hutter, ICLR 2017.
+    """
+    if place < warmup:
+        return (place + 1) / (warmup + 1)
+    done, left = place - warmup, max(total - warmup, 1)
+    if kind == "step":
+        return gamma ** (done // (every or max(1, -(-left // 3))))
+    if kind == "constant":
+        return 1.0
+    share = min(1.0, done / max(left - 1, 1))
+    if kind == "linear":
+        return 1.0 - (1.0 - end) * share
+    return end + (1.0 - end) * (1.0 + math.cos(math.pi * share)) / 2.0

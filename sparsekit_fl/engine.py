@@ -21,7 +21,7 @@ from sparsekit_fl.client_round import answer
 from sparsekit_fl.devices import check_device, device_of, exact_arithmetic, use_exact_arithmetic
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options import Checked, Count
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import Client
 from sparsekit_fl.processes import Sent, end_with_parent, one_thread, start_method, train_alike
 from sparsekit_fl.spec import RunSpec
 

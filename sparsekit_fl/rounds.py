@@ -23,7 +23,7 @@ from sparsekit_fl.engine import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import hash_models, model_path, save_whole, write_recipe
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment, plain

@@ -22,11 +22,10 @@ from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
 from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.fit import check_training
-from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import read_initial
-from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
@@ -48,6 +47,7 @@ class RunSpec:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
+        rates: Learning rate of each round.
         recipe: How another process makes the model again; see `Problem.recipe`.
     """
 
@@ -59,6 +59,7 @@ class RunSpec:
     initial: StateDict
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    rates: tuple[float, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -107,6 +108,7 @@ class RunSpec:
             initial=initial if init is None else read_initial(init, initial),
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            rates=config.learning_rates(),
             recipe=recipe,
         )
 
@@ -162,12 +164,6 @@ class RunSpec:
             model = self.problem.model()
         model.load_state_dict(state)
         return model
-
-    def training(self, round: int) -> TrainingConfig:
-        """Return the options of training, with the learning rate of this round."""
-        factor = self.config.round_factor(round)
-        training = self.config.training
-        return training if factor == 1.0 else dataclasses.replace(training, lr=training.lr * factor)
 
 
 def short_digest(value: Any) -> str:

@@ -25,8 +25,7 @@ from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Model, Result, Task, sgd
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
 from sparsekit_fl.methods.local import Local
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem

@@ -24,7 +24,7 @@ from sparsekit_fl.engine import RunClients
 from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine
 from sparsekit_fl.flower.wire import read
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "gone", "over_the_wire", "planted", "task_of"]

@@ -55,7 +55,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("client",),
         ("problem",),
         ("config",),
-        ("options", "optimizers", "devices"),
+        ("options", "devices"),
         ("checkpoint",),
         ("errors", "processes", "streams"),
     ),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.engine import Engine
     from sparsekit_fl.methods.base import Method
     from sparsekit_fl.paper.presets import Preset
-    from sparsekit_fl.problem.clients import Client
+    from sparsekit_fl.problem.data import Client
     from sparsekit_fl.problem.problem import Problem
     from sparsekit_fl.results.records import RunResult
 

@@ -18,7 +18,7 @@ from sparsekit_fl.client.fit import Batches, Examples, Step, TrainingLog, evalua
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Capability, Client
+from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Purpose
 

@@ -19,8 +19,7 @@ from sparsekit.foreach import foreach_add, foreach_add_, foreach_mul, foreach_mu
 from sparsekit.graph import is_finite
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.config import Amp, TrainingConfig
-from sparsekit_fl.optimizers import optimizer_class
+from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
 from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
 from sparsekit_fl.problem.problem import Problem

@@ -28,7 +28,7 @@ from sparsekit_fl.client.packing import (
 )
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options import Checked, NonNegativeCount, Ratio
-from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.data import Capability
 
 MAX_TEXT = 4000
 """Longest text that is read from a client, such as the reason of a failure."""

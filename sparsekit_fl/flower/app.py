@@ -31,7 +31,7 @@ from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of
 from sparsekit_fl.flower.wire import content, read, run_of
 from sparsekit_fl.models import model_path, save_whole, write_recipe
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RoundRecord

@@ -18,7 +18,7 @@ from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply,
 from sparsekit_fl.client.packing import MAX_HEADER_BYTES, pack, unpack
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower.wire import content, read
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec, short_digest
 

@@ -12,7 +12,7 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.problem.data import Capability, Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 

@@ -31,7 +31,7 @@ from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
 from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.data import Capability
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4

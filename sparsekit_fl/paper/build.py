@@ -11,8 +11,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
 from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy

@@ -9,8 +9,7 @@ import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
-from sparsekit_fl.problem.clients import ClientData
-from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.data import ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError, TraceError
 from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
-from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.problem.data import TensorData, arranged, read
+from sparsekit_fl.problem.data import Client, TensorData, arranged, read
 from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]

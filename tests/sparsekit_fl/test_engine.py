@@ -49,16 +49,6 @@ def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
-def test_threads_are_put_back():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        tiny_run(rounds=1)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 class OnlyHere:
     """Makes a model in the process that it was made in, and nowhere else."""
 

@@ -1,13 +1,12 @@
 """What a run refuses to confuse, to overwrite or to hide: folders, data and failures."""
 
-import json
 import os
 import re
 import resource
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,9 @@ from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit.version import __version__
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories, lock_folder
-from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_clients
-
-
-def test_a_result_names_the_version_and_the_data(tmp_path: Path) -> None:
-    result = tiny_run(out=tmp_path)
-    assert result.fingerprint == {"sparsekit": __version__, "data": result.fingerprint["data"]}
-    assert len(result.fingerprint["data"]) == 16
-    assert json.loads((tmp_path / "result.json").read_text())["fingerprint"] == result.fingerprint
-
-
-def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(fl.errors.RunInterrupted):
-        tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
-    clients = tiny_clients()
-    data = clients[5].data
-    labels = data.train.targets.clone()
-    labels[0] = 2 - labels[0] if labels[0] != 1 else 0
-    clients[5] = replace(clients[5], data=replace(data, train=replace(data.train, targets=labels)))
-    with pytest.raises(fl.errors.ResumeError, match=r"clients.data: was"):
-        tiny_run(out=tmp_path, resume=True, clients=clients)
+from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,29 +55,6 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_
         with pytest.raises(fl.errors.ResumeError, match=r"already holds a run .*choose another"):
             tiny_run(out=tmp_path)
     assert path.read_text() == "mine"
-
-
-class Another(fl.Callback):
-    """Starts a second run in the folder of the first."""
-
-    def __init__(self, out: Path, resume: bool) -> None:
-        self.out, self.resume = out, resume
-        self.error = ""
-
-    def on_round_end(self, run: fl.RunView, record: Any) -> None:
-        try:
-            tiny_run(out=self.out, resume=self.resume)
-        except fl.errors.FolderInUseError as error:
-            self.error = str(error)
-
-
-@pytest.mark.parametrize(("resume", "workers"), [(False, 1), (True, 2)])
-def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, workers: int) -> None:
-    another = Another(tmp_path, resume)
-    result = tiny_run(out=tmp_path, callbacks=[another], engine=fl.Processes(workers))
-    assert "another run is writing to" in another.error
-    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4] == [record.round for record in result.rounds]
 
 
 def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
@@ -202,12 +158,6 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) 
     with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 6, now 5"):
         tiny_run(out=tmp_path, resume=True, rounds=5)
     assert tiny_run(out=tmp_path, resume=True, rounds=7).extended == (4, 6)
-
-
-@pytest.mark.parametrize("name", ["fedlps", "fedspa", "prunefl", "depthfl"])
-def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, tmp_path: Path) -> None:
-    tiny_run(name, out=tmp_path)
-    assert len(tiny_run(name, out=tmp_path, resume=True, rounds=6).rounds) == 6
 
 
 @pytest.mark.parametrize("name", ["checkpoint.pt", "rounds.jsonl"])

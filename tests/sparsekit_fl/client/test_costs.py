@@ -18,22 +18,6 @@ DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
 BEST = OwnModels(keep="best")
 
 
-def scored_to_choose(record):
-    """Validation data, and of the training data what a twentieth of the work of two epochs leaves for them."""
-    cohort = [client.data for client in tiny_clients() if client.id in record.cohort]
-    return sum(max(len(data.val), int(0.05 * 3 * 2 * len(data.train))) for data in cohort)
-
-
-def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
-    result = tiny_run(BEST, rounds=1)
-    assert 0 < result.cost.flops_scoring <= 0.05 * result.cost.flops_training
-    assert result.cost.flops_scoring == scored_to_choose(result.rounds[0]) * DENSE
-    assert result.cost.flops_training == tiny_run(rounds=1).cost.flops
-    assert result.cost.flops == result.cost.flops_training + result.cost.flops_scoring == result.cost.flops
-    assert result.cost.flops_paper == tiny_run(rounds=1).cost.flops_paper, "the paper's count is of training alone"
-    assert cost_of(cost_dict(result.cost)) == result.cost
-
-
 @pytest.mark.parametrize("engine", [None, fl.Processes(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = tiny_run(BEST, rounds=1, engine=engine)

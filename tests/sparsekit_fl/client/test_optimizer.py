@@ -5,8 +5,7 @@ import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.fit import SgdStep, TorchStep, check_training, make_step
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.optimizers import factor, optimizer_names
+from sparsekit_fl.config import TrainingConfig, factor, optimizer_names
 
 TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 
@@ -52,14 +51,6 @@ def test_clipping_equals_torch_clipping(size):
     torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
     torch.optim.SGD(theirs.parameters(), lr=0.1).step()
     assert torch.allclose(ours.weight, theirs.weight, rtol=0, atol=1e-7)
-
-
-def test_unused_and_frozen_parameters_are_left_alone():
-    used, unused, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    frozen.requires_grad_(False)
-    SgdStep([unused, used, frozen], lr=0.5, momentum=0.9, weight_decay=0.1)((used * frozen).sum())
-    assert unused.tolist() == frozen.tolist() == [1.0, 1.0]
-    assert used.tolist() == pytest.approx([0.45, 0.45])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.prunefl import search_weights, weight_seconds
-from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
 

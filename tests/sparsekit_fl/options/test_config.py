@@ -1,7 +1,6 @@
 """Options: validated, the same after a trip through plain values, and offered by the command line and by Flower."""
 
 import inspect
-import json
 
 import pytest
 
@@ -10,20 +9,12 @@ from sparsekit_fl.cli.flower_app import AppOptions
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.config import _REQUIRES, HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.options import options_of
-from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
+from sparsekit_fl.problem.data import CAPABILITY_LEVELS
 
 
 def test_levels_of_heterogeneity_are_those_of_the_paper():
     assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
     assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
-
-
-def test_plain_values_are_read_as_they_were_written():
-    training = TrainingConfig(lr=8, momentum=0.5, clip=1.0)
-    config = RunConfig(
-        rounds=7, cohort=3, training=training, seed=4, capability="dynamic", capability_levels=(1.0, 0.5), lr_decay=0.998
-    )
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_unknown_keys_name_the_nearest():

@@ -17,17 +17,6 @@ def test_workers_take_the_devices_in_turn() -> None:
     assert device_of("cpu", 3) == "cpu"
 
 
-@pytest.mark.slow
-@pytest.mark.same_bits
-def test_workers_on_several_devices_get_the_bits_of_one() -> None:
-    config = tiny_config(rounds=2)
-    one = tiny_run(fl.methods.fedlps(), config=config)
-    several = tiny_run(fl.methods.fedlps(), config=replace(config, device="cpu,cpu"), engine=fl.Processes(2))
-    for name, tensor in one.state.items():
-        assert torch.equal(several.state[name], tensor), name
-    assert several.environment["workers"] == 2
-
-
 @pytest.mark.same_bits
 def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
     assert not torch.are_deterministic_algorithms_enabled()

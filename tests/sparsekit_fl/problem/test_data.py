@@ -24,26 +24,10 @@ class Pairs(Dataset):
         return self.items[i]
 
 
-def test_batch_reads_the_rows_of_the_view_in_the_order_asked_for() -> None:
-    view = pool().take([4, 2, 5])
-    (inputs,), targets = view.batch([2, 0])
-    assert targets.tolist() == [5, 4]
-    assert inputs.tolist() == [[10, 11], [8, 9]]
-
-
 @pytest.mark.parametrize("positions", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), slice(1, 3)])
 def test_positions_may_be_a_list_an_array_a_tensor_or_a_slice(positions: object) -> None:
     assert pool().batch(positions)[1].tolist() == [1, 2]
     assert pool().take([5, 4, 3]).batch(positions)[1].tolist() == [4, 3]
-
-
-def test_a_view_of_a_view_points_into_the_same_tensor() -> None:
-    whole = pool()
-    view = whole.take([5, 4, 3, 2]).take([1, 3])
-    assert view.index is not None
-    assert view.index.tolist() == [4, 2]
-    assert view.inputs[0] is whole.inputs[0]
-    assert len(view) == 2
 
 
 def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised() -> None:

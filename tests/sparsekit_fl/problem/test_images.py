@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 import sparsekit_fl as fl
@@ -59,17 +58,6 @@ class TestMnistContract(DatasetContract):
         assert source.train.labels().tolist() == [1, 0, 9]
         assert source.test is not None
         assert source.test.labels().tolist() == [3]
-
-
-@pytest.mark.parametrize("folder", ["tiny-imagenet", "tiny_imagenet"])
-def test_tiny_imagenet_turns_grey_into_colour_and_takes_both_spellings(tmp_path: Path, folder: str) -> None:
-    write(tmp_path / folder / "train.parquet", [encoded("L", 64, 7), encoded("RGB", 64, 8)], [0, 199])
-    write(tmp_path / folder / "valid.parquet", [encoded("RGB", 64, 9)], [5])
-    source: fl.DataSource = fl.datasets["tiny-imagenet"](tmp_path)
-    assert source.shape == (3, 64, 64)
-    assert source.train.inputs[0][:, :, 0, 0].tolist() == [[7, 7, 7], [8, 8, 8]]
-    assert source.test is not None
-    assert len(source.test) == 1
 
 
 def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path) -> None:
@@ -198,12 +186,6 @@ def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated() -> None
     assert torch.equal(out[:, 0], out[:, 2])
     assert torch.allclose(out[:, :1, 2:30, 2:30], (raw / 255 - 0.25) / 0.5)
     assert torch.equal(out[:, 0, :2], torch.full((2, 2, 32), -0.5))
-
-
-def test_a_small_image_is_resized_bilinearly() -> None:
-    raw = images(1, 8)
-    out = ImageTransform(1, (28, 28), (0.0,), (1.0,))(raw)
-    assert torch.allclose(out, F.interpolate(raw / 255, size=(28, 28), mode="bilinear", align_corners=False))
 
 
 def test_no_pixel_is_skipped_where_one_side_alone_shrinks() -> None:

@@ -26,14 +26,6 @@ def test_accuracy_is_right_predictions_and_their_number(metric, outputs, targets
     assert (int(right), int(counted)) == expected
 
 
-def test_sums_of_batches_equal_the_whole() -> None:
-    targets = torch.tensor([0, 1, 1])
-    parts = [log_loss(SCORES[i : i + 2], targets[i : i + 2]) for i in (0, 2)]
-    total, weight = log_loss(SCORES, targets)
-    assert sum(float(part) for part, _ in parts) == pytest.approx(float(total))
-    assert sum(int(count) for _, count in parts) == int(weight) == 3
-
-
 def test_cross_entropy_takes_classes_last_for_sequences() -> None:
     outputs, targets = torch.randn(2, 3, 5), torch.tensor([[0, 1, IGNORED], [4, 2, 3]])
     assert torch.allclose(cross_entropy(outputs, targets), F.cross_entropy(outputs.transpose(1, 2), targets))

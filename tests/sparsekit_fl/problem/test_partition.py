@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.partition import dirichlet, hold_out, lacking, natural, pathological
+from sparsekit_fl.problem.partition import dirichlet, lacking, natural, pathological
 from sparsekit_fl.testing import PartitionContract
 
 
@@ -61,13 +61,6 @@ class TestNaturalContract(Dealt):
 class TestRandomNaturalContract(TestNaturalContract):
     clients = 2
     deal = staticmethod(partial(natural, choose="random"))
-
-
-def test_the_last_tenth_is_held_out() -> None:
-    kept, held = hold_out(np.arange(100))
-    assert (kept.tolist(), held.tolist()) == (list(range(90)), list(range(90, 100)))
-    assert [len(part) for part in hold_out(np.arange(2))] == [1, 1]
-    assert [len(part) for part in hold_out(np.arange(25))] == [22, 3]
 
 
 def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
@@ -123,21 +116,6 @@ def test_dirichlet_gives_a_client_with_its_even_part_no_more() -> None:
         assert max(len(split.train) + len(split.val) for split in splits) < 200
 
 
-def test_dirichlet_deals_every_example_once() -> None:
-    splits = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
-    rows = sorted(row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist())
-    assert rows == list(range(225))
-    assert sorted(row for hand in splits for row in hand.test.index.tolist()) == list(range(60))
-
-
-def test_a_small_alpha_is_less_even_than_a_large_one() -> None:
-    def spread(alpha: float) -> float:
-        splits = dirichlet(pictures(per_class=200, tests=50), clients=5, rng=np.random.default_rng(0), alpha=alpha)
-        return float(np.mean([hand.train.labels().bincount(minlength=5).max() / len(hand.train) for hand in splits]))
-
-    assert spread(0.1) > spread(100.0) + 0.2
-
-
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     source = texts()
     splits = natural(source, clients=3, rng=np.random.default_rng(0))
@@ -177,12 +155,3 @@ def test_a_client_keeps_its_number_of_examples(classes: int, per_client: int, im
     assert each >= 2
     assert each == 2 or per_client * images - owned < owned * each <= per_client * images
     assert found["distinct"] is True
-
-
-@pytest.mark.parametrize("lack", [0, 4, 8])
-def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
-    _, clients = fl.build_problem(fl.preset_for(), lack_classes=lack)
-    for client in clients:
-        assert len(set(client.data.train.labels().tolist())) == 10 - lack
-        assert set(client.data.test.labels().tolist()) == set(client.data.train.labels().tolist())
-        assert 38 <= len(client.data.train) + len(client.data.val) <= 50
