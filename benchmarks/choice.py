@@ -12,7 +12,7 @@ explores, trains fewer steps by what that cost, as it is spent, so that all arms
 "scratch", or "trained": three epochs of the dense network, which are no arm's cost.
 
 The arms: `learned` (a LearnableMask as it comes, in a plain loop), `paper` (GradientImportance), `random`, `ordered`,
-`magnitude`, `taylor`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for planted units, and of tasks `scratch` (the
+`magnitude`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for planted units, and of tasks `scratch` (the
 narrow network from scratch, in as many FLOPs as the others after the cut; the dense network before it is given to them).
 """
 
@@ -38,14 +38,13 @@ FIXED: dict[str, Callable[[Any], Any]] = {
     "random": lambda _: sk.criteria.Random(),
     "ordered": lambda _: sk.criteria.Ordered(),
     "magnitude": lambda _: sk.criteria.Magnitude(),
-    "taylor": lambda data: sk.criteria.Taylor(data, F.cross_entropy),
     "fisher": lambda data: sk.criteria.Fisher(data, F.cross_entropy),
     "torch-pruning": lambda _: _torch_pruning(),
 }
 ARMS = {
-    "planted": ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"],
+    "planted": ["oracle", "learned", "paper", "random", "magnitude", "fisher"],
     "images": ["learned", "paper", *FIXED],
-    "tasks": ["learned", "scratch", "random", "magnitude", "taylor", "fisher"],
+    "tasks": ["learned", "scratch", "random", "magnitude", "fisher"],
 }
 
 
@@ -96,7 +95,7 @@ def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str,
     uniform = sk.allocation.ratio_counts(graph, ratio)
     narrow = costs.costs(uniform)["flops"]
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
-    scored = arm in ("taylor", "fisher")
+    scored = arm == "fisher"
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
     options: dict[str, Any] = {"ratio": ratio, "generator": torch.Generator().manual_seed(3000 + seed)}
     if arm == "paper":

@@ -25,7 +25,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple, allocate, registry
-from sparsekit.criteria import Magnitude, Random, Taylor
+from sparsekit.criteria import Magnitude, Random
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.by_name import with_data
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
@@ -34,7 +34,7 @@ from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.prune import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
 
-CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "products", "magnitude", "random")
+CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
 RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet-lite0": ("random", "tp l2", "tp taylor")}
 
@@ -62,7 +62,7 @@ class Bench:
         context = sk.ScoringContext(weights=model.state_dict(), model=model, generator=torch.Generator().manual_seed(0))
         for name in CRITERIA:
             if name not in self.scores:
-                plain: Any = {"products": Taylor(form="products"), "magnitude": Magnitude(), "random": Random()}.get(name, name)
+                plain: Any = {"magnitude": Magnitude(), "random": Random()}.get(name, name)
                 criterion = with_data(plain, self.fit, self.network.loss)
                 self.scores[name] = {key: each.double() for key, each in score_units(criterion, self.graph, context).items()}
                 self.save()

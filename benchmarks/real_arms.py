@@ -44,7 +44,7 @@ def wanda_sp(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], b
 
 def llm_pruner(graph: sk.UnitGraph, costs: CostModel, scores: dict[str, Scores], budget: Budget) -> sk.UnitMask:
     """LLM-Pruner (Ma et al., NeurIPS 2023): Σ |w·∂L/∂w|, one share of the features; outer layers are spared."""
-    own, last = scores["products"], max(map(layer_of, graph.groups))
+    own, last = scores["taylor"], max(map(layer_of, graph.groups))
     dense = costs.dense_costs()["flops"]
     # Chosen on validation at 65 %; below 60 % what is left would be cut to a thread.
     spared = {0, 1, 2, last - 1, last} if float(budget.limits({"flops": dense})["flops"]) > 0.68 * dense else {0, last}

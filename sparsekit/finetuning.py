@@ -3,15 +3,13 @@
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune
 from sparsekit.pruning.reconstruction import recalibrate_batchnorm, reconstruct
-from sparsekit.pruning.regularizers import GroupLasso, GroupSL, GrowingRegularizer
+from sparsekit.pruning.regularizers import GroupSL
 
 __all__ = [
     "Distillation",
     "EpochRecord",
     "FineTuned",
-    "GroupLasso",
     "GroupSL",
-    "GrowingRegularizer",
     "finetune",
     "recalibrate_batchnorm",
     "reconstruct",

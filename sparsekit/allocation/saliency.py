@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sparsekit.criteria.base import check_scores, refuse_nan
-from sparsekit.criteria.normalised import share_of_remaining
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
@@ -59,6 +58,20 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
             values = _makers(graph, name) * share_of_remaining(values)
         saliency[name] = np.sort(values.numpy())[::-1]
     return saliency
+
+
+def share_of_remaining(scores: Tensor) -> Tensor:
+    """s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
+
+    Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units the higher index goes first. If scores are negative, the least of
+    them counts as 0; if all are 0, the units are equal.
+    """
+    values = scores.detach().double()
+    order = torch.sort(values, descending=True, stable=True).indices
+    ranked = values[order]
+    ranked = ranked - ranked[-1].clamp_max(0.0)
+    ranked = ranked / ranked[0] if ranked[0] > 0 else torch.ones_like(ranked)
+    return torch.empty_like(values).index_copy_(0, order, ranked.square() / ranked.square().cumsum(0))
 
 
 def _makers(graph: UnitGraph, group: str) -> int:

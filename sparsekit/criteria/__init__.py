@@ -2,21 +2,18 @@
 
 from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
-from sparsekit.criteria.normalised import Lamp, Normalised
+from sparsekit.criteria.normalised import Normalised
 from sparsekit.criteria.orders import Learned, Ordered, Random
 from sparsekit.criteria.scored import Scored
 from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
-from sparsekit.criteria.weights import BatchNormScale, GeometricMedian, Magnitude, unit_magnitudes
+from sparsekit.criteria.weights import Magnitude, unit_magnitudes
 from sparsekit.registry import Registry
 
 __all__ = [
     "Activation",
-    "BatchNormScale",
     "Criterion",
     "Fisher",
-    "GeometricMedian",
-    "Lamp",
     "Learned",
     "Magnitude",
     "Normalised",
@@ -36,10 +33,7 @@ registry = Registry(
     "criterion",
     {
         "activation": "sparsekit.criteria.activation:Activation",
-        "batch_norm_scale": "sparsekit.criteria.weights:BatchNormScale",
         "fisher": "sparsekit.criteria.taylor:Fisher",
-        "geometric_median": "sparsekit.criteria.weights:GeometricMedian",
-        "lamp": "sparsekit.criteria.normalised:Lamp",
         "learned": "sparsekit.criteria.orders:Learned",
         "magnitude": "sparsekit.criteria.weights:Magnitude",
         "normalised": "sparsekit.criteria.normalised:Normalised",

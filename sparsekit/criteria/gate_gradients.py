@@ -1,4 +1,4 @@
-"""gate_moments(): the mean and the mean square of ∂L/∂gate of every unit, over the examples of some batches.
+"""gate_squares(): the mean square of ∂L/∂gate of every unit, over the examples of some batches.
 
 ∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. Where these are the inputs of linear layers and convolutions it
 is also Σ x·∂L/∂x at their inputs, which one backward pass gives *for each example* without any gradient of a weight.
@@ -94,10 +94,8 @@ def sum_up(parts: Sequence[Tensor]) -> Tensor:
     return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
-def gate_moments(
-    criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run the model over the criterion's batches and average ∂L/∂gate.
+def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, positions: bool = False) -> dict[str, Tensor]:
+    """Run the model over the criterion's batches and average the squares of ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
     examples on the first axis of their input. Elsewhere the gradient g of a batch of B examples stands for B examples: the
@@ -111,7 +109,7 @@ def gate_moments(
             square of the sum. If positions are independent, both have one expectation, and this one far less noise.
 
     Returns:
-        Group name → its signed mean over examples and the mean of its squares, float64 (units,), on the CPU.
+        Group name → mean over examples of the squares, float64 (units,), on the CPU.
 
     Raises:
         InvalidValueError: a group's units have no part in the loss, or all gradients are zero.
@@ -121,47 +119,44 @@ def gate_moments(
     gated = {name: [pair for pair in pairs if pair[1].gated] for name, pairs in unit_entries(model, graph).items()}
     layers = {module for found in readers.values() for module, _, _ in found or ()}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    sums: dict[str, Tensor] = {}
     seen = 0
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
             examples = example_count(batch)
             with inputs_of(layers, differentiable=True) as calls:
                 loss = call_model(model, batch, criterion.loss)
-                gradients = _gate_gradients(loss, calls, readers, gated, examples, positions)
+                found = _one_pass(loss, calls, readers, gated, examples, positions)
             seen += examples
-            for name, (rows, squares) in gradients.items():
-                # The square of a mean over B examples is B times too small where they are independent.
-                times = examples / len(rows)
-                new = rows.sum(0) * times, squares.sum(0) * times * times
-                sums[name] = (sum_up([sums[name][0], new[0]]), sum_up([sums[name][1], new[1]])) if name in sums else new
+            for name, squares in found.items():
+                sums[name] = sum_up([sums[name], squares]) if name in sums else squares
     for name in graph.groups:
         if name not in sums:
             raise InvalidValueError(
                 f"the loss does not depend on the units of group {name!r}; leave the group out with"
                 " sparsekit.graph.edit.without, or use a loss over all outputs"
             )
-    if graph.groups and not any(bool(sums[name][1].any()) for name in graph.groups):
+    if graph.groups and not any(bool(sums[name].any()) for name in graph.groups):
         raise InvalidValueError(
             "the gradients of the loss are all zero on these batches. Are the targets the model's own outputs? Then pass"
             " batches of inputs alone and no loss to prune(), which compares with these outputs; or use Activation, which"
             " needs no loss"
         )
-    return {name: (sums[name][0].cpu().double() / seen, sums[name][1].cpu().double() / seen) for name in graph.groups}
+    return {name: sums[name].cpu().double() / seen for name in graph.groups}
 
 
-def _gate_gradients(
+def _one_pass(
     loss: Tensor,
     inputs: Mapping[nn.Module, list[Tensor]],
     readers: Mapping[str, list[Reader] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
     examples: int,
     positions: bool,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """One backward pass: group name → ∂L/∂gate and its squares, L the loss of an example.
+) -> dict[str, Tensor]:
+    """One backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
-    float64 (examples, units) where all readers of a group allow it, else float (1, units), the mean, from the gradients of the
-    weights; none for groups that are no part of the loss.
+    The squares are those of single examples if all readers of a group allow it, else B times that of the batch, from the
+    gradients of the weights. Groups that are not part of the loss are absent.
     """
     direct = {
         name: found
@@ -188,15 +183,14 @@ def _gate_gradients(
             own = [(each, piece.index) for module, piece, _ in direct[name] for each in at_input.get(module, ())]
             parts = [_doubled(each[..., index.to(each.device)].sum(-1) * examples) for each, index in own]
             if parts:
-                rows = sum_up([part.sum(1) for part in parts])
-                squares = sum_up([part.square().sum(1) for part in parts]) if positions else rows.square()
-                found[name] = rows, squares
+                rows = parts if positions else [sum_up([part.sum(1) for part in parts])]
+                found[name] = sum_up([part.square().flatten(0, -2).sum(0) for part in rows])
         else:
             products = [(wide(e.detach()) * wide(of_weight[id(e)]), piece) for e, piece in pairs if id(e) in of_weight]
-            parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1)[None] for each, piece in products]
+            parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1) for each, piece in products]
             if parts:
-                rows = _doubled(sum_up(parts))
-                found[name] = rows, rows.square()
+                # The square of a mean over B examples is B times too small if they are independent.
+                found[name] = _doubled(sum_up(parts)).square() * examples * examples
     return found
 
 

@@ -1,14 +1,14 @@
-"""Magnitude, GeometricMedian, BatchNormScale: what the weights alone say, read off the index table."""
+"""Magnitude: importance from the weights alone, read off the index table."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import Criterion, ScoringContext, score_units
-from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.criteria.base import ScoringContext
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
@@ -107,71 +107,3 @@ class Magnitude:
             sums = unit_sums(group, weights, order=self.order, coupled=self.coupled)
             found[name] = sums if self.order == 1 else sums.sqrt()
         return found
-
-
-@dataclass(frozen=True)
-class GeometricMedian:
-    """The sum of the distances of a unit's filter to the filters of all other units of its group.
-
-    Units near the middle of their group can be replaced by the others. Filters are the matrices that make the units, one after
-    the other where a group has several; biases and norms are left out. A group without matrices uses the vectors that it has.
-
-    Source: He et al., Filter Pruning via Geometric Median, CVPR 2019.
-    """
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Sum up distances; 0 in a group of one unit."""
-        weights, found = context.weights_for(self), {}
-        for name, group in graph.groups.items():
-            own = own_slices(group, weights)
-            # The square of a distance over several matrices is the sum over each: no long vectors are joined.
-            square = torch.zeros(group.size, group.size)
-            for piece in [piece for piece in own if weights[piece.name].dim() > 1] or own:
-                entry = wide(weights[piece.name].detach()).movedim(piece.dim, 0)
-                filters = entry[piece.index.to(entry.device)].reshape(group.size, -1)
-                # Not by inner products, which lose all digits between near filters.
-                part = torch.cdist(filters, filters, compute_mode="donot_use_mm_for_euclid_dist").square()
-                square = square.to(part) + part
-            found[name] = square.sqrt().sum(1)
-        return found
-
-
-@dataclass(frozen=True)
-class BatchNormScale:
-    """The mean of |γ| over the batch norms of a unit. It tells most after training with an L1 penalty on the scales.
-
-    Args:
-        otherwise: Scores groups without a batch norm, such as the hidden layers of a classifier; None raises for them.
-            Its scores should be on the scale of the others', as those of `Normalised(Magnitude())` are.
-
-    Source: Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017.
-    """
-
-    otherwise: Criterion | None = None
-
-    comparable: ClassVar[bool] = True
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Read the scales."""
-        weights, found = context.weights_for(self), {}
-        for name, group in graph.groups.items():
-            pieces = [piece for piece in group.slices if _is_norm_scale(piece, graph)]
-            scales = [(wide(weights[piece.name].detach()).abs(), piece.index) for piece in pieces]
-            if scales:
-                found[name] = torch.stack([scale[index.to(scale.device)].mean(1) for scale, index in scales]).mean(0)
-        without = [name for name in graph.groups if name not in found]
-        if without and self.otherwise is None:
-            raise MissingImportanceError(
-                f"no batch norm acts on the units of {', '.join(map(repr, without[:5]))}"
-                f"{' and others' if len(without) > 5 else ''}; pass otherwise=Normalised(Magnitude()),"
-                " or leave these groups out with sparsekit.graph.edit.without"
-            )
-        other = score_units(self.otherwise, graph, context) if without and self.otherwise is not None else {}
-        return {name: found[name] if name in found else other[name] for name in graph.groups}
-
-
-def _is_norm_scale(piece: UnitSlice, graph: UnitGraph) -> bool:
-    """Whether a slice is of the scale of a batch norm: a vector `weight` beside a `running_var`."""
-    home = piece.name.removesuffix("weight")
-    vector = piece.name.rpartition(".")[2] == "weight" and len(graph.shapes[piece.name]) == 1
-    return vector and f"{home}running_var" in graph.shapes

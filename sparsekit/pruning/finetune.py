@@ -18,7 +18,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import clone
 from sparsekit.measure.clock import evaluated
 from sparsekit.pruning.distillation import Distillation
-from sparsekit.pruning.regularizers import UnitRegularizer
+from sparsekit.pruning.regularizers import GroupSL
 from sparsekit.rng import torch_scope
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -74,7 +74,7 @@ def finetune(
     scheduler_step: str = "epoch",
     validation: Metric | Iterable[Batch] | None = None,
     distillation: Distillation | None = None,
-    regularizer: UnitRegularizer | None = None,
+    regularizer: GroupSL | None = None,
     clip_norm: float | None = None,
     amp: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -137,7 +137,7 @@ def finetune(
     follows_metric = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
     by_batch = scheduler_step == "batch" and not follows_metric
     scaler = torch.amp.GradScaler(kind, enabled=amp is torch.float16)
-    every = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler, "regularizer": regularizer}
+    every = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
     parts = {name: part for name, part in every.items() if part is not None}
     history: list[EpochRecord] = []
     best: _Best = None, None, 0
@@ -203,8 +203,6 @@ def finetune(
                 schedule.step(mean if score is None else -score)
             elif schedule is not None and not by_batch:
                 schedule.step()
-            if regularizer is not None:
-                regularizer.end_epoch()
             rate = float(optimizer.param_groups[0]["lr"])
             history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
             if score is not None and (best[1] is None or score > best[1]):

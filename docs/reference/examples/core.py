@@ -243,9 +243,8 @@ for kind in (sk.criteria.Activation, sk.criteria.Fisher, sk.criteria.PositionFis
     criterion = kind(batches, loss)
     sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict(), model=model))
 
-# sparsekit.criteria.BatchNormScale, sparsekit.criteria.GeometricMedian, sparsekit.criteria.Lamp, sparsekit.criteria.Magnitude
-for criterion in (sk.criteria.BatchNormScale(), sk.criteria.GeometricMedian(), sk.criteria.Lamp(), sk.criteria.Magnitude()):
-    sk.make_mask(criterion, graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
+# sparsekit.criteria.Magnitude
+sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=model.state_dict()))
 
 # sparsekit.criteria.Learned
 sk.make_mask(sk.criteria.Learned(), graph, 0.5, sk.ScoringContext(importance=masked.importance()))
@@ -399,15 +398,13 @@ first: sk.finetuning.EpochRecord = tuned.history[0]
 print(first.loss)
 
 # sparsekit.finetuning
-from sparsekit.finetuning import Distillation, GroupLasso
+from sparsekit.finetuning import Distillation
 
 # sparsekit.finetuning.Distillation
 tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1, distillation=sk.finetuning.Distillation(model))
 
-# sparsekit.finetuning.GroupLasso, sparsekit.finetuning.GroupSL, sparsekit.finetuning.GrowingRegularizer
-kinds = sk.finetuning.GroupLasso(graph), sk.finetuning.GroupSL(graph), sk.finetuning.GrowingRegularizer(graph, mask)
-for kind in kinds:
-    tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=kind)
+# sparsekit.finetuning.GroupSL
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupSL(graph))
 
 # sparsekit.recalibrate_batchnorm, sparsekit.finetuning.recalibrate_batchnorm
 sk.recalibrate_batchnorm(small, [x])  # the statistics of batch norms, from data

@@ -1,7 +1,6 @@
 """Taylor and Fisher: exact against gate gradients of single examples, any form of batch, bad input."""
 
 from collections import UserDict
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -58,19 +57,30 @@ def residual() -> tuple[nn.Module, sk.UnitGraph]:
 
 def test_the_cost_of_removal_is_that_of_gates_of_single_examples(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
     model, graph = residual
-    scores = Taylor(_batches(), F.cross_entropy).scores(graph, ScoringContext(model=model))
+    scores = Fisher(_batches(), F.cross_entropy).scores(graph, ScoringContext(model=model))
     for name, rows in _gradients_of_examples(model, graph, _batches()).items():
-        assert torch.allclose(scores[name], -rows.mean(0) + 0.5 * rows.square().mean(0), atol=1e-6)
+        assert torch.allclose(scores[name], 0.5 * rows.square().mean(0), atol=1e-6)
+
+
+def test_the_products_of_weights_and_mean_gradients_add_up_over_a_unit() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5))
+    graph = sk.trace_units(model, torch.randn(2, 3))
+    found = Taylor(_batches((3,)), F.cross_entropy).scores(graph, ScoringContext(model=model))["0"]
+    x, y = (torch.cat(parts) for parts in zip(*_batches((3,))))
+    F.cross_entropy(model(x), y).backward()
+    first, bias, second, _ = ((p * p.grad).detach().abs() for p in model.parameters() if p.grad is not None)
+    assert torch.allclose(found.float(), first.sum(1) + bias + second.sum(0), rtol=1e-4)
 
 
 def test_a_loss_that_is_a_sum_over_examples_is_refused(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
     model, graph = residual
-    for criterion in (Fisher, partial(Taylor, form="products")):
+    for criterion in (Fisher, Taylor):
         with pytest.raises(InvalidValueError, match="must be the mean over the examples"):
             criterion(_batches(), nn.CrossEntropyLoss(reduction="sum")).scores(graph, ScoringContext(model=model))
 
 
-def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_the_exact_square() -> None:
+def test_units_read_outside_of_layers_have_the_square_of_the_mean_and_single_examples_the_exact_square() -> None:
     torch.manual_seed(0)
     # No layer's input has the units: a parameter of the model itself reads them.
     scaled = {"first": nn.Linear(3, 6), "weight": nn.Parameter(torch.randn(5, 6))}
@@ -80,9 +90,8 @@ def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_th
     rows = _gradients_of_examples(model, graph, batches)["first"]
     context = ScoringContext(model=model)
     whole = [tuple(torch.cat(parts) for parts in zip(*batches))]
-    assert torch.allclose(
-        Taylor(whole, F.cross_entropy, form="signed").scores(graph, context)["first"], -rows.mean(0), atol=1e-6
-    )
+    found = Fisher(whole, F.cross_entropy).scores(graph, context)["first"]  # eight examples stand for as many of the mean
+    assert torch.allclose(found, 0.5 * len(rows) * rows.mean(0).square(), atol=1e-6)
     assert torch.allclose(
         Fisher(batches, F.cross_entropy).scores(graph, context)["first"], 0.5 * rows.square().mean(0), atol=1e-6
     )
@@ -130,11 +139,11 @@ def test_mappings_and_objects_like_them_give_what_tuples_give() -> None:
     torch.manual_seed(0)
     model = Named()
     graph = sk.trace_units(model.body, torch.randn(2, 3))
-    plain = Taylor(_batches((3,)), F.cross_entropy).scores(graph, ScoringContext(model=model.body))
+    plain = Fisher(_batches((3,)), F.cross_entropy).scores(graph, ScoringContext(model=model.body))
     named = [{"features": x, "labels": y} for x, y in _batches((3,))]
     graph = sk.trace_units(model, features=torch.randn(2, 3))
     for batches, loss in ((named, None), (named, F.cross_entropy), ([Encoding(b) for b in named], None)):
-        found = Taylor(batches, loss).scores(graph, ScoringContext(model=model))
+        found = Fisher(batches, loss).scores(graph, ScoringContext(model=model))
         assert torch.equal(found["body.0"], plain["0"])
 
 

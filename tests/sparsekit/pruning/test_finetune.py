@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.finetuning import Distillation, EpochRecord, GrowingRegularizer
+from sparsekit.finetuning import Distillation, EpochRecord, GroupSL
 from sparsekit.pruning.finetune import read_checkpoint, write_checkpoint
 
 
@@ -38,12 +38,6 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-def _growing() -> GrowingRegularizer:
-    graph = sk.trace_units(_model(), torch.randn(4, 6))
-    mask = sk.UnitMask({name: torch.arange(group.size) < 4 for name, group in graph.groups.items()})
-    return GrowingRegularizer(graph, mask, increment=0.05)
-
-
 RUNS: list[tuple[Any, Any, str, Callable[[], dict[str, Any]]]] = [
     (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: CosineAnnealingLR(o, 6), "epoch", dict),
     (lambda p: AdamW(p, 0.01), lambda o: MultiStepLR(o, [2, 4]), "epoch", dict),
@@ -51,7 +45,12 @@ RUNS: list[tuple[Any, Any, str, Callable[[], dict[str, Any]]]] = [
     (lambda p: Adam(p, 0.01, amsgrad=True), lambda o: ReduceLROnPlateau(o, patience=0), "epoch", dict),
     (lambda p: SGD(p, 0.05), None, "epoch", lambda: {"amp": torch.bfloat16}),
     (lambda p: SGD(p, 0.05), None, "epoch", lambda: {"amp": torch.float16}),
-    (None, None, "epoch", lambda: {"regularizer": _growing(), "clip_norm": 1.0}),
+    (
+        None,
+        None,
+        "epoch",
+        lambda: {"regularizer": GroupSL(sk.trace_units(_model(), torch.randn(4, 6)), 0.05), "clip_norm": 1.0},
+    ),
 ]
 
 

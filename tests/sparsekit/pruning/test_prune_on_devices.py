@@ -14,8 +14,6 @@ from sparsekit.finetuning import finetune, recalibrate_batchnorm, reconstruct
 
 CRITERIA: dict[str, Callable[[Any], Any]] = {
     "magnitude": lambda _: criteria.Magnitude(),
-    "geometric median": lambda _: criteria.GeometricMedian(),
-    "lamp": lambda _: criteria.Lamp(),
     "random": lambda _: criteria.Random(),
     "normalised": lambda _: criteria.Normalised(criteria.Magnitude()),
     "taylor": lambda batches: criteria.Taylor(batches, F.cross_entropy),
