@@ -159,7 +159,9 @@ REFERENCES: dict[bool, Callable[[AppOptions], Result]] = {False: _here(lambda: P
 COLUMNS = {
     "processes-2": Column("processes, 2 workers", _here(lambda: Processes(2))),
     "grid": Column("Flower's wire, replies shuffled and doubled", _here(lambda: InProcess(nodes=3, seed=5, twice=True))),
-    "grid-errors": Column("Flower's wire, clients fail", _here(lambda: InProcess(nodes=3, seed=6, fault=_error_reply)), True),
+    "grid-errors": Column(
+        "Flower's wire, clients fail", _here(lambda: InProcess(nodes=3, seed=6, devices=True, fault=_error_reply)), True
+    ),
     "ray": Column("Ray, 2 actors", _simulated),
     "deployment": Column("SuperLink and 2 SuperNodes", _kept),
 }

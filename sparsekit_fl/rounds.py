@@ -295,8 +295,7 @@ class _Loop:
         done = [reply.update.cost for reply in replies if reply.update is not None]
         failed = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
         sent = sum(request_bytes(request, self.server.spec.graph) for request in failed)
-        memory = sum(reply.memory_bytes for reply in replies)
-        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent, memory_bytes=memory)
+        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent)
 
     def save(self, record: RoundRecord) -> None:
         """Save a round, and tell the callbacks.

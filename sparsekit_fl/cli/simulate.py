@@ -17,7 +17,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from sparsekit.errors import MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.cli.flower_app import AppOptions, write_app
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 
@@ -53,12 +53,15 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
 
     Raises:
         SparsekitError: the error that ended the run.
+        InvalidValueError: a Ray cluster, and no folder that its machines share.
         WorkerDiedError: Flower ended without a result; says what its log says.
         RunInterrupted: Ctrl-C; says how to continue.
     """
     from sparsekit_fl import errors
     from sparsekit_fl.results.records import RoundRecord, load_result
 
+    if options.ray_address is not None and options.out is None:
+        raise InvalidValueError("ray_address needs --out DIR, a folder that all machines of the cluster share")
     with tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True) as name:
         base = Path(name)
         out, failed = base / "out" if options.out is None else options.out.resolve(), base / "error.json"

@@ -51,8 +51,6 @@ class WorkCost:
         seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
             client's. What policies decide by.
         wall_seconds: Measured here.
-        memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
-            where each client keeps its own. Counted by the server, and by no simulated second.
         flops_scoring: The part of `flops` that is no training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
         flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
@@ -70,7 +68,6 @@ class WorkCost:
     downlink_bytes: int = 0
     seconds: float = 0.0
     wall_seconds: float = 0.0
-    memory_bytes: int = 0
     flops_scoring: int = 0
     flops_deploying: int = 0
     scoring_seconds: float = 0.0
@@ -213,7 +210,6 @@ class Reply:
         stored: Whether a memory of this client was written in this round.
         model: The personal model, a file of `save_compact`; empty: not asked for, or no other than the global one.
         note: Text for the record of the round; empty: none.
-        memory_bytes: Size of the client's memory, there and back, if it was sent along.
     """
 
     client_id: int
@@ -225,7 +221,6 @@ class Reply:
     stored: bool = False
     model: bytes = b""
     note: str = ""
-    memory_bytes: int = 0
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.callbacks import Callback, RunView
-from sparsekit_fl.checkpoint import Memories, dumps, loads, write_atomically
+from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, client_ids
 from sparsekit_fl.client.context import Memory
@@ -34,11 +33,9 @@ from sparsekit_fl.models import model_path, save_whole, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.spec import RunSpec, by_id
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
-_MAX_NOTES = 10  # in a line of the log
 
 
 class DeviceMemories(Memories):
@@ -72,27 +69,6 @@ class DeviceMemories(Memories):
             self.remove({client_id: stale})
 
 
-class CarriedMemory:
-    """The memory of one client, which came with its request and goes back with the reply, as `written`."""
-
-    def __init__(self, payload: bytes) -> None:
-        self._payload, self.written = payload, b""
-
-    def read(self, client_id: int, round: int | None) -> Memory:
-        """Return the memory that came; raises LostMemoryError if it did not."""
-        if round is None:
-            return {}
-        try:
-            memory: Memory = loads(self._payload)["memory"]
-        except DataError as error:
-            raise LostMemoryError(f"the memory of client {client_id} of round {round} did not come: {error}") from error
-        return memory
-
-    def write(self, client_id: int, round: int, memory: Memory) -> None:
-        """Keep a memory for the reply, as a file of `Memories`."""
-        self.written = dumps({"client": [client_id, round], "memory": memory})
-
-
 @dataclass(eq=False)
 class Node:
     """What a node works with.
@@ -100,45 +76,41 @@ class Node:
     Args:
         spec: The fixed parts of the run.
         clients: Client id → client, at least those that will be asked for.
-        home: Folder of this device for the run: the memories of its clients, and after the last round their models, for
-            `load_model`. None: both travel with the messages.
+        memories: The memories of its clients.
+        home: Folder of a device for the run, where the models of its clients stay after the last round, for `load_model`.
+            None: a process of the simulation, which sends them, and whose failures end the run.
     """
 
     spec: RunSpec
     clients: Mapping[int, Client]
+    memories: Memories
     home: Path | None = None
     _global: object = field(default=None, repr=False)
 
-    def answer(self, payload: bytes, carried: bytes, shared: StateDict | None) -> tuple[bytes, bytes]:
-        """Answer a request; whatever goes wrong is an answer too.
+    def answer(self, payload: bytes, shared: StateDict | None) -> bytes:
+        """Answer a request; on a device, whatever goes wrong is an answer too.
 
         Args:
             payload: The request.
-            carried: The memory that came along.
             shared: The shared state, if the request was sent without it.
-
-        Returns:
-            The reply, and the memory that goes along.
         """
         try:
             request = decode_request(payload, self.spec.graph, state=shared)
-        except DataError as error:
-            return encode_reply(Reply(client_id=0, round=0, error=str(error))), b""
-        memories = CarriedMemory(carried) if self.home is None else DeviceMemories(self.home)
-        try:
             client = self.clients[request.client_id]
             try:
-                reply = answer(self.spec, client, request, memories)
+                reply = answer(self.spec, client, request, self.memories)
             except LostMemoryError as error:
                 # Otherwise this client would never take part again.
-                reply = answer(self.spec, client, replace(request, memory_round=None), memories)
+                reply = answer(self.spec, client, replace(request, memory_round=None), self.memories)
                 reply = replace(reply, note=f"{error}; it started without memory")
             if self.home is not None and request.with_model:
                 reply = self._keep(self.home, request.state, reply)
-        except Exception as error:  # noqa: BLE001 - sent to the server, which drops this client alone
+        except Exception as error:
+            if self.home is None:
+                raise
             text = f"its node failed: {type(error).__name__}: {error}"
-            reply = Reply(client_id=request.client_id, round=request.round, error=text, traceback=traceback.format_exc())
-        return encode_reply(reply), getattr(memories, "written", b"")
+            reply = Reply(client_id=0, round=0, error=text, traceback=traceback.format_exc())
+        return encode_reply(reply)
 
     def _keep(self, home: Path, shared: StateDict, reply: Reply) -> Reply:
         """Keep the personal model, and the global one, in a folder that `load_model` reads."""
@@ -156,8 +128,8 @@ class Node:
 def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     """Make a Flower client.
 
-    A message holds the shared state, or nothing, and of each client its request and its memory; the reply holds of each client
-    its reply and its memory. A query is answered by what the clients of the node are.
+    A message holds the shared state, or nothing, and the request of each client; the answer holds their replies. A query is
+    answered by what the clients of the node are.
 
     Args:
         node: (context, id of the run) → the node, made or found in this process; called for each message.
@@ -167,12 +139,12 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     @app.train()
     @app.evaluate()
     def run_clients(message: Message, context: Context) -> Message:
-        state, *parts = read(message)
+        state, *requests = read(message)
         with one_thread():
             here = node(context, run_of(message))
             shared = unpack(state)[0] if state else None
-            answers = [here.answer(*pair, shared) for pair in zip(parts[::2], parts[1::2], strict=True)]
-        return Message(content(*(part for pair in answers for part in pair)), reply_to=message)
+            replies = [here.answer(request, shared) for request in requests]
+        return Message(content(*replies), reply_to=message)
 
     @app.query()
     def introduce(message: Message, context: Context) -> Message:
@@ -198,7 +170,7 @@ def _node(context: Context, run: str) -> Node:
     options, own = AppOptions.of(context.run_config), context.node_config
     device = str(own.get("device", options.device or "cpu"))
     if options.simulated:
-        return Node(*_load(options, None, device))
+        return Node(*_load(options, None, device), Memories(Path(run), durable=True))
     named = own.get("clients", own.get("partition-id"))  # what Flower's own examples call it: one client
     home = str(own.get("state-dir", ""))
     if named is None or not home:
@@ -210,29 +182,14 @@ def _node(context: Context, run: str) -> Node:
         raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
     if own.get("data-dir"):
         options = options.replaced(data_dir=Path(str(own["data-dir"])))
-    return Node(*_load(options, tuple(client_ids(str(named))), device), Path(home) / run)
-
-
-class _Report(Callback):
-    """Writes a line for each round into Flower's log."""
-
-    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        del run
-        scores = record.evaluation
-        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
-        if scores is not None:
-            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
-        notes = [*(f"without client {id}: {reason}" for id, reason in record.dropped), *record.notes]
-        text += "".join(f"; {note}" for note in notes[:_MAX_NOTES])
-        if len(notes) > _MAX_NOTES:
-            text += f"; and {len(notes) - _MAX_NOTES} notes more, in rounds.jsonl"
-        _log.info(text)
+    folder = Path(home) / run
+    return Node(*_load(options, tuple(client_ids(str(named))), device), DeviceMemories(folder), folder)
 
 
 def serve(grid: Grid, context: Context) -> None:
     """Run all rounds of what the run configuration says, on the clients of the nodes."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
-    from sparsekit_fl.cli.progress import Written
+    from sparsekit_fl.cli.progress import EvaluationLines, Written
     from sparsekit_fl.rounds import run
 
     options = AppOptions.of(context.run_config)
@@ -249,7 +206,7 @@ def serve(grid: Grid, context: Context) -> None:
         if not options.simulated:
             clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
             experiment = experiment.with_clients(options, list(clients.values()))
-        own = [_Report(), *([Written(options.method, options)] if options.simulated else [])]
+        own = [EvaluationLines(), *([Written(options.method, options)] if options.simulated else [])]
         result = run(
             method,
             experiment.problem,

@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
-# What Ray says of a process that was killed. Flower puts such an actor back to work, where it fails at once, each time.
-_DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
 _MAX_CLIENTS, _MAX_NAMED = 1_000_000, 20
 
 
@@ -44,8 +42,8 @@ class GridEngine:
         wait_seconds: How long to wait for nodes: at the start, and before each round for clients that too many of it lack.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
-            clients, whose memories travel with the messages, and a process that dies ends the run. Devices say which clients
-            they have, keep their memories and personal models, and cannot stop a run.
+            clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
+            which clients they have, keep their memories and personal models, and cannot stop a run.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class GridEngine:
         del clients
         if self._simulated:
             self._await_nodes()
-        run = run_id(memories)
+        run = str(memories.folder.resolve()) if self._simulated else run_id(memories)
         with one_thread():
             yield lambda requests: self._run(spec, memories, run, requests)
 
@@ -121,70 +119,54 @@ class GridEngine:
         """Send the requests; yield the replies in their order."""
         if not requests:
             return
-        train, graph = requests[0].task == "train", spec.graph
+        train, state = requests[0].task == "train", requests[0].state
         self._look([request.client_id for request in requests], spec.config.needed_replies(len(requests)) if train else 0)
-        shared = b"" if train else pack(dict(requests[0].state), {"kind": "state"})
+        shared = b"" if train else pack(dict(state), {"kind": "state"})
+        nodes = sorted(self._grid.get_node_ids()) if self._simulated else []
+        asked: dict[int, list[int]] = {}  # node → positions of its requests
         replies: dict[int, Reply] = {}
-        messages: list[tuple[list[int], list[bytes], Message]] = []
-        for node, places in self._places(requests).items():
+        for place, request in enumerate(requests):
+            node = nodes[place % len(nodes)] if nodes else self._node_of.get(request.client_id)
             if node is None:
-                replies |= {place: _dropped(requests[place], "no SuperNode has client {} now") for place in places}
-                continue
-            sent = [self._memory(memories, requests[place]) for place in places]
-            parts = [encode_request(requests[place], graph, with_state=train) for place in places]
-            record = content(shared, *(part for pair in zip(parts, sent, strict=True) for part in pair), run=run)
-            kind = "train" if train else "evaluate"
-            message = Message(record, node, kind, ttl=self._ttl, group_id=str(requests[0].round))
-            messages.append((places, sent, message))
-        answers = self._exchange([message for _, _, message in messages])
+                replies[place] = _dropped(request, f"no SuperNode has client {request.client_id} now")
+            else:
+                asked.setdefault(node, []).append(place)
+        messages = []
+        for node, places in asked.items():
+            parts = [encode_request(requests[place], spec.graph, with_state=train) for place in places]
+            kind, group = "train" if train else "evaluate", str(requests[0].round)
+            messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl, group_id=group))
+        answers = self._exchange(messages)
+        groups = list(asked.values())
         for place in range(len(requests)):
             while place not in replies:
                 position, answer = next(answers)
-                places, sent, _ = messages[position]
-                replies |= dict(zip(places, self._read(answer, [requests[one] for one in places], sent, spec, memories)))
+                own = [requests[one] for one in groups[position]]
+                replies |= dict(zip(groups[position], self._read(answer, own, spec, memories), strict=True))
             note = "; ".join([*self._notes, *filter(None, [replies[place].note])])
             self._notes.clear()
             yield replace(replies.pop(place), note=note)
 
-    def _places(self, requests: Sequence[Request]) -> dict[int | None, list[int]]:
-        """Return node → positions of the requests that it gets; None stands for no node."""
-        nodes = sorted(self._grid.get_node_ids()) if self._simulated else []
-        found: dict[int | None, list[int]] = {}
-        for place, request in enumerate(requests):
-            node = nodes[place % len(nodes)] if nodes else self._node_of.get(request.client_id)
-            found.setdefault(node, []).append(place)
-        return found
-
-    def _memory(self, memories: Memories, request: Request) -> bytes:
-        """Return the memory that travels with a request; nothing if it stays on a device, or was lost."""
-        if not self._simulated or request.memory_round is None:
-            return b""
-        path = memories.path(request.client_id, request.memory_round)
-        return path.read_bytes() if path.exists() else b""
-
-    def _read(
-        self, answer: Message | str, requests: Sequence[Request], sent: Sequence[bytes], spec: RunSpec, memories: Memories
-    ) -> list[Reply]:
+    def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
         """Return the replies in an answer to some requests; whatever is wrong with it drops its clients, and no other."""
+        if self._simulated and isinstance(answer, Message) and answer.has_error():
+            # Flower would put the process back to work, where it fails at once, each time.
+            raise WorkerDiedError(f"a process that trains clients failed: {str(answer.error.reason).strip()[-MAX_TEXT:]}")
         try:
-            parts = read(answer, 2 * len(requests))
+            parts = read(answer, len(requests))
         except DataError as error:
-            reason = str(error)
-            if self._simulated and any(word in reason for word in _DEAD_ACTOR):
-                raise WorkerDiedError(f"a process that trains clients died: {reason.strip().splitlines()[-1]}") from error
-            return [_dropped(request, reason) for request in requests]
+            return [_dropped(request, str(error)) for request in requests]
         replies = []
-        for request, payload, memory, before in zip(requests, parts[::2], parts[1::2], sent, strict=True):
+        for request, payload in zip(requests, parts, strict=True):
             try:
-                reply = decode_reply(payload, request, spec.graph)
-                if reply.stored and self._simulated:
-                    if not memory:
-                        raise DataError("it sent its update without its memory")
-                    path = memories.path(request.client_id, request.round)
-                    write_atomically(path, memory, durable=memories.durable, sync=False)
-                replies.append(replace(reply, memory_bytes=len(before) + len(memory)))
+                replies.append(decode_reply(payload, request, spec.graph))
             except DataError as error:
                 replies.append(_dropped(request, f"its answer cannot be used: {error}"))
+            if self._simulated and replies[-1].stored and not memories.path(request.client_id, request.round).exists():
+                raise DataError(
+                    f"the memory of client {request.client_id} was written on another disk; on a cluster, --out must be a"
+                    " folder that all machines share"
+                )
         return replies
 
     def _exchange(self, messages: Sequence[Message]) -> Iterator[tuple[int, Message | str]]:
@@ -261,8 +243,7 @@ class GridEngine:
 
 def _dropped(request: Request, reason: str) -> Reply:
     who = f"client {request.client_id} in round {request.round}: " if request.task == "train" else ""
-    text = f"{who}{reason.format(request.client_id)}"[:MAX_TEXT]
-    return Reply(client_id=request.client_id, round=request.round, error=text)
+    return Reply(client_id=request.client_id, round=request.round, error=f"{who}{reason}"[:MAX_TEXT])
 
 
 def _named(ids: Iterable[int]) -> str:

@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-_OPTIONAL = ("memory_bytes", "flops_deploying", "flops_scoring", "simulated_seconds_scoring")
+_OPTIONAL = ("flops_deploying", "flops_scoring", "simulated_seconds_scoring")
 
 
 def cost_dict(cost: WorkCost) -> dict[str, Any]:

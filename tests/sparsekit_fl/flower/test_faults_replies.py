@@ -103,7 +103,7 @@ def test_a_round_with_too_few_replies_ends_the_run_and_is_trained_once_and_repea
 @pytest.mark.same_bits
 def test_a_client_that_does_not_answer_when_it_is_scored_is_left_out_and_the_record_says_so() -> None:
     whole = _run()
-    result = _run(InProcess(fault=planted(gone, "score", clients=[5], times=1)))
+    result = _run(InProcess(devices=True, fault=planted(gone, "score", clients=[5], times=1)))
     assert result.final == whole.final
     assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
     assert result.rounds[1].evaluation != whole.rounds[1].evaluation
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_answer_when_it_is_scored_is_left_out_and_the_rec
 def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_names_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    result = _run(InProcess(fault=planted(gone, "score", clients={*range(8)} - {3})))
+    result = _run(InProcess(devices=True, fault=planted(gone, "score", clients={*range(8)} - {3})))
     told = [record.getMessage() for record in caplog.records if "not scored" in record.getMessage()]
     assert len(told) == 2  # after rounds 2 and 4
     assert told[0].startswith("after round 2, 7 clients were not scored: client 0 was not scored: node unavailable")
@@ -126,12 +126,12 @@ def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_nam
 
 def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
     with pytest.raises(fl.errors.ClientError, match="no client could be scored after round 2: client 0 was not scored"):
-        _run(InProcess(fault=planted(gone, "score")))
+        _run(InProcess(devices=True, fault=planted(gone, "score")))
 
 
 def _said(text: str) -> Callable[[Message], Message]:
     payload = encode_reply(fl.Reply(client_id=0, round=1, error=text))
-    return lambda message: Message(content(payload, b""), reply_to=message)
+    return lambda message: Message(content(payload), reply_to=message)
 
 
 HOSTILE: dict[str, Callable[[Message], Message]] = {
@@ -177,6 +177,7 @@ class Lose(fl.Callback):
         if record.round == 2:
             for path in self.folder.glob("device-*"):
                 shutil.rmtree(path)
+                path.mkdir()
 
 
 def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(tmp_path: Path) -> None:
