@@ -1,6 +1,6 @@
-"""The options of commands that cut a model, each declared once: what Typer reads, and what the command gets.
+"""Options of commands that prune a model, each declared once for Typer and for the command.
 
-`model_source` and `data_source` read what they say.
+`model_source` and `data_source` load the models and data that they name.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sparsekit.errors import InvalidValueError
 
 _data, _run, _what, _where, _after = (
     functools.partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Data", "The run", "The budget", "Where it is cut", "After the cut")
+    for panel in ("Data", "Run", "Budget", "What to prune", "After pruning")
 )
-# Those that do not say what comes out.
+# Options that do not change the result.
 _MOMENTARY = ("resume", "out", "dry_run", "time", "quiet", "as_json")
 
 
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of a dataclass; its parameter `options` receives them.
+    """Turn each field of a dataclass into an option of a command, which gets the dataclass as `options`.
 
     Args:
-        kind: The dataclass. The model comes first in help texts, then the fields of its own.
+        kind: The dataclass. Help texts list the model first, then the fields that the class itself declares.
     """
     hints = get_type_hints(kind, include_extras=True)
     own = inspect.get_annotations(kind)
@@ -66,13 +66,13 @@ def read_runtimes(text: str) -> tuple[str, ...]:
         return ()
     for name in found:
         if name not in RUNTIMES:
-            raise InvalidValueError(f"--time takes {', '.join(RUNTIMES)} with commas between, or none; got {text!r}")
+            raise InvalidValueError(f"--time must be none, or a comma-separated list of {', '.join(RUNTIMES)}; got {text!r}")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, with which weights and inputs, and where."""
+    """The model, its weights and example inputs, and its device."""
 
     model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")]
     init: Annotated[Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")] = (
@@ -81,11 +81,11 @@ class ModelOptions:
     example_shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
-            " keyword input. Once per input. Default: what the model brings along."
+            help="Shape of an example input, e.g. 1,3,32,32. Append :int64 for token ids; prefix NAME= for a keyword input."
+            " Repeat for several inputs. Default: the example inputs that the factory returns."
         ),
     ] = None
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu"
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,104 +94,105 @@ class PruneOptions(ModelOptions):
 
     prune_norms: Annotated[
         bool,
-        typer.Option(help="Also prune units under layer norms, which are then taken over the kept units."),
+        _where("--prune-norms", help="Also prune units that layer norms average over; norms then average over the kept units."),
     ] = False
     dataset: Annotated[
         str | None,
-        _data(help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation)."),
+        _data(help="Data set, package.module:loader or path/to/file.py:loader: returns batches or (training, validation)."),
     ] = None
-    data_dir: Annotated[Path | None, _data(help="Folder of the data sets; without it they are fetched once.")] = None
-    batch_size: Annotated[int, _data(min=1, help="Examples in a batch of a data set by name.")] = 64
+    data_dir: Annotated[Path | None, _data(help="Folder with the data sets. Default: download once to the cache.")] = None
+    batch_size: Annotated[int, _data(min=1, help="Batch size of a data set given by name.")] = 64
     loss: Annotated[
         str,
-        _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model."),
+        _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss."),
     ] = "cross_entropy"
     metric: Annotated[
         str | None,
-        _data(help="accuracy, loss, or package.module:metric of a model; larger is better."),
+        _data(help="Validation metric: accuracy, loss, or package.module:metric, a function of the model; larger is better."),
     ] = None
     calibration_batches: Annotated[
-        int, _data(min=1, help="Batches that score units, refit layers and, the last fifth, judge candidate cuts.")
+        int, _data(min=1, help="Number of batches for scoring and reconstruction; the last fifth selects among candidates.")
     ] = 20
     seed: Annotated[int, _run(help="Random seed.")] = 0
-    quiet: Annotated[bool, _run("--quiet", "-q", help="No progress on stderr.")] = False
+    quiet: Annotated[bool, _run("--quiet", "-q", help="Do not show progress on stderr.")] = False
     as_json: Annotated[bool, _run("--json", help="Print JSON on stdout and nothing else.")] = False
 
     budget: Annotated[
         list[str],
         _what(
-            help="METRIC=VALUE: flops, params, bytes, memory or latency_ms; 50% is a share, a number is absolute. Several with"
-            " commas between, or the option several times."
+            help="METRIC=VALUE with flops, params, bytes, memory or latency_ms, e.g. flops=50% (of the dense model) or"
+            " bytes=2e6. Separate several by commas, or repeat the option."
         ),
     ]
     criterion: Annotated[
         str | None,
         _where(
-            help="Importance of a unit: a name, or package.module:criterion. Default: the best of a few with data, magnitude"
-            " without."
+            help="How to score units: a name (sparsekit list criteria), or package.module:criterion. Default: with data, the"
+            " best of several; without, magnitude."
         ),
     ] = None
     allocation: Annotated[
         str | None,
         _where(
-            help="How many units stay in each layer: by_cost, global, uniform, or package.module:allocation. Default: the best"
-            " of a few with data, by_cost without."
+            help="How to distribute the budget over layers: by_cost, by_loss, global, uniform, or package.module:allocation."
+            " Default: with data, the best of several; without, by_cost."
         ),
     ] = None
     keep: Annotated[
         list[str] | None,
-        _where(help="Layer that keeps all its units: a name or a regular expression; or a kind of unit, such as channel."),
+        _where(help="Do not prune this layer (name or regular expression) or kind of unit, such as channel. Repeatable."),
     ] = None
     limit: Annotated[
         list[str] | None,
-        _where(help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1."),
+        _where(help="LAYER=MIN:MAX share of units to keep, e.g. layer1=0.5:1. Repeatable."),
     ] = None
     multiple_of: Annotated[
         list[str] | None,
         _where(
-            help="Widths are multiples of this number, or KIND=number, as in head=2. Default: 8, or less where the budget or a"
-            " narrow layer asks for it."
+            help="Round widths to multiples of this number, or KIND=number, e.g. head=2. Default: 8; 4 or 1 if a layer is"
+            " narrow or the budget would be missed."
         ),
     ] = None
     schedule: Annotated[
         str,
         _after(
-            help="Way to the budget, one_shot, linear, cubic or cosine, and its steps, with fine-tuning after each: cubic=3."
+            help="Pruning schedule: one_shot, linear, cubic or cosine; append =N for N steps, each followed by fine-tuning,"
+            " e.g. cubic=3."
         ),
     ] = "one_shot"
     reconstruct: Annotated[
         Literal["layers", "batchnorm", "both", "none"] | None,
         _after(
-            help="After every step: refit layers that read dropped units, renew the statistics of batch norms, or both."
-            " Default: both, if there are data.",
+            help="After every step, refit the layers that follow pruned units, recalibrate batch norms, or do both. Default:"
+            " both with data.",
         ),
     ] = None
     epochs: Annotated[int, _after(min=0, help="Epochs of fine-tuning after every step.")] = 0
-    lr: Annotated[float, _after(help="Learning rate of fine-tuning at its start.")] = 0.01
-    distill: Annotated[float, _after(help="Share of the dense model's outputs in the loss, in [0, 1].")] = 0.0
+    lr: Annotated[float, _after(help="Initial learning rate of fine-tuning.")] = 0.01
+    distill: Annotated[float, _after(help="Weight of the distillation loss (dense model as teacher), between 0 and 1.")] = 0.0
     out: Annotated[
         Path | None,
-        _run(help="Folder for the compact model, report.html and report.json. Default: nothing is written."),
+        _run(help="Folder for the pruned model, report.html and report.json. Default: write nothing."),
     ] = None
     time: Annotated[
         str,
         _run(
             metavar="[eager|compile|export|onnx|none]",
-            help="What is timed before and after the cut: eager, and others after commas; none: nothing.",
+            help="Runtimes to time before and after pruning, separated by commas; none skips timing.",
         ),
     ] = "eager"
     onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False
-    dry_run: Annotated[bool, _run("--dry-run", help="Print what would be cut, and do nothing.")] = False
-    resume: Annotated[bool, _run("--resume", help="Go on with the run in --out, from the last epoch.")] = False
+    dry_run: Annotated[bool, _run("--dry-run", help="Print what would be pruned, and stop.")] = False
+    resume: Annotated[bool, _run("--resume", help="Resume the run in --out from its last epoch.")] = False
 
     def to_json(self) -> dict[str, Any]:
-        """The options that say what comes out, as JSON data."""
+        """Return the options that change the result, as JSON data."""
         found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return {name: value for name, value in found.items() if name not in _MOMENTARY}
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
-    """Refuse to go on with what was made with other options, and say which."""
+    """Refuse to resume a run with different options, and name them."""
     other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
     if other:
         raise InvalidValueError(

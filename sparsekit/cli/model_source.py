@@ -92,7 +92,7 @@ def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple
     right = isinstance(dtype, torch.dtype) and all(size.strip().isdigit() and int(size) > 0 for size in sizes)
     if not right or (equals and not keyword.strip().isidentifier()):
         raise InvalidValueError(
-            "--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64 or, for a keyword"
+            "--example-shape must be positive integers separated by commas, e.g. 1,3,32,32 or 1,20:int64 or, for a keyword"
             f" input, tokens=1,20:int64, got {text!r}"
         )
     value = torch.zeros([int(size) for size in sizes], dtype=dtype)

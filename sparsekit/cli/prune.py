@@ -34,7 +34,7 @@ _REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.s
 
 @takes(PruneOptions)
 def _prune(options: PruneOptions) -> None:
-    """Cut a model down to a budget, and report what was cut.
+    """Prune a model to a budget, and report what was pruned.
 
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
     data_dir, batch_size and seed.
@@ -57,11 +57,11 @@ def _prune(options: PruneOptions) -> None:
     if options.as_json:
         typer.echo(json.dumps({**report.to_dict(), **({} if options.dry_run else {"files": files})}, indent=1))
         return
-    _print(report, ", dry run: nothing was cut" if options.dry_run else "")
+    _print(report, ", dry run: nothing was pruned" if options.dry_run else "")
     for what, path in files.items():
         typer.echo(f"{what}: {path}")
     if options.out is None and not options.dry_run:
-        typer.echo("nothing was written; pass --out FOLDER to keep the small model")
+        typer.echo("nothing was written; pass --out FOLDER to save the pruned model")
 
 
 def _print(report: PruneReport, how: str) -> None:
@@ -92,7 +92,7 @@ def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
             equals = ""
         if not equals or not name:
             raise InvalidValueError(
-                f"--limit must be LAYER=LEAST:LARGEST, shares of the units that stay, as in layer1=0.5:1.0, got {text!r}"
+                f"--limit must be LAYER=MIN:MAX, shares of units to keep, e.g. layer1=0.5:1.0; got {text!r}"
             )
     return found
 
@@ -126,7 +126,7 @@ class PruneJob(Job):
         if not 0.0 <= options.lr < math.inf:
             raise InvalidValueError(f"--lr must be a finite number >= 0, got {options.lr}")
         if options.distill and not options.epochs:
-            raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
+            raise InvalidValueError("--distill sets the loss of fine-tuning; pass --epochs too")
         super().__init__(options, progress=progress)
         self.options = options
         self.epochs: dict[str, int] = {}
@@ -175,7 +175,7 @@ class PruneJob(Job):
         return found
 
     def finish(self, pruned: Pruned) -> Pruned:
-        """Measure the small model beside the dense one; the report has its times."""
+        """Time the small and the dense model in turns; the report gets the times."""
         report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
         pruned = replace(pruned, report=report)
         if not self.runtimes:
@@ -185,7 +185,7 @@ class PruneJob(Job):
         return pruned.measure_times(self.model, *self.args, runtimes=self.runtimes, **self.kwargs)
 
     def _train(self, small: nn.Module, step: int) -> None:
-        """Train on after a step."""
+        """Fine-tune after a step."""
         import torch
 
         from sparsekit.finetuning import Distillation, finetune
@@ -261,7 +261,7 @@ def open_folder(options: PruneOptions) -> dict[str, Any] | None:
         if (folder / _REPORT).exists():
             return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8")))
     elif (folder / _REPORT).exists() or saved.exists():
-        raise InvalidValueError(f"{folder} holds a run already; pass --resume to go on with it, or another --out")
+        raise InvalidValueError(f"{folder} holds a run already; pass --resume to resume it, or another --out")
     saved.write_text(json.dumps(options.to_json(), indent=1), encoding="utf-8")
     return None
 

@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "prune": Listed(
         "sparsekit.cli.prune:prune",
-        "Cut a model down to a budget, and report what was cut.",
+        "Prune a model to a budget, and report what was pruned.",
     ),
     "report": Listed(
         "sparsekit_fl.cli.report:report",
@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "units": Listed(
         "sparsekit.cli.units:units",
-        "Show the unit groups of a model: all that can be removed exactly, and what cannot be pruned, and why.",
+        "Show the unit groups of a model: what can be removed exactly, what cannot be pruned, and why.",
     ),
 }
 

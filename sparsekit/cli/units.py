@@ -27,7 +27,7 @@ class UnitsOptions(ModelOptions):
 
     prune_norms: Annotated[
         bool,
-        typer.Option(help="Also show units under layer norms, which are then taken over the kept units."),
+        typer.Option("--prune-norms", help="Also show units that layer norms average over."),
     ] = False
     time: Annotated[Literal["eager", "none"], typer.Option(help="Show how long a pass takes; none leaves it out.")] = "eager"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
@@ -35,7 +35,7 @@ class UnitsOptions(ModelOptions):
 
 @takes(UnitsOptions)
 def _units(options: UnitsOptions) -> None:
-    """Show the unit groups of a model: all that can be removed exactly, and what cannot be pruned, and why.
+    """Show the unit groups of a model: what can be removed exactly, what cannot be pruned, and why.
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """

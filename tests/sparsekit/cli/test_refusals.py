@@ -62,7 +62,7 @@ LINES = {
         ("--epochs 1", "needs data"),
         ("--epochs -1", "'--epochs': -1 is not in the range x>=0"),
         ("--batch-size 0", "'--batch-size': 0 is not in the range x>=1"),
-        ("--limit 3", "LAYER=LEAST:LARGEST"),
+        ("--limit 3", "LAYER=MIN:MAX"),
         ("--limit 0=.5 --limit 0=.7", "--limit names 0 twice"),
         ("--multiple-of x", "KIND=number"),
         ("--multiple-of head=2 --multiple-of head=4", "--multiple-of names head twice"),
