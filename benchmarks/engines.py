@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,10 +123,30 @@ def _here(name: str, plan: Any) -> Timing:
     return _timing(result.rounds, time.perf_counter() - began)
 
 
+@contextmanager
+def deployed(clients: int, *, data_dir: str = "", **options: Any) -> Iterator[Any]:
+    """A SuperLink and two SuperNodes on the loopback, each with half of the clients.
+
+    Args:
+        clients: Number of clients.
+        data_dir: Folder of the data sets on the nodes.
+        **options: Of the tests' own class, which also watches that no process contacts anybody outside this machine.
+    """
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "sparsekit_fl" / "flower"))
+    from fault_deployment import Deployment
+
+    with (
+        tempfile.TemporaryDirectory(prefix="sparsekit-") as folder,
+        Deployment(Path(folder), planted=False, **options) as deployment,
+    ):
+        deployment.start_superlink()
+        for key, ids in enumerate((f"0-{clients // 2 - 1}", f"{clients // 2}-{clients - 1}")):
+            deployment.start_node(f"node-{key}", ids, data_dir=data_dir)
+        yield deployment
+
+
 def _deployed(plan: Any, count: int) -> Timing:
     """A run submitted to a SuperLink and two SuperNodes."""
-    from parity import deployed
-
     began = time.perf_counter()
     folder = str(plan.data_dir or "")
     with deployed(count, data_dir=folder, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
