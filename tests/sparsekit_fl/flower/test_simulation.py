@@ -85,15 +85,17 @@ def test_a_cluster_gives_the_bits_of_worker_processes(cluster: str, tmp_path: Pa
 
 @pytest.mark.same_bits
 def test_rays_actors_give_the_bits_of_worker_processes_with_options_of_run_and_method() -> None:
-    both("ditto", "--set upload=bfloat16 --set mu=0.3 --set eval_clients=3")
+    both("ditto", "--set upload=bfloat16 --set lam=0.3 --set eval_clients=3")
 
 
 @pytest.mark.same_bits
-def test_a_run_whose_actor_was_killed_ends_with_an_error_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_whose_actor_was_killed_ends_with_an_error_and_resumes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = f"run fault_planted:method {DATA} --rounds 4"
     events = tmp_path / "events"
     events.mkdir()
-    os.environ["SPARSEKIT_FAULTS"] = str(events)
+    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     whole = result_of(f"{line} --workers 1")
     cohort = whole["rounds"][2]["cohort"]
     held = events / f"hold-{cohort[0]}-3"
@@ -123,7 +125,7 @@ def test_ctrl_c_ends_everything_that_was_started_and_the_run_resumes_to_the_same
     time.sleep(1)
     found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
     assert found.stdout == ""
-    assert result_of(f"run --resume --out {tmp_path} --workers 1 --set engine=processes")["final"] == result_of(line)["final"]
+    assert result_of(f"run --resume --out {tmp_path} --workers 1 --engine processes")["final"] == result_of(line)["final"]
 
 
 def test_what_ends_a_run_in_the_app_is_told_in_one_sentence(tmp_path: Path) -> None:
