@@ -15,10 +15,8 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.packing import (
-    MAX_HEADER_BYTES,
     Kept,
     Mask,
-    MaskShapes,
     mask_state,
     pack,
     pack_mask,
@@ -239,19 +237,13 @@ def _common(kind: str, message: Request | Update) -> tuple[dict[str, Tensor], di
 
 
 @contextmanager
-def _reading(
-    kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph | None
-) -> Iterator[dict[str, Any]]:
+def _reading(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Iterator[dict[str, Any]]:
     """Give the fields that requests and updates share; raise DataError for whatever is wrong with a message."""
-    shapes: dict[str, MaskShapes] | None = None
-    if graph is not None:
-        units = {name: (group.size,) for name, group in graph.groups.items()}
-        shapes = {"unit": units, "weight": {name: tuple(shape) for name, shape in graph.shapes.items()}}
     try:
         if meta["kind"] != kind:
             raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
         numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
-        mask = unpack_mask(tensors, meta["mask"], shapes=shapes)
+        mask = unpack_mask(tensors, meta["mask"], graph)
         yield {**numbers, "mask": mask, "extra": _section("extra", tensors)}
     except DataError:
         raise
@@ -278,13 +270,8 @@ def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {**meta, "examples": update.examples, "metrics": list(update.metrics)}
 
 
-def encode_update(update: Update) -> bytes:
-    """The update as it crosses the wire."""
-    return pack(*_update_parts(update))
-
-
 def update_bytes(update: Update) -> int:
-    """Exactly `len(encode_update(update))`, without serialising."""
+    """Size of an update on the wire, computed without encoding it."""
     return packed_bytes(*_update_parts(update))
 
 
@@ -303,15 +290,7 @@ def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count
     return tensor.tolist()
 
 
-def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
-    """The inverse of `encode_update`; raises DataError where the bytes are not an update.
-
-    By the units of the model the size of a mask is checked before room is made for it; without them bytes are one's own.
-    """
-    return _read_update(*unpack(payload, max_header_bytes=MAX_HEADER_BYTES), graph)
-
-
-def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph | None) -> Update:
+def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
     with _reading("update", tensors, meta, graph) as common:
         kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
@@ -412,7 +391,7 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
     Raises:
         DataError: it is not a reply to this request.
     """
-    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
+    tensors, meta = unpack(payload)
     said = meta.get("reply")
     if not isinstance(said, dict):
         raise DataError("it sent no reply")

@@ -6,7 +6,6 @@ Never a pickled object: what comes from a wire or a disk is parsed by the safete
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,6 @@ from sparsekit.graph import (
     WeightMask,
     add_,
     cut_axes,
-    digest,
     gather,
     narrow_shape,
     plain_bytes,
@@ -135,9 +133,6 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 MAX_HEADER_BYTES = 2**24
 """A message's header is no longer: that of a hundred thousand tensors."""
 
-MaskShapes = Mapping[str, tuple[int, ...]]
-"""Name of a unit group or an entry → shape of what a mask says of it."""
-
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -190,17 +185,12 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
-def checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
-    """A digest of tensors and metadata, to go into the metadata of a file: `unpack` believes any number that it reads."""
-    return hashlib.sha256(f"{digest(tensors)} {json.dumps(meta, sort_keys=True)}".encode()).hexdigest()
-
-
-def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `pack` wrote. Raises DataError for other bytes, and, unread, for a header longer than `max_header_bytes`."""
+def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `pack` wrote. Raises DataError for other bytes, and, unread, for a header longer than MAX_HEADER_BYTES."""
     try:
         size = int.from_bytes(payload[:8], "little")
-        if max_header_bytes is not None and size > max_header_bytes:
-            raise ValueError(f"a header of {size:,} bytes; allowed are {max_header_bytes:,}")
+        if size > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size:,} bytes; allowed are {MAX_HEADER_BYTES:,}")
         # Copies begin where torch lets tensors begin, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
         meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][_META])
@@ -263,25 +253,27 @@ def _unpack_entry(form: str, count: int, bits: npt.NDArray[np.uint8]) -> tuple[n
 
 
 def unpack_mask(
-    tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, *, shapes: Mapping[str, MaskShapes] | None = None
+    tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, graph: UnitGraph | None = None
 ) -> Mask | None:
     """The inverse of `pack_mask`.
 
     Args:
         tensors: With the bits.
         description: Description of the mask.
-        shapes: What a mask may hold, for "unit" and for "weight"; None believes the description. A few bytes can describe
-            an entry of any size, so what strangers send is read with the shapes of the model.
+        graph: The units and shapes of the model; None believes the description. A few bytes can describe an entry of any size,
+            so what strangers send is read with the graph, before room is made for it.
 
     Raises:
-        DataError: bits and description disagree, or the mask is not of these shapes.
+        DataError: bits and description disagree, or the mask is not one of this graph.
     """
     if description is None:
         return None
     try:
         if tensors["mask"].dtype != torch.uint8 or tensors["mask"].dim() != 1:
             raise ValueError(f"bits of dtype {tensors['mask'].dtype} in {tensors['mask'].dim()} dimensions")
-        known = None if shapes is None else shapes[description["kind"]]
+        by_unit = description["kind"] == "unit"
+        groups = {} if graph is None else {name: (group.size,) for name, group in graph.groups.items()}
+        known = None if graph is None else groups if by_unit else {name: tuple(one) for name, one in graph.shapes.items()}
         bits, entries, offset = tensors["mask"].numpy(), {}, 0
         for name, shape, *form in description["shapes"]:
             if any(not isinstance(size, int) or size < 0 for size in shape):

@@ -15,7 +15,7 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
-from sparsekit_fl.client.packing import MAX_HEADER_BYTES, pack, unpack
+from sparsekit_fl.client.packing import pack, unpack
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower.wire import content, read
 from sparsekit_fl.problem.data import Capability, Client, ClientData
@@ -287,7 +287,7 @@ def read_clients(answer: Message, identity: str) -> dict[int, Client]:
         DataError: it names no clients, one twice or more than a million, or has other code or another model; says what to do.
     """
     (payload,) = read(answer, 1)
-    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
+    tensors, meta = unpack(payload)
     theirs = str(meta.get("identity"))[:100]
     if theirs != identity:
         raise DataError(

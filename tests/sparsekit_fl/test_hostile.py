@@ -22,13 +22,13 @@ from sparsekit_fl.client.messages import (
     Request,
     Update,
     WorkCost,
+    decode_reply,
     decode_request,
-    decode_update,
+    encode_reply,
     encode_request,
-    encode_update,
 )
 from sparsekit_fl.client.packing import Kept, pack
-from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.results.records import plain
 from sparsekit_fl.results.scores import RoundScores
@@ -179,9 +179,16 @@ def mutated(payload):
     )
 
 
-PLAIN = encode_update(honest(0, None))
-MASKED = encode_update(honest(0))
-BY_ENTRY = encode_update(honest(0, WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0})))
+REQUEST = Request(round=1, client_id=0, state=SETUP.initial)
+
+
+def sent(update):
+    return encode_reply(Reply(client_id=0, round=1, update=update))
+
+
+PLAIN = sent(honest(0, None))
+MASKED = sent(honest(0))
+BY_ENTRY = sent(honest(0, WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0})))
 
 
 @pytest.fixture
@@ -208,16 +215,15 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
     @given(mutated(original))
     def attack(payload):
         try:
-            update = decode_update(payload, SETUP.graph)
+            reply = decode_reply(payload, REQUEST, SETUP.graph)
         except DataError:
             counts["unreadable"] += 1
             return
         server = Server(SETUP, CLIENTS)
         server.requests(1)
         try:
-            reply = Reply(client_id=update.client_id, round=update.round, update=update)
-            valid = server.validate(Request(round=1, client_id=0, state=server.shared()), reply)
-        except UpdateError:
+            valid = server.validate(REQUEST, reply)
+        except (ClientError, UpdateError):
             counts["refused"] += 1
             assert digest(server.state.model) == before
             assert server.state.memory.get("aggregate", {}) == {}
@@ -269,9 +275,10 @@ BOMBS = {
     "a file of torch": b"PK\x03\x04" + b"\x00" * 200,
     "no metadata": save({"delta:x": torch.ones(3)}),
     "metadata that is a list": pack({}, {}).replace(b'"meta":"{}"', b'"meta":"[]"'),
+    "no reply": pack({}, {}),
     "costs of another shape": pack(
         {"cost": torch.zeros(2, 2, dtype=torch.int64), "ratio": torch.tensor(1.0)},
-        {"kind": "update", "round": 1, "client": 0, "examples": 1, "mask": None, "metrics": []},
+        {"kind": "update", "round": 1, "client": 0, "examples": 1, "mask": None, "metrics": [], "reply": {}},
     ),
     "nothing": b"",
 }
@@ -282,7 +289,7 @@ BOMBS = {
 def test_a_bomb_is_refused_without_room_being_made_for_it(name):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError):
-        decode_update(BOMBS[name], SETUP.graph)
+        decode_reply(BOMBS[name], REQUEST, SETUP.graph)
     # In KiB on Linux: no more than a few MiB were needed.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
@@ -302,7 +309,7 @@ def test_a_pickle_that_would_run_code_runs_none(tmp_path):
     header, body = split(MASKED)
     for payload in (evil, join(header, evil + body), join(evil, body), MASKED + evil):
         with pytest.raises(DataError):
-            decode_update(payload, SETUP.graph)
+            decode_reply(payload, REQUEST, SETUP.graph)
     assert not (tmp_path / "ran").exists()
     pickle.loads(evil).close()
     assert (tmp_path / "ran").exists(), "the pickle is one that runs code"
