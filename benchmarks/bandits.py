@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB
 from common import read, show
+from stored_tables import write_rows
 
 from sparsekit.bandit.base import Box, Interval
 from sparsekit.bandit.make import make_bandit
-from sparsekit_fl.results.stored import write_rows
 
 RESULTS = Path(__file__).parents[1] / "results" / "bandits.csv"
 HORIZONS = (100, 500, 1000)

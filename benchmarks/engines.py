@@ -41,7 +41,7 @@ from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.problem.models import Cnn, Vgg
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results import RoundRecord
 
 WORKERS = 2
 

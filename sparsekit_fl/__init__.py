@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
-    from sparsekit_fl.results.records import load_result as load_result
-    from sparsekit_fl.results.records import RoundRecord as RoundRecord
-    from sparsekit_fl.results.records import RunResult as RunResult
-    from sparsekit_fl.results.saved import load_model as load_model
+    from sparsekit_fl.results import load_result as load_result
+    from sparsekit_fl.results import RoundRecord as RoundRecord
+    from sparsekit_fl.results import RunResult as RunResult
+    from sparsekit_fl.models import load_model as load_model
     from sparsekit_fl.rounds import run as run
     from sparsekit_fl.client.messages import (
         Evaluation as Evaluation,

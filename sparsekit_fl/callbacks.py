@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from sparsekit.errors import InvalidValueError, nearest
@@ -22,9 +21,8 @@ from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path, save_whole
-from sparsekit_fl.results.records import RoundRecord, RunResult
-from sparsekit_fl.results.scores import KINDS, PARTS, RoundScores, primary_metric, values_over
-from sparsekit_fl.results.text import flops_text, score_text
+from sparsekit_fl.results import KINDS, PARTS, RoundRecord, RoundScores, RunResult, primary_metric
+from sparsekit_fl.stored import number_text, score_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -341,15 +339,10 @@ class TensorBoard(Callback):
         self._writer.flush()
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Write how clients differ at the end, and close the files."""
-        if self._writer is None:
-            return
-        if result is not None:
-            for name, values in values_over([evaluation.personal for evaluation in result.final.per_client]).items():
-                if np.isfinite(values).all():
-                    self._writer.add_histogram(f"clients/personal_{name}", np.asarray(values), run.round)
-        self._writer.close()
-        self._writer = None
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
@@ -397,7 +390,7 @@ class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
             self._score = score_text(name, record.evaluation.personal[name])
         elif not self._score and record.accuracy is not None:
             self._score = f"training {score_text('accuracy', record.accuracy)}"
-        facts = f"{self._score}  {flops_text(record.cost.flops)} FLOPs".strip()
+        facts = f"{self._score}  {number_text('flops', record.cost.flops)} FLOPs".strip()
         self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
         self._doing(record.round + 1)
 

@@ -1,11 +1,17 @@
-"""The option `device`: one device, or several by commas, which worker processes take in turn; and exact arithmetic there."""
+"""The option `device`: one device, or several by commas, for worker processes in turn; exact arithmetic; the environment."""
 
+import importlib.metadata
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
 
+import numpy as np
 import torch
 
+import sparsekit
 from sparsekit.errors import InvalidValueError
 
 
@@ -63,3 +69,36 @@ def check_device(device: str, *, name: str = "device") -> None:
             raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
         if asked.index is not None and asked.index >= count:
             raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")
+
+
+def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
+    """Return versions and settings that results may depend on, and when the run ended, as plain values.
+
+    `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` if they are not installed.
+    """
+    cuda = device.startswith("cuda")
+    return {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "sparsekit": sparsekit.__version__,
+        "flwr": _version("flwr"),
+        "ray": _version("ray"),
+        "threads": torch.get_num_threads(),
+        "workers": workers,
+        "device": device,
+        "platform": platform.platform(),
+        "gpu": [torch.cuda.get_device_name(name) for name in devices(device)] if cuda and torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -29,7 +29,7 @@ from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results import RoundRecord, RunResult
 from sparsekit_fl.rounds import run
 
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsekit_fl.comparison import Comparison, comparisons_of
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.results.read import SCHEMA_NUMBER
-from sparsekit_fl.results.report.comparison import Comparison, comparisons_of
-from sparsekit_fl.results.report.trials import Trial
+from sparsekit_fl.stored import SCHEMA_NUMBER
+from sparsekit_fl.trials import Trial
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +17,11 @@ from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.experiment import cores
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
+from sparsekit_fl.cli.report import show
 from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results.report.trials import Trial
+    from sparsekit_fl.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
@@ -62,14 +61,14 @@ def _compare(
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
 
-    With --out DIR every run has a folder in DIR: finished runs are not repeated, and interrupted ones go on. DIR also gets
-    the table as CSV, JSON, Markdown and LaTeX, figures, and report.html; `sparsekit report DIR` draws these anew.
+    With --out DIR, every run has a folder in DIR: finished runs are not repeated, and interrupted ones continue. DIR also gets
+    report.html, with tables and pictures; `sparsekit report DIR` writes it again.
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
+    from sparsekit_fl.comparison import check_target, comparisons_of
     from sparsekit_fl.errors import RunInterrupted, need
-    from sparsekit_fl.results.report.comparison import check_target, comparisons_of
-    from sparsekit_fl.results.report.tables import show
+    from sparsekit_fl.report import write_report
 
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
@@ -92,21 +91,22 @@ def _compare(
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     comparison = comparisons_of(trials, order=list(made), target=target)[0]
-    drawn = False
+    end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and pictures."
     if options.out is not None:
-        from sparsekit_fl.paper.report import write_report
-
+        end = f"a folder per run is in {escape(str(options.out))}"
         try:
-            _, written = write_report(options.out, target=target, order=list(made), command=_typed())
-            drawn = any(path.suffix in (".png", ".svg") for path in written)
+            path, missing = write_report([comparison], options.out)
+            end = f"{escape(str(path))} has tables{'' if missing else ' and pictures'}; {end}"
         except MissingDependencyError as error:
-            typer.echo(f"warning: {error}; then `sparsekit report {options.out}` draws what is missing", err=True)
+            missing = str(error)
+        if missing:
+            typer.echo(f"warning: {missing}; then `sparsekit report {options.out}` draws what is missing", err=True)
     if options.json:
         typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
         console = Console()
         show(comparison, console)
-        console.print(_where(options.out, drawn=drawn), soft_wrap=True)
+        console.print(end, soft_wrap=True)
     if comparison.failed:
         raise typer.Exit(FAILED)
 
@@ -179,21 +179,6 @@ def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, 
     # Closed here and not when it is collected, so that no process outlives the command.
     with TrialsProgress(len(tasks), quiet=quiet) as board, closing(run_trials(tasks, board, jobs=jobs)) as running:
         return list(running)
-
-
-def _typed() -> str:
-    """The command line of this process, where it is ours."""
-    program = Path(sys.argv[0]).name
-    return shlex.join(["sparsekit", *sys.argv[1:]]) if program in ("sparsekit", "__main__.py") else ""
-
-
-def _where(out: Path | None, *, drawn: bool) -> str:
-    if out is None:
-        return "Nothing was kept. With --out DIR you get every result, tables, figures and report.html."
-    found = {"tables": (out / "compare.csv").exists(), "figures": drawn, "report.html": (out / "report.html").exists()}
-    there = ", ".join(["compare.json", *(name for name, exists in found.items() if exists)])
-    missing = "" if drawn else "; no figures, since a package is missing"
-    return f"{there} and a folder per run are in {escape(str(out))}{missing}"
 
 
 compare = command_app(

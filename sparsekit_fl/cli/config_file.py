@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options import parse_value
-from sparsekit_fl.results.read import flat
+from sparsekit_fl.stored import flat
 
 MOMENTARY = ("config", "resume", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""

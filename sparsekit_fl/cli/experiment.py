@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.data import Client
     from sparsekit_fl.problem.problem import Problem
-    from sparsekit_fl.results.records import RunResult
+    from sparsekit_fl.results import RunResult
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

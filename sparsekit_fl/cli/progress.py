@@ -15,12 +15,11 @@ from sparsekit_fl.callbacks import Callback, RunView, progress_bar
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.results.records import RoundRecord
-from sparsekit_fl.results.scores import primary_metric
-from sparsekit_fl.results.text import flops_text, score_text, seconds_text, share_text
+from sparsekit_fl.results import RoundRecord, primary_metric
+from sparsekit_fl.stored import number_text, score_text
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results.report.trials import Trial
+    from sparsekit_fl.trials import Trial
 
 
 class Events(Callback):
@@ -76,7 +75,7 @@ class EvaluationLines(Callback):
         parts = [score_text(name, scores.personal[name])]
         if name in scores.validation:
             parts.append(f"validation {score_text(name, scores.validation[name])}")
-        parts += [f"{flops_text(record.cost.flops)} FLOPs", seconds_text(time.monotonic() - self._began)]
+        parts += [f"{number_text('flops', record.cost.flops)} FLOPs", number_text("seconds", time.monotonic() - self._began)]
         text = f"{run.method} round {record.round}/{run.config.rounds}: {', '.join(parts)}"
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -113,7 +112,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
             return
         done, rounds, accuracy = event["round"], event["rounds"], event["accuracy"]
         text = f"{label}, round {min(done + 1, rounds)}/{rounds}"
-        facts: dict[str, Any] = {} if accuracy is None else {"facts": f"accuracy {share_text(accuracy)}"}
+        facts: dict[str, Any] = {} if accuracy is None else {"facts": f"accuracy {number_text('share', accuracy)}"}
         self._progress.update(self._running[label][0], description=escape(text), total=rounds, completed=done, **facts)
         if facts and not self._progress.console.is_terminal:
             self._say(f"{label}, round {done}/{rounds}: {facts['facts']}")
@@ -130,8 +129,8 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         else:
             accuracy = (trial.result["final"].get("personal") or {}).get("accuracy")
             text = "finished" if ran else "finished before"
-            text += "" if accuracy is None else f", accuracy {share_text(accuracy)}"
-            text += "" if running is None else f", {seconds_text(time.monotonic() - running[1])}"
+            text += "" if accuracy is None else f", accuracy {number_text('share', accuracy)}"
+            text += "" if running is None else f", {number_text('seconds', time.monotonic() - running[1])}"
         self._say(f"{self._ended}/{self._trials} {label}: {text}")
         self._progress.update(self._all, description=f"{self._ended}/{self._trials} trials")
         self._shown = 0.0

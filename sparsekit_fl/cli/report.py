@@ -1,49 +1,49 @@
-"""`sparsekit report DIR…`: tables and figures of finished runs."""
+"""`sparsekit report FOLDER…`: tables and the page of finished runs."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from sparsekit.cli import command_app
 from sparsekit_fl.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from sparsekit_fl.comparison import Comparison
 
 
 def _report(
     *,
     folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run, or any folders of results.")
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run, or stored tables (.csv)."),
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the folder itself, where it is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself, if it is one.")] = None,
     target: Annotated[
-        float | None, typer.Option(help="Accuracy whose simulated time is a column. Default: that of the last report there.")
+        float | None,
+        typer.Option(help="Accuracy whose simulated time is a column, as in 0.9. Default: nine tenths of the best."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the tables, figures and report.html of finished runs; nothing is trained.
+    """Write report.html of finished runs, with tables and pictures, and print the tables; nothing is trained.
 
-    Figures 3 to 9 of the FedLPS paper are drawn where the runs hold what they need; for the paper's data, the page names the
-    others with the command that makes their runs. Published numbers stand beside runs of their own protocol.
-
-    Runs of different data, models or settings stand in sections of their own.
+    Runs of different data, models or settings have sections of their own. Where runs have the protocol of the FedLPS paper, its
+    published numbers are next to them.
     """
     from sparsekit_fl.paper.published import published_beside
-    from sparsekit_fl.paper.report import write_report
-    from sparsekit_fl.results.report.tables import show, show_published
+    from sparsekit_fl.report import published_table, read_comparisons, report_folder, write_report
 
-    errors = Console(stderr=True)
-    with errors.status("reading") as status:
-        if quiet or as_json or not errors.is_terminal:
-            status.stop()
-        comparisons, written = write_report(
-            *folders, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}")
-        )
+    home = report_folder(folders, out)
+    comparisons = read_comparisons(*folders, target=target)
+    path, missing = write_report(comparisons, home)
     if as_json:
         typer.echo(json.dumps([comparison.to_dict() for comparison in comparisons], indent=1, allow_nan=False))
         return
@@ -53,9 +53,43 @@ def _report(
         show(comparison, console)
         published = published_beside(comparison)
         if published is not None:
-            show_published(published, console)
-    home = out or folders[0]
-    console.print(f"{len(written)} files in {escape(str(home))}; open {escape(str(home / 'report.html'))}", soft_wrap=True)
+            table = published_table(published).drop(columns=["published as", "why they differ"])
+            console.print("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
+            show_table(table, console)
+    console.print(f"tables{'' if missing else ' and pictures'} are in {escape(str(path))}", soft_wrap=True)
+    if missing:
+        typer.echo(f"warning: no pictures: {missing}", err=True)
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the table of a comparison, of the first columns that fit, then its footnotes and what failed."""
+    left_out = show_table(comparison.table(), console)
+    if left_out:
+        console.print(f"Too wide for this terminal, but in report.html and in --json: {', '.join(left_out)}.")
+    console.print(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
+    for line in comparison.remarks():
+        console.print(escape(line), soft_wrap=True)
+
+
+def show_table(frame: Any, console: Console) -> list[str]:
+    """Print a DataFrame of text, and return the titles of the columns for which the terminal is too narrow."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown: list[list[str]] = []
+    left_out: list[str] = []
+    room = console.width
+    for title, cells in [(frame.index.name, list(frame.index)), *((title, list(frame[title])) for title in frame)]:
+        head = textwrap.wrap(title, max(10, *map(len, cells)))
+        needed = max(map(len, (*head, *cells))) + 2
+        if left_out or (needed > room and shown):
+            left_out.append(title)
+            continue
+        room -= needed
+        table.add_column("\n".join(head), justify="right" if shown else "left", no_wrap=True)
+        shown.append(cells)
+    for row in zip(*shown, strict=True):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    return left_out
 
 
 report = command_app(
@@ -63,6 +97,6 @@ report = command_app(
     examples=(
         "sparsekit report runs/mnist",
         "sparsekit report runs/mnist --target 0.95",
-        "sparsekit report runs/mnist runs/classes runs/ratios --out pages --quiet",
+        "sparsekit report runs/mnist runs/classes --out pages",
     ),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +20,7 @@ from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results.records import RunResult
+    from sparsekit_fl.results import RunResult
 
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
 _MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
@@ -65,13 +66,11 @@ def _run(method_name: str, options: RunOptions) -> None:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
-    from sparsekit_fl.results.report.columns import result_table
-
     if options.json:
         typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
         return
     console = Console()
-    console.print(result_table(result.to_dict()))
+    console.print(_table(result.to_dict()))
     console.print(_curve(result))
     console.print(_clients(result))
     if result.stopped:
@@ -97,9 +96,28 @@ def _show(result: RunResult, options: RunOptions) -> None:
         console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
 
 
+def _table(result: Mapping[str, Any]) -> Table:
+    """Return the scores and costs of a run, a row per number."""
+    from sparsekit_fl.comparison import columns_of, value_of
+    from sparsekit_fl.stored import number_text
+
+    config = result["config"]
+    about, rounds = config.get("experiment", {}), config["rounds"]
+    where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
+    title = f"{result['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {result['seed']}"
+    table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
+    table.add_column()
+    table.add_column(justify="right")
+    for column in sorted(columns_of([result]), key=lambda column: column.path[0] != "final"):
+        value = value_of(result, column)
+        if value is not None:
+            table.add_row(column.title, number_text(column.unit, value))
+    return table
+
+
 def _curve(result: RunResult) -> str:
     """Return the primary metric over the rounds as a sparkline, with its first and its last value."""
-    from sparsekit_fl.results.text import score_text
+    from sparsekit_fl.stored import score_text
 
     name = result.final.primary_metric
     scored = [(record.round, record.evaluation.personal) for record in result.rounds if record.evaluation]
@@ -116,8 +134,8 @@ def _curve(result: RunResult) -> str:
 def _clients(result: RunResult) -> Table:
     """Return a row for each of the clients with the worst scores."""
     from sparsekit_fl.problem.metrics import lower_is_better
-    from sparsekit_fl.results.scores import value_of
-    from sparsekit_fl.results.text import score_text
+    from sparsekit_fl.results import value_of
+    from sparsekit_fl.stored import score_text
 
     def text(value: float | None) -> str:
         return "–" if value is None or not math.isfinite(value) else score_text(name, value).removeprefix(f"{name} ")

@@ -22,7 +22,7 @@ from sparsekit_fl.cli.flower_app import AppOptions, write_app
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results.records import RoundRecord, RunResult
+    from sparsekit_fl.results import RoundRecord, RunResult
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -58,7 +58,7 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
         RunInterrupted: Ctrl-C; says how to continue.
     """
     from sparsekit_fl import errors
-    from sparsekit_fl.results.records import RoundRecord, load_result
+    from sparsekit_fl.results import RoundRecord, load_result
 
     if options.ray_address is not None and options.out is None:
         raise InvalidValueError("ray_address needs --out DIR, a folder that all machines of the cluster share")

@@ -24,8 +24,8 @@ from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.processes import Child, Children, interrupt_with_parent, one_thread, start_method
-from sparsekit_fl.results.read import read_result
-from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.stored import read_result
+from sparsekit_fl.trials import TRIAL_FILE, Trial
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.

@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from sparsekit_fl.comparison import Comparison, Row
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.results.report.comparison import Comparison, Row
 
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0

@@ -13,7 +13,7 @@ from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results import RoundScores
 from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 

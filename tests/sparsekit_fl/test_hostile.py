@@ -30,8 +30,7 @@ from sparsekit_fl.client.messages import (
 from sparsekit_fl.client.packing import Kept, pack
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.results.records import plain
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results import RoundScores, plain
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

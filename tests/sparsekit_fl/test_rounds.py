@@ -20,8 +20,8 @@ from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 def test_result_json_has_what_scripts_rely_on(tmp_path):
     result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
     raw = json.loads((tmp_path / "result.json").read_text())
-    named = {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment"}
-    assert set(raw) == {"schema", "fingerprint", *named}
+    named = {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment", "failed_clients", "note"}
+    assert set(raw) == {"schema", "fingerprint", "stopped", "extended", *named}
     assert raw["method"] == "fedavg"
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
@@ -33,7 +33,8 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
-    assert set(raw["cost"]) == costs
+    costs |= {"flops_training", "flops_scoring", "flops_deploying"}
+    assert set(raw["cost"]) == {*costs, "simulated_seconds_training", "simulated_seconds_scoring"}
     names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     names |= {"cuda", "cudnn", "deterministic", "flwr", "gpu", "ray", "tf32"}
     assert set(raw["environment"]) == names

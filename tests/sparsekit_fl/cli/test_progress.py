@@ -12,9 +12,8 @@ from sparsekit_fl.callbacks import LiveProgress, RunView
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.results.records import RoundRecord
-from sparsekit_fl.results.report.trials import Trial
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results import RoundRecord, RoundScores
+from sparsekit_fl.trials import Trial
 
 CONFIG = RunConfig(rounds=2, cohort=2)
 SCORES = RoundScores(personal={"accuracy": 0.984}, validation={}, shared=None)

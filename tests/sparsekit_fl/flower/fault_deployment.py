@@ -25,7 +25,7 @@ import pytest
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, write_app
 from sparsekit_fl.cli.simulate import QUIET
-from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results import RunResult
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 

@@ -24,8 +24,8 @@ from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.flower import app
 from sparsekit_fl.flower.app import DeviceMemories, serve
 from sparsekit_fl.flower.engine import run_id
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.saved import load_model
+from sparsekit_fl.models import load_model
+from sparsekit_fl.results import RunResult
 from sparsekit_fl.rounds import run
 
 

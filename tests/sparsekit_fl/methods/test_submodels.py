@@ -19,7 +19,7 @@ from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.keep import _sample, keep_model
 from sparsekit_fl.methods.submodels import calibrate
-from sparsekit_fl.results.saved import load_model
+from sparsekit_fl.models import load_model
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.

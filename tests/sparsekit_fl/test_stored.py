@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from saved_results import compared, result
+from stored_tables import write_table
 
 from sparsekit.errors import DataError
-from sparsekit_fl.paper.report import read_comparisons
-from sparsekit_fl.results.stored import read_table, write_table
+from sparsekit_fl.report import read_comparisons
+from sparsekit_fl.stored import read_table
 
 
 def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> N
     (ours,) = read_comparisons(path)
     theirs = compared(*made)
     assert (ours.title, ours.levels, ours.columns) == (theirs.title, theirs.levels, theirs.columns)
-    assert {row.label: row.text for row in ours.rows} == {row.label: row.text for row in theirs.rows}
+    assert ours.table().equals(theirs.table())
     assert [len(run["rounds"]) for run in read_table(path).values()] == [
         sum(bool(record["evaluation"]) for record in one["rounds"]) for one in made
     ]

@@ -1,4 +1,4 @@
-"""Trials: what a folder of finished runs holds, and which of them may stand in one table.
+"""Trials: what folders of finished runs hold, and which of them may stand in one table. Needs no torch.
 
 A trial is one method under one seed at one level of heterogeneity.
 """
@@ -13,11 +13,10 @@ from typing import Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.results.read import flat, read_result
-from sparsekit_fl.results.stored import read_table
+from sparsekit_fl.stored import flat, read_result, read_table
 
 TRIAL_FILE = "trial.json"
-"""Beside a run's own files: what was to be run, and the error of a run that failed."""
+"""Next to a run's own files: what was to be run, and the error of a run that failed."""
 
 Level = tuple[str, int]
 """How different clients are: a name in `config.HETEROGENEITY`, empty for other capabilities of their devices; and the
@@ -79,35 +78,26 @@ def _level(config: Mapping[str, Any]) -> Level:
 
 
 def collect(*folders: Path | str) -> list[Trial]:
-    """Read all trials in folders: their own results, those of subfolders, and results under other names.
-
-    A run that is there twice counts once.
+    """Read all trials in folders and their subfolders. A run that is there twice counts once.
 
     Args:
-        folders: Folders of runs, of comparisons, or of copies of `result.json` under names of their own; or CSV files of
-            `write_table`.
+        folders: Folders of runs or of comparisons, or stored tables (.csv).
 
     Raises:
-        DataError: no such folder, a file that should be a result and is none, nothing at all, or different results of one
-            method, seed and setting.
+        DataError: no such folder, a damaged file, no result at all, or different results of one method, seed and setting.
     """
     kept: dict[str, tuple[Trial, Path]] = {}
     for folder in map(Path, folders):
         for path, trial in _found(folder):
-            key = _key((trial.method, trial.seed, trial.level, _protocol(trial.config)))
+            key = json.dumps((trial.method, trial.seed, trial.level, _protocol(trial.config)), sort_keys=True)
             other, where = kept.setdefault(key, (trial, path))
-            if other.result is None and trial.result is not None:
+            if other.result is None:
                 kept[key] = (trial, path)
-            elif trial.result is not None and other.result is not None and _digest(trial.result) != _digest(other.result):
+            elif trial.result is not None and trial.result["final"] != other.result["final"]:
                 raise DataError(
                     f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {path}; leave one out"
                 )
     return [trial for trial, _ in kept.values()]
-
-
-def _digest(result: Mapping[str, Any]) -> str:
-    """Return what two copies of a result have in common, also where one was run again and took another time."""
-    return str(result["final"].get("state_sha256") or _key(result))
 
 
 def _found(root: Path) -> Iterator[tuple[Path, Trial]]:
@@ -116,31 +106,36 @@ def _found(root: Path) -> Iterator[tuple[Path, Trial]]:
         return
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
-    own = ("result.json", TRIAL_FILE)
-    any_there = False
-    for path in sorted(root.glob("*.json")):
-        if path.name not in own:
-            try:
-                yield path, Trial.of(read_result(path))
-                any_there = True
-            except DataError:
-                continue  # any other JSON file
-    for home in sorted({path.parent for name in own for path in root.rglob(name)}):
-        yield home, _trial(home)
-        any_there = True
-    if not any_there:
+    homes = sorted({path.parent for name in ("result.json", TRIAL_FILE) for path in root.rglob(name)})
+    if not homes:
         raise DataError(f"{root} holds no result; pass the --out folder of `compare`, or of a finished run")
+    yield from ((home, _trial(home)) for home in homes)
 
 
 def _trial(home: Path) -> Trial:
-    path = home / TRIAL_FILE
     if (home / "result.json").exists():
         return Trial.of(read_result(home))
+    path = home / TRIAL_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return Trial.of({name: raw[name] for name in ("method", "seed", "config", "policies")} | {"error": raw.get("error")})
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is damaged: {error}; remove it") from error
+
+
+def _without(protocol: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in protocol.items() if name not in names}
+
+
+def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the axes of a comparison from a configuration, and options that were not used."""
+    kept = {name: value for name, value in _without(config, _AXES).items() if value is not None}
+    heterogeneity, lack_classes = _level(config)
+    if not heterogeneity:
+        kept["capability_levels"] = config.get("capability_levels")
+    if lack_classes >= 0:
+        kept["experiment"] = {**config["experiment"], "partition_options": {"clients": "lack classes"}}
+    return kept
 
 
 def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
@@ -159,43 +154,19 @@ def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
             groups.append((own, [trial]))
         else:
             members.append(trial)
-    return list(zip(_titles([members[0].config for _, members in groups]), (members for _, members in groups), strict=True))
+    return list(zip(_titles([protocol for protocol, _ in groups]), (members for _, members in groups), strict=True))
 
 
-def _without(protocol: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in protocol.items() if name not in names}
-
-
-def _key(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the axes of a comparison from a configuration, and options that were not used."""
-    kept = {name: value for name, value in _without(config, _AXES).items() if value is not None}
-    heterogeneity, lack_classes = _level(config)
-    if not heterogeneity:
-        kept["capability_levels"] = config.get("capability_levels")
-    if lack_classes >= 0:
-        kept["experiment"] = {**config["experiment"], "partition_options": _LACKING}
-    return kept
-
-
-def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    plain = [_title(config) for config in configs]
-    settings = [flat(_protocol(config)) if config else {} for config in configs]
+def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return model, data and size of each protocol; equal titles also name the settings that differ, such as `lr 0.1`."""
+    plain, settings = [_title(one) for one in protocols], [flat(one) for one in protocols]
     titles = []
     for title, own in zip(plain, settings, strict=True):
         others = [other for name, other in zip(plain, settings, strict=True) if name == title]
         names = sorted({name for other in others for name in other if len({str(each.get(name)) for each in others}) > 1})
-        titles.append(", ".join([title, *(_setting(name, own[name]) for name in names if own.get(name) is not None)]))
+        words = [f"{name.rpartition('.')[2].replace('_', ' ')} {own[name]}" for name in names if own.get(name) is not None]
+        titles.append(", ".join([title, *words]))
     return titles
-
-
-def _setting(name: str, value: Any) -> str:
-    """For example `lr 0.1`, from the path `training.lr`."""
-    # What `_protocol` puts where the number of classes is an axis.
-    return "clients lack classes" if value == _LACKING else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
 def _title(config: Mapping[str, Any]) -> str:

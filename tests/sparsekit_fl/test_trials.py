@@ -1,4 +1,4 @@
-"""Trials and sections: what a folder holds, and what may stand in one table."""
+"""Trials: what a folder holds, and what may stand in one table."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 from saved_results import compared, result, save
 
 from sparsekit.errors import DataError
-from sparsekit_fl.results.report.comparison import comparisons_of
-from sparsekit_fl.results.report.trials import Trial, collect
+from sparsekit_fl.comparison import comparisons_of
+from sparsekit_fl.trials import Trial, collect
 
 
 def test_levels_are_read_from_the_configuration() -> None:
@@ -24,7 +24,6 @@ def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp
     save(tmp_path, *(result(method, seed) for method in ("a", "b", "c") for seed in (1, 0)))
     (section,) = comparisons_of(collect(tmp_path), order=["c", "x", "b"])
     assert section.title == "cnn on mnist, 100 clients, 100 rounds"
-    assert section.slug == "cnn-on-mnist-100-clients-100-rounds"
     assert section.dataset == "mnist"
     assert section.methods == ("c", "b", "a")
     assert [(trial.seed, trial.method) for trial in section.trials] == [(s, m) for s in (0, 1) for m in "cba"]
@@ -49,15 +48,12 @@ def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) ->
 def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
     again = result("a")
     again["cost"]["wall_seconds"] = 99.0
-    for made in (result("a"), again):
-        made["final"]["state_sha256"] = "the same"
-        (tmp_path / f"copy{len(list(tmp_path.iterdir()))}.json").write_text(json.dumps(made))
-    (tmp_path / "deep/er").mkdir(parents=True)
-    (tmp_path / "deep/er/result.json").write_text(json.dumps(again))
-    (comparison,) = comparisons_of(collect(tmp_path, tmp_path / "deep"))
-    assert [row.runs for row in comparison.rows] == ["1"]
     other = {**again, "final": {**again["final"], "state_sha256": "another"}}
-    (tmp_path / "other.json").write_text(json.dumps(other))
+    for name, made in (("copy", result("a")), ("deep/er", again), ("other", other)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "result.json").write_text(json.dumps(made))
+    (comparison,) = comparisons_of(collect(tmp_path / "copy", tmp_path / "deep"))
+    assert [row.runs for row in comparison.rows] == ["1"]
     with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
         collect(tmp_path)
 

@@ -13,10 +13,9 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
-from sparsekit_fl.results.read import SCHEMA_NUMBER
-from sparsekit_fl.results.records import RoundRecord, plain
-from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_decile_scores
+from sparsekit_fl.results import KINDS, RoundRecord, RoundScores, over_clients, plain
 from sparsekit_fl.rounds import run
+from sparsekit_fl.stored import SCHEMA_NUMBER
 from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
 
 
@@ -29,28 +28,32 @@ def finished() -> fl.RunResult:
 def test_the_three_means_of_three_clients() -> None:
     scores = [{"accuracy": (1.0, 10.0), "loss": (1.0, 10.0)}, {"accuracy": (5.0, 10.0), "loss": (8.0, 10.0)},
               {"accuracy": (80.0, 80.0), "loss": (8.0, 80.0)}]  # fmt: skip
-    assert mean_scores(scores) == pytest.approx({"accuracy": 1.6 / 3, "loss": 1.0 / 3})
-    assert weighted_scores(scores) == pytest.approx({"accuracy": 0.86, "loss": 0.17})
-    assert worst_decile_scores(scores) == pytest.approx({"accuracy": 0.1, "loss": 0.8})
+    assert over_clients(scores) == {
+        "mean": pytest.approx({"accuracy": 1.6 / 3, "loss": 1.0 / 3}),
+        "weighted": pytest.approx({"accuracy": 0.86, "loss": 0.17}),
+        "worst_decile": pytest.approx({"accuracy": 0.1, "loss": 0.8}),
+    }
 
 
-def test_the_worst_tenth_is_rounded_up() -> None:
+def worst(scores: list[dict[str, tuple[float, float]]], *lower: str) -> float:
+    return over_clients(scores, lower=frozenset(lower))["worst_decile"]["accuracy"]
+
+
+def test_the_worst_tenth_is_rounded_up_and_a_value_that_is_not_a_number_is_the_worst() -> None:
     scores = [{"accuracy": (float(k), 10.0)} for k in range(11)]
-    assert worst_decile_scores(scores)["accuracy"] == pytest.approx((0.0 + 0.1) / 2)
-    assert worst_decile_scores(scores[:10])["accuracy"] == 0.0
-    for order in itertools.permutations(range(3)):
-        some = [[(math.nan, 1.0), (0.4, 1.0), (0.6, 1.0)][at] for at in order]
-        for lower in (frozenset(), frozenset({"accuracy"})):
-            assert math.isnan(worst_decile_scores([{"accuracy": one} for one in some], lower=lower)["accuracy"])
-            twice = [{"accuracy": one} for one in some * 5]  # two of 15 are the worst tenth, and five are no number
-            assert math.isnan(worst_decile_scores(twice, lower=lower)["accuracy"])
-    assert worst_decile_scores(scores, lower=frozenset({"accuracy"}))["accuracy"] == pytest.approx((1.0 + 0.9) / 2)
+    assert worst(scores) == pytest.approx((0.0 + 0.1) / 2)
+    assert worst(scores[:10]) == 0.0
+    assert worst(scores, "accuracy") == pytest.approx((1.0 + 0.9) / 2)
+    for some in itertools.permutations([(math.nan, 1.0), (0.4, 1.0), (0.6, 1.0)]):
+        for lower in ((), ("accuracy",)):
+            assert math.isnan(worst([{"accuracy": one} for one in some], *lower))
+            assert math.isnan(worst([{"accuracy": one} for one in some * 5], *lower)), "two of 15, and five are not a number"
 
 
 def test_clients_without_a_metric_do_not_count() -> None:
     scores = [{"accuracy": (1.0, 2.0)}, {}, {"accuracy": (math.nan, 0.0)}]
-    assert mean_scores(scores) == worst_decile_scores(scores) == weighted_scores(scores) == {"accuracy": 0.5}
-    assert math.isnan(mean_scores([{"accuracy": (0.0, 0.0)}])["accuracy"])
+    assert over_clients(scores) == {kind: {"accuracy": 0.5} for kind in KINDS}
+    assert math.isnan(over_clients([{"accuracy": (0.0, 0.0)}])["mean"]["accuracy"])
 
 
 def test_scores_of_a_sample_say_of_how_many_clients_they_are() -> None:

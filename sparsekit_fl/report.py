@@ -1,0 +1,149 @@
+"""The report of finished runs: one HTML page with tables and pictures, and published numbers where runs have their protocol."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.errors import need
+from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
+from sparsekit_fl.pictures import Picture, draw, pictures_of
+from sparsekit_fl.problem.names import lower_by_name
+from sparsekit_fl.trials import collect
+
+PAGE = "report.html"
+
+
+def read_comparisons(*folders: Path | str, target: float | None = None, order: Sequence[str] = ()) -> list[Comparison]:
+    """Read everything in folders, a comparison for each protocol.
+
+    Args:
+        folders: Folders of comparisons or runs, or stored tables (.csv).
+        target: Accuracy whose simulated time is a column; None takes nine tenths of the best method's.
+        order: Methods in the order of tables; then come others in published order.
+
+    Raises:
+        DataError: nothing there, or a file that is not what it should be.
+        InvalidValueError: a target outside (0, 1].
+    """
+    check_target(target)
+    trials = collect(*folders)
+    rest = in_published_order(dict.fromkeys(trial.method for trial in trials))
+    return comparisons_of(trials, order=[*order, *rest], target=target)
+
+
+def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Path, str]:
+    """Write `report.html` into a folder: a section for each comparison.
+
+    Returns:
+        The file, and why it has no pictures; empty where it has them.
+
+    Raises:
+        MissingDependencyError: Jinja2 is not installed.
+    """
+    sections, missing = [], ""
+    for comparison in comparisons:
+        try:
+            pictures = [(one, _svg(one)) for one in pictures_of(comparison)]
+        except MissingDependencyError as error:
+            pictures, missing = [], str(error)
+        published = published_beside(comparison)
+        sections.append(
+            {
+                "comparison": comparison,
+                "about": _about(comparison),
+                "tables": [_html(comparison.table(part), _best(comparison)) for part in ("final", "cost") if comparison.rows],
+                "pictures": pictures,
+                "published": None if published is None else _html(published_table(published)),
+            }
+        )
+    source = published_source() if any(one["published"] for one in sections) else ""
+    title = comparisons[0].title if len(comparisons) == 1 else "Comparison of methods"
+    environment = need("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
+    path = Path(out) / PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(template.render(title=title, sections=sections, source=source), encoding="utf-8")
+    return path, missing
+
+
+def report_folder(folders: Sequence[Path], out: Path | None) -> Path:
+    """Return where the page of these folders goes.
+
+    Raises:
+        InvalidValueError: there are several, or a file, and `out` is None.
+    """
+    if out is None and (len(folders) > 1 or folders[0].suffix == ".csv"):
+        raise InvalidValueError(
+            "a report of several folders, or of a stored table, needs a folder of its own; pass --out FOLDER"
+        )
+    return out or folders[0]
+
+
+def published_table(published: Any) -> Any:
+    """Return the DataFrame of `paper.published_beside` as text: a row per run, `*` where it differs by more than chance."""
+    rows = []
+    for run, own in published.groupby(["table", "run"], sort=False):
+        row = {"run": run[1], "published as": own["method"].iloc[0]}
+        for one in own.itertuples():
+            title, digits = ("%", 2) if one.quantity == "accuracy_percent" else ("10¹² FLOPs", 3)
+            for whose, value, deviation in (("published", one.published, one.published_deviation), ("ours", one.ours, None)):
+                text = f"{value:,.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
+                row[f"{whose}, {title}"] = text + ("*" if whose == "ours" and one.flagged else "")
+        row["why they differ"] = " ".join(dict.fromkeys(filter(None, own["reason"])))
+        rows.append(row)
+    return need("pandas").DataFrame(rows).set_index("run")
+
+
+def _svg(picture: Picture) -> str:
+    buffer = io.BytesIO()
+    draw(picture, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _best(comparison: Comparison) -> dict[str, list[int]]:
+    """Return title of a column → rows with the best mean; wall time depends on the machine and is not marked."""
+    found = {}
+    for column in comparison.columns if len(comparison.rows) > 1 else ():
+        means = [row.mean[column.name] for row in comparison.rows]
+        larger = column.path[0] == "final" and not lower_by_name(column.path[-1])
+        known = [mean for mean in means if mean == mean]
+        if known and column.name != "wall_seconds":
+            best = (max if larger else min)(known)
+            found[column.title] = [at for at, mean in enumerate(means) if mean == best]
+    return found
+
+
+def _html(frame: Any, best: Mapping[str, Sequence[int]] | None = None) -> str:
+    """Return a DataFrame of text as a table; the cells of `best` are bold."""
+    marks = {
+        title: ["font-weight: bold" if at in rows else "" for at in range(len(frame))] for title, rows in (best or {}).items()
+    }
+    frame = frame.rename_axis(None)
+    style = frame.style.format(escape="html").format_index(escape="html").format_index(escape="html", axis="columns")
+    style = style.apply(lambda column: marks.get(column.name, [""] * len(column)))
+    return str(style.set_uuid("t").to_html(exclude_styles=False))
+
+
+def _about(comparison: Comparison) -> str:
+    """Return settings that all runs have in common, and version and date of the runs, in one line."""
+    config = comparison.config
+    about, training = config.get("experiment", {}), config.get("training", {})
+    parts = [f"{config['cohort']} clients a round"] if "cohort" in config else []
+    if training:
+        parts.append(f"{training['local_epochs']} local epochs of batches of {training['batch_size']}")
+        parts.append(f"learning rate {training['lr']:g}")
+    parts += [f"{about['partition']} partition"] if about.get("partition") else []
+    options = {name: value for name, value in about.get("partition_options", {}).items() if name != "lack_classes"}
+    parts += [f"{name.replace('_', ' ')} {value}" for name, value in options.items()]
+    parts += [f"capability {config['capability']}"] if "capability" in config else []
+    known = [result.get("environment") or {} for _, result in comparison.results]
+    parts += sorted({f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one})
+    dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})
+    return "; ".join([*parts, *([" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else [])])

@@ -1,1 +1,0 @@
-"""Tables and figures, drawn from saved results; nothing here trains."""

@@ -1,0 +1,178 @@
+"""Results in files and in words, without torch: `result.json`, the CSV table of a comparison, and numbers with their units.
+
+In a CSV table, a row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; those of
+a round begin with `rounds.`. Of a round, the table has the costs and the accuracy, to four digits. It leaves out clients,
+cohorts, ratios and fingerprints.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from sparsekit.errors import DataError
+
+SCHEMA_NUMBER: Final = 4
+"""It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
+
+_NEEDED = ("schema", "method", "seed", "final", "cost", "rounds")
+_STEPS = {
+    "share": ((0.01, "%"),),
+    "flops": ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")),
+    "bytes": ((1e6, " MB"), (1e3, " kB"), (1.0, " bytes")),
+    "seconds": ((1.0, " s"), (1e-3, " ms")),
+}
+
+
+def read_result(path: Path | str) -> dict[str, Any]:
+    """Read `result.json`, or the one in a folder, as plain JSON values.
+
+    Raises:
+        DataError: there is none, it is not a result, or another version wrote it.
+    """
+    path = Path(path)
+    path = path / "result.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        missing = set(_NEEDED) - set(raw)
+    except OSError as error:
+        raise DataError(f"no result at {path}: {error.strerror}; pass the --out folder of a finished run") from error
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{path} is not a result: {error}; pass the --out folder of a finished run") from error
+    if missing:
+        raise DataError(f"{path} is not a result: it lacks {', '.join(sorted(missing))}")
+    assert isinstance(raw, dict)
+    if raw["schema"] != SCHEMA_NUMBER:
+        raise DataError(
+            f"{path} has schema {raw['schema']}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it"
+        )
+    return raw
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Flatten nested settings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value})
+    return found
+
+
+def read_table(path: Path | str) -> dict[str, dict[str, Any]]:
+    """Read the results of runs.
+
+    Returns:
+        The name of each run → its result as far as the table has it, in the form of `read_result`.
+
+    Raises:
+        DataError: the file cannot be read, or is not such a table.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for row in map(_nested, read_rows(path)):
+            record = row.pop("rounds")
+            run = found.setdefault(row["run"], {"schema": SCHEMA_NUMBER, **row, "rounds": []})
+            run["rounds"].append({"evaluation": None, **record})
+        if not all({"method", "seed", "config", "final", "cost"} <= run.keys() for run in found.values()) or not found:
+            raise ValueError("it has no run, or lacks columns")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a table of results: {error!r}") from error
+    return found
+
+
+def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for column, value in row.items():
+        *path, last = column.split(".")
+        inner = nested
+        for step in path:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+    return nested
+
+
+def read_rows(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Read a CSV file in which an empty or missing cell repeats the cell above it, row by row, without what is None.
+
+    Raises:
+        DataError: the file cannot be read.
+        KeyError: the first row has an empty cell.
+    """
+    above: dict[str, str] = {}
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                above = {column: cell or above[column] for column, cell in row.items()}
+                values = {column: _value(cell) for column, cell in above.items()}
+                yield {column: value for column, value in values.items() if value is not None}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is not a table of results: {error}") from error
+
+
+def _value(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def scale(unit: str, largest: float) -> tuple[float, str]:
+    """Return the size and the sign of the step by which numbers up to `largest` are written: `(1e12, "T")` from 1e11 on.
+
+    Args:
+        unit: "share", "flops", "bytes" or "seconds"; others have no steps.
+        largest: Zero bytes and zero seconds are written by the first step.
+    """
+    steps = _STEPS.get(unit, ((1.0, ""),))
+    if largest == 0 and unit != "flops":
+        return steps[0]
+    return next((step for step in steps if largest >= step[0] / 10), steps[-1])
+
+
+def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float | None] = ()) -> list[str]:
+    """Write the numbers of one column, all with one prefix: that of the largest.
+
+    Args:
+        unit: As of `scale`, or "number".
+        means: Values; None and numbers that are not finite become a dash.
+        deviations: As many as there are values, written behind ±; empty for none.
+
+    Returns:
+        As many texts; FLOPs, bytes and seconds have three digits of the mean.
+    """
+    known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
+    size, ending = scale(unit, max(known, default=0.0))
+    return [
+        "–" if mean is None or not math.isfinite(mean) else _text(unit, mean, deviation, size, ending)
+        for mean, deviation in zip(means, deviations or [None] * len(means), strict=True)
+    ]
+
+
+def _text(unit: str, mean: float, deviation: float | None, size: float, ending: str) -> str:
+    spread = deviation is not None and math.isfinite(deviation)
+    if unit == "number":
+        return f"{mean:.4g}" + (f" ± {deviation:.2g}" if spread else "")
+    if unit == "seconds" and mean >= 120:
+        # Next to minutes, 84.3 s would have to be converted.
+        return _minutes(mean) + (f" ± {_minutes(deviation or 0.0)}" if spread else "")
+    decimals = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
+    return f"{mean / size:,.{decimals}f}" + (f" ± {(deviation or 0.0) / size:,.{decimals}f}" if spread else "") + ending
+
+
+def _minutes(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def number_text(unit: str, value: float | None) -> str:
+    """Write one number: `0.530T` for FLOPs, `4 min 05 s`, `98.8%` for a share, and a dash for None."""
+    return texts(unit, [value])[0]
+
+
+def score_text(metric: str, value: float | None) -> str:
+    """Write a score with its metric: `accuracy 98.4%` or `rmse 0.213`."""
+    return f"{metric} {number_text('share' if metric == 'accuracy' else 'number', value)}"

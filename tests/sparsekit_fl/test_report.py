@@ -1,0 +1,78 @@
+"""The report: one page from saved results alone, on the terminal, as JSON, and without the extra `report`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from saved_results import result, save
+
+from sparsekit.cli.main import execute
+
+
+def page(folder: Path) -> str:
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'sparsekit-torch[report]'")
+    save(tmp_path, result("fedavg", note="A note."), result("local"))
+    assert execute(["report", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "¹ A note.", "published numbers", "88.15 ± 1.14"):
+        assert part in captured.out
+    assert f"tables and pictures are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
+    first = page(tmp_path)
+    assert execute(["report", str(tmp_path), "--json"]) == 0
+    assert page(tmp_path) == first, "equal results make equal bytes"
+
+
+def test_several_folders_need_a_folder_for_the_page_and_json_is_a_list_of_comparisons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pictures take long
+    first = str(save(tmp_path / "a", result("fedlps"), result("fedavg")))
+    second = str(save(tmp_path / "b", result("fedlps"), result("fedavg", 1, dataset="digits")))
+    assert execute(["report", first, second]) == 2
+    assert "pass --out FOLDER" in capsys.readouterr().err
+    assert execute(["report", first, second, "--out", str(tmp_path / "out"), "--target", "0.6", "--json"]) == 0
+    mnist, digits = json.loads(capsys.readouterr().out)
+    assert mnist["methods"] == ["fedavg", "fedlps"], "the run that is in both counts once"
+    assert digits["summary"]["fedavg"]["target_seconds"] == {"mean": 50.0, "deviation": None, "count": 1, "of": 1}
+    assert not (tmp_path / "a/report.html").exists()
+    assert [page(tmp_path / "out").count(f"<h2>cnn on {data}") for data in ("mnist", "digits")] == [1, 1]
+
+
+def test_without_matplotlib_there_is_a_page_with_tables_version_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    made = [result("fedlps", accuracies={50: 0.4, 100: 0.895}), result("fedavg", accuracies={50: 0.4, 100: 0.9})]
+    for one in made:
+        one["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
+    save(tmp_path, *made)
+    assert execute(["report", str(tmp_path)]) == 0
+    for part in ("89.5%", "sparsekit 0.2.0; 2026-11-22", "classes per client 2", "10 clients a round"):
+        assert part in page(tmp_path)
+    assert "no pictures: " in capsys.readouterr().err
+
+
+def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path: Path) -> None:
+    save(tmp_path, *(result(name, seed, note="Saves <b>bytes</b>.") for name in ("fedavg", "fedlps") for seed in (0, 1)))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/result.json").write_text(json.dumps(result("own<b>&\"'method", accuracies={50: 0.3, 100: 0.5})))
+    (tmp_path / "failed").mkdir()
+    raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "it <broke>"}
+    (tmp_path / "failed/trial.json").write_text(json.dumps(raw))
+    assert execute(["report", str(tmp_path)]) == 0
+    text = page(tmp_path)
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']*|@import[^;]*|url\((?!#)[^)]*\)""", text) == []
+    assert '<meta name="viewport"' in text
+    body = text[text.index("<body>") :]
+    for tag in ("section", "table", "tr", "th", "td", "p", "div"):
+        assert len(re.findall(rf"<{tag}[ >]", body)) == body.count(f"</{tag}>"), tag
+    assert not {"own<b>", "<b>bytes", "<broke>"} & {part for part in ("own<b>", "<b>bytes", "<broke>") if part in text}
+    assert "own&lt;b&gt;&amp;" in text
+    assert "it &lt;broke&gt;" in text
