@@ -16,6 +16,7 @@ from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 fedrep_module = sys.modules["sparsekit_fl.methods.fedrep"]
+client_module = sys.modules["sparsekit_fl.methods.client"]
 HEAD = {"last.weight", "last.bias"}
 
 
@@ -71,15 +72,37 @@ def test_layers_are_dealt_cyclically() -> None:
     assert names(1, None, private_head=False) == ["0", "2", "4", "6"]
 
 
-def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
-    spec = RunSpec.build(fedp3(), four(), tiny_config())
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_layers_that_come_whole_are_those_that_go_up_and_the_head_never_travels(layers) -> None:
+    method, problem = fedp3(layers=layers), four()
+    spec = RunSpec.build(method, problem, tiny_config())
     server = Server(spec, {client.id: client for client in tiny_clients()})
-    for assignment in server.requests(1):
-        assert "6.weight" not in assignment.state
-        own = {layer.name for layer in fedp3().own_layers(spec.graph, assignment.client_id)}
-        (other,) = {"0", "2", "4"} - own
-        size = spec.graph.shapes[f"{other}.weight"].numel()
-        assert assignment.mask.counts() == {f"{other}.weight": keep_count(0.9, size)}
+    for request in server.requests(1):
+        assert "6.weight" not in request.state
+        own = {layer.name for layer in method.own_layers(spec.graph, request.client_id)}
+        others = {f"{name}.weight": spec.graph.shapes[f"{name}.weight"].numel() for name in {"0", "2", "4"} - own}
+        assert request.mask.counts() == {name: keep_count(0.9, size) for name, size in others.items()}
+    _, updates = watched(method, problem=problem)
+    for update in updates:
+        own = {layer.name for layer in method.own_layers(spec.graph, update.client_id)}
+        assert {name.split(".")[0] for name, delta in update.delta.items() if delta.numel()} == own
+
+
+def test_fedp3_trains_the_first_units_that_its_capability_allows_at_every_step(monkeypatch) -> None:
+    """With one ratio, local pruning by ordered dropout is the same at every step, and so one narrow model."""
+    spec, _, ctx = client_context(fedp3(), four(), tiny_config())
+    widths = []
+    local_step = client_module.local_step
+
+    def seen(masked, *others):
+        step = local_step(masked, *others)
+        return lambda batch: (widths.append(masked.unit_mask().counts()), step(batch))[1]
+
+    monkeypatch.setattr(client_module, "local_step", seen)
+    result = fedp3().train(ctx, Task(state=spec.initial, ratio=0.5))
+    assert len(widths) == result.log.batches > 1
+    assert all(set(counts.values()) == {4} for counts in widths)
+    assert all(bool(keep[:4].all()) for keep in result.mask.values())
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 5])

@@ -16,7 +16,7 @@ from torch import nn
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
-from sparsekit_fl.methods import fedavg, heterofl
+from sparsekit_fl.methods import efd, fedavg, heterofl
 from sparsekit_fl.methods.keep import _sample, keep_model
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import load_model
@@ -135,6 +135,12 @@ def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
     assert not torch.allclose(plain.state["last.weight"], expected)
     hidden = ctx.masked.model.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
+
+
+def test_efd_trains_a_submodel_without_the_scaler() -> None:
+    ours, _ = trained(efd(clip=None), [0, 0])
+    plain, _ = trained(PLAIN, [0, 0])
+    assert all(torch.equal(ours.state[name], plain.state[name]) for name in plain.state)
 
 
 def test_classes_without_examples_are_not_unlearned() -> None:

@@ -183,3 +183,21 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
         assert max(len(client.data.test) for client in clients) == test
     assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
     assert clients[0].data.val.materialise().inputs[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("partition", "options", "message"),
+    [
+        ("dirichlet", {"alpha": "abc"}, "partition.alpha must be"),
+        ("pathological", {"distinct": "perhaps"}, "partition.distinct must be true or false"),
+    ],
+)
+def test_an_option_of_a_partition_is_refused_by_its_name(partition: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        build_task(preset_for(), partition=partition, options=options)
+
+
+@pytest.mark.parametrize("text", ["no", "yes"])
+def test_a_truth_value_of_a_partition_is_read_from_text(text: str) -> None:
+    task = build_task(preset_for(), partition="pathological", options={"distinct": text})
+    assert task.described["partition_options"]["distinct"] is (text == "yes")
