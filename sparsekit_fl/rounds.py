@@ -1,12 +1,14 @@
 """run(): a method over a problem and its clients, with an engine, a folder and callbacks."""
 
+from __future__ import annotations
+
 import errno
 import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +112,10 @@ def run(
                 if loop.view.stopped:
                     break
                 began = time.perf_counter()
-                requests = server.requests(round)
-                replies, good, dropped = loop.train(requests, run_clients)
-                if len(good) < server.needed_replies(requests):
-                    raise _too_few(round, server.needed_replies(requests), dropped, requests)
-                seconds = server.aggregate(good, replies)
+                trained = loop.train(server.requests(round), run_clients)
+                seconds = server.aggregate(trained.good, trained.replies)
                 scores, unscored = loop.score(round, run_clients)
-                cost = loop.cost(requests, replies, seconds, time.perf_counter() - began)
-                loop.save(_record(requests, replies, good, dropped, cost, scores, unscored))
+                loop.save(trained.record(scores, unscored, loop.cost(trained, seconds, time.perf_counter() - began)))
             return loop.finish(run_clients)
 
 
@@ -138,6 +136,36 @@ def _checked(method: Method, clients: Sequence[Client], config: RunConfig) -> di
         there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
         raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
     return roster
+
+
+@dataclass(eq=False)
+class _Trained:
+    """What came of the requests of a round: replies in their order, valid updates, and why the others were dropped."""
+
+    requests: Sequence[Request]
+    replies: list[Reply] = field(default_factory=list)
+    good: list[Update] = field(default_factory=list)
+    dropped: dict[int, Exception] = field(default_factory=dict)
+
+    def record(self, scores: RoundScores | None, unscored: Sequence[str], cost: WorkCost) -> RoundRecord:
+        """Return the record of the round, with its own cost."""
+        return RoundRecord(
+            round=self.requests[0].round,
+            cohort=tuple(request.client_id for request in self.requests),
+            dropped=tuple((client_id, str(error)) for client_id, error in self.dropped.items()),
+            loss=self._mean("loss"),
+            accuracy=self._mean("accuracy"),
+            ratios={update.client_id: update.ratio for update in self.good},
+            capabilities={request.client_id: request.capability.ratio for request in self.requests},
+            cost=cost,
+            seconds=cost.simulated_seconds,
+            evaluation=scores,
+            notes=(*(reply.note for reply in self.replies if reply.note), *unscored),
+        )
+
+    def _mean(self, name: str) -> float | None:
+        found = [(update.metrics[name], update.examples) for update in self.good if name in update.metrics]
+        return sum(value * examples for value, examples in found) / sum(examples for _, examples in found) if found else None
 
 
 @dataclass(eq=False)
@@ -215,27 +243,34 @@ class _Loop:
             raise
         self.callbacks.tell("on_run_end", self.view, self._result)
 
-    def train(
-        self, requests: Sequence[Request], run_clients: RunClients
-    ) -> tuple[list[Reply], list[Update], dict[int, Exception]]:
-        """Let the cohort train; return replies, valid updates, and why the others were dropped."""
-        replies: list[Reply] = []
-        good: list[Update] = []
-        dropped: dict[int, Exception] = {}
+    def train(self, requests: Sequence[Request], run_clients: RunClients) -> _Trained:
+        """Let the cohort train.
+
+        Raises:
+            TooFewRepliesError: too few of them sent a valid update.
+        """
+        trained = _Trained(requests)
         for request, reply in zip(requests, run_clients(requests), strict=True):
             reply = self.server.timed(reply)
-            replies.append(reply)
+            trained.replies.append(reply)
             self.callbacks.tell("on_client_end", self.view, request.client_id, reply.update)
             try:
-                good.append(self.server.validate(request, reply))
+                trained.good.append(self.server.validate(request, reply))
             except (ClientError, UpdateError) as error:
-                dropped[request.client_id] = error
+                trained.dropped[request.client_id] = error
                 reason = re.sub(r"\bround \d+", "a round", str(error))
                 again = self._reasons.get(request.client_id) == reason
                 self._reasons[request.client_id] = reason
                 text = "for the same reason as before" if again else str(error)
                 _log.warning("round %d goes on without client %d: %s", request.round, request.client_id, text)
-        return replies, good, dropped
+        needed = self.server.spec.config.needed_replies(len(requests))
+        if len(trained.good) < needed:
+            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in trained.dropped.items()])
+            raise TooFewRepliesError(
+                f"round {requests[0].round}: {len(trained.good)} of {len(requests)} updates were valid and {needed} are needed"
+                f" (min_replies); {reasons}. Nothing of that round counted"
+            ) from next(iter(trained.dropped.values()), None)
+        return trained
 
     def score(self, round: int, run_clients: RunClients) -> tuple[RoundScores | None, list[str]]:
         """Score the models of clients if it is time; return the scores, and a text for each client that was not scored."""
@@ -288,13 +323,11 @@ class _Loop:
             raise ClientError(f"no client could be scored after round {round}: {_shortened(unscored)}")
         return found, unscored
 
-    def cost(
-        self, requests: Sequence[Request], replies: Sequence[Reply], seconds: float | None, wall_seconds: float
-    ) -> WorkCost:
+    def cost(self, trained: _Trained, seconds: float | None, wall_seconds: float) -> WorkCost:
         """Return the work of a round: of clients that failed, what they were sent."""
-        done = [reply.update.cost for reply in replies if reply.update is not None]
-        failed = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
-        sent = sum(request_bytes(request, self.server.spec.graph) for request in failed)
+        pairs = list(zip(trained.requests, trained.replies, strict=True))
+        done = [reply.update.cost for _, reply in pairs if reply.update is not None]
+        sent = sum(request_bytes(request, self.server.spec.graph) for request, reply in pairs if reply.update is None)
         return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent)
 
     def save(self, record: RoundRecord) -> None:
@@ -352,40 +385,6 @@ class _Loop:
         return result
 
 
-def _too_few(round: int, needed: int, dropped: Mapping[int, Exception], requests: Sequence[Request]) -> TooFewRepliesError:
-    reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
-    error = TooFewRepliesError(
-        f"round {round}: {len(requests) - len(dropped)} of {len(requests)} updates were valid and {needed} are needed"
-        f" (min_replies); {reasons}. Nothing of that round counted"
-    )
-    error.__cause__ = next(iter(dropped.values()), None)
-    return error
-
-
-def _record(
-    requests: Sequence[Request],
-    replies: Sequence[Reply],
-    good: Sequence[Update],
-    dropped: Mapping[int, Exception],
-    cost: WorkCost,
-    scores: RoundScores | None,
-    unscored: Sequence[str],
-) -> RoundRecord:
-    return RoundRecord(
-        round=requests[0].round,
-        cohort=tuple(request.client_id for request in requests),
-        dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
-        loss=_mean(good, "loss"),
-        accuracy=_mean(good, "accuracy"),
-        ratios={update.client_id: update.ratio for update in good},
-        capabilities={request.client_id: request.capability.ratio for request in requests},
-        cost=cost,
-        seconds=cost.simulated_seconds,
-        evaluation=scores,
-        notes=(*(reply.note for reply in replies if reply.note), *unscored),
-    )
-
-
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
     """Add up the work of all clients; the seconds are those of the slowest one.
 
@@ -409,13 +408,6 @@ def _scored_parts(config: RunConfig, clients: Iterable[Client]) -> tuple[str, ..
     validation = any(len(client.data.val) for client in clients)
     along = config.eval_global_every is not None and config.eval_global_every < config.rounds
     return ("personal", *(["validation"] if validation else []), *(["global"] if along else []))
-
-
-def _mean(updates: Sequence[Update], name: str) -> float | None:
-    found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
-    if not found:
-        return None
-    return sum(value * examples for value, examples in found) / sum(examples for _, examples in found)
 
 
 def _shortened(texts: Sequence[str]) -> str:

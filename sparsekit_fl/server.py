@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import clone, is_finite
+from sparsekit.graph import StateDict, clone, is_finite
 from sparsekit_fl.checkpoint import State
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.context import Roster, ServerContext
+from sparsekit_fl.methods.context import ClientInfo, Roster, ServerContext
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
@@ -74,42 +75,28 @@ class Server:
                 f"method {spec.method.name!r} sampled {cohort} in round {round}; sample() must return distinct clients out of"
                 " server.roster"
             )
-        return [self._request(ctx, client_id) for client_id in cohort]
-
-    def _request(self, ctx: ServerContext, client_id: int) -> Request:
-        task = self.spec.method.assign(ctx, client_id)
-        return Request(
-            round=ctx.round,
-            client_id=client_id,
-            state=ctx.state,
-            mask=task.mask,
-            ratio=check_ratio(task.ratio),
-            extra=task.extra,
-            capability=ctx.roster[client_id].capability,
-            memory_round=self.state.versions.get(client_id),
-        )
+        requests = []
+        for client_id in cohort:
+            task = spec.method.assign(ctx, client_id)
+            more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
+            requests.append(self._request(round, ctx.roster, client_id, ctx.state, **more))
+        return requests
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
         """Write requests to be scored, after the last finished round; see `Request`."""
-        round, state = self.state.round, self.shared()
-        roster = Roster(self.clients, self.spec.config, round)
-        return [
-            Request(
-                round=round,
-                client_id=client_id,
-                state=state,
-                capability=roster[client_id].capability,
-                memory_round=self.state.versions.get(client_id),
-                task="score",
-                with_shared=with_shared,
-                with_model=with_model,
-            )
-            for client_id in ids
-        ]
+        state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
+        more = {"with_shared": with_shared, "with_model": with_model}
+        return [self._request(self.state.round, roster, client_id, state, task="score", **more) for client_id in ids]
 
-    def needed_replies(self, requests: Sequence[Request]) -> int:
-        """Return the number of valid updates that a round needs to count."""
-        return self.spec.config.needed_replies(len(requests))
+    def _request(self, round: int, roster: Mapping[int, ClientInfo], client_id: int, state: StateDict, **more: Any) -> Request:
+        return Request(
+            round=round,
+            client_id=client_id,
+            state=state,
+            capability=roster[client_id].capability,
+            memory_round=self.state.versions.get(client_id),
+            **more,
+        )
 
     def timed(self, reply: Reply) -> Reply:
         """Return a reply whose cost has the simulated seconds of scoring, by the roster of this round."""

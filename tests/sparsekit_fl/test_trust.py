@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories, lock_folder
-from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet
+from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,29 @@ def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
         client_id: count % 2 == 1 for client_id, count in asked.items()
     }
     assert 2 in asked.values()
+
+
+class Counts(fl.Method):
+    """A client counts its participations; what even clients send in round 2 is refused."""
+
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        client.memory["seen"] = client.memory.get("seen", 0) + 1
+        bad = client.round == 2 and client.client.id % 2 == 0
+        return replace(super().train(client, task), metrics={"loss": float("nan")} if bad else {})
+
+
+def test_the_memory_of_a_client_whose_update_was_refused_does_not_count(tmp_path: Path) -> None:
+    result = tiny_run(Counts(), out=tmp_path, config=replace(tiny_config(rounds=6), min_replies=1))
+    refused = {client_id for client_id, _ in result.rounds[1].dropped}
+    assert refused
+    counted: dict[int, list[int]] = {}
+    for record in result.rounds:
+        for client_id in record.ratios:  # of valid updates
+            counted.setdefault(client_id, []).append(record.round)
+    assert refused & set(counted)
+    memories = Memories(tmp_path / "clients", durable=False)
+    seen = {id: memories.read(id, rounds[-1])["method"]["seen"] for id, rounds in counted.items()}
+    assert seen == {client_id: len(rounds) for client_id, rounds in counted.items()}
 
 
 @pytest.mark.parametrize(
