@@ -36,17 +36,6 @@ _SETTLED, _FADED = 8, 0.05
 # k: a fall by less than so many deviations is none; h: the sum of falls from which on they are no chance. Deviations beyond
 # the third count as that: one outlier is no change.
 _ALLOWANCE, _ALARM, _LARGEST = 0.5, 9.0, 3.0
-# There are probes from so many rewards on, counted from the first and from a fall.
-_PROBE_FROM, _PROBE_FALLEN = 100.0, 10.0
-# By the t-th reward all probes together may cost so much times log(t / `probe_from`), in deviations of the noise, which count
-# for no less than this share of that of the first rewards.
-_PROBE, _PROBE_UNIT = 6.0, 0.1
-# A probe that loses so many deviations costs as many, one that loses twice as much eight times; at least, and at most, this.
-_PROBE_EVEN, _PROBE_LEAST, _PROBE_MOST = 3.0, 0.5, 10.0
-# Points drawn for a probe; those count that are so far from the nearest arm, as a share of the farthest.
-_PROBE_DRAWN, _PROBE_FAR = 64, 0.5
-# A probe that may not be made yet is thought of again when there are so many times as many rewards, at the latest.
-_AGAIN = 1.25
 
 
 class Field(Tree):
@@ -58,7 +47,7 @@ class Field(Tree):
         Args:
             axes: Number of axes of the cube.
             discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
-            rng: Draws the order, the arms and the probes.
+            rng: Draws the order and the arms.
         """
         super().__init__(_LINE if axes == 1 else _CUBE, axes, rng)
         self._rng = rng
@@ -92,11 +81,8 @@ class Field(Tree):
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
         self._since = 0.0
         self._stale = True
-        # Rewards since the first, or since arms fell; at how many a probe is thought of next, and from how many on they may
-        # cost something; what those made since have cost.
+        # Rewards since the first, or since arms fell.
         self._clock = 0.0
-        self._probe = self._probe_from = _PROBE_FROM
-        self._spent = 0.0
         # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
@@ -183,8 +169,7 @@ class Field(Tree):
         if fallen:
             np.minimum(self._weights, _FADED, out=self._weights)
             self._stale = True
-            self._clock = self._spent = 0.0
-            self._probe = self._probe_from = _PROBE_FALLEN
+            self._clock = 0.0
         if self._stale:
             self._index = None
         elif self._index is not None and self.scale:
@@ -281,10 +266,6 @@ class Field(Tree):
         for id, arm in self.open.items():
             if arm >= 0 and id >= lost:
                 pending[arm] = pending.get(arm, 0) + 1
-        if self._clock >= self._probe and not self.full:
-            arm = self._probed(1.0 if upper is None else upper)
-            if arm >= 0:
-                return arm
         bound = math.inf if upper is None else upper
         for _ in range(_SPLITS):
             self._refresh()
@@ -298,44 +279,6 @@ class Field(Tree):
             if self.points[arm, 0] <= bound:
                 return arm
         return self._below(index, bound)
-
-    def _probed(self, upper: float) -> int:
-        """A new arm far from all others, beside the best of those that it may be beside; -1 if it costs too much by now."""
-        size = self.size
-        self._refresh()
-        if not self.scale:
-            self._probe = self._clock + 1.0
-            return -1
-        points = self._rng.random((_PROBE_DRAWN, self.points.shape[1]))
-        points[:, 0] *= upper
-        gaps = points[:, :1] - self.points[:size, 0]
-        np.abs(gaps, out=gaps)
-        for axis in range(1, points.shape[1]):
-            more = points[:, axis : axis + 1] - self.points[:size, axis]
-            np.maximum(gaps, np.abs(more, out=more), out=gaps)
-        if self._drops:
-            gaps[:, self._dropped[:size]] = math.inf
-        nearest = gaps.argmin(axis=1)
-        apart = gaps[np.arange(len(points)), nearest]
-        if self._drops:
-            apart[[self._dropped[self.find(point)] for point in points]] = -math.inf
-        farthest = apart.max()
-        if farthest == -math.inf:
-            self._probe = _AGAIN * self._clock + 1.0
-            return -1
-        merit = self.means[nearest]
-        merit[apart < _PROBE_FAR * farthest] = -math.inf
-        chosen = int(merit.argmax())
-        unit = math.sqrt(max(self._noise, _PROBE_UNIT**2 * self.scale))
-        lost = float(self.means[:size].max() - merit[chosen]) / unit
-        cost = min(max(_PROBE_EVEN * (lost / _PROBE_EVEN) ** 3, _PROBE_LEAST), _PROBE_MOST)
-        due = self._probe_from * math.exp(min((self._spent + cost) / _PROBE, 50.0))
-        if due > self._clock:
-            self._probe = min(due, _AGAIN * self._clock + 1.0)
-            return -1
-        self._spent += cost
-        self._probe = self._clock + 1.0
-        return self.arm_at(points[chosen])
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
         """The arm that the choice of a cell, for its index, leads to: its own, one split off from it, or one that it faces."""

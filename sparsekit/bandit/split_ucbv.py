@@ -38,12 +38,6 @@ class SplitUCBV(LoggedBandit[Trial]):
     of that cell (or the better one that it faces) is pulled until v < κ D[h + 1]; then the cell is split across its longest
     side (or towards that arm), and the new arm is pulled.
 
-    Now and then a pull is a probe: of 64 points drawn in the space, those at least half as far from every arm as the farthest
-    one count, and the one beside the best arm becomes an arm. It finds what the model rules out, such as a narrow plateau far
-    from the hill that is being climbed. A probe that loses l deviations of the noise, by the mean of the arm that it lies
-    beside, costs l³/9, but 1/2 to 10; together they may cost 6 log(t / 100) by the t-th reward, so that there are many where
-    they lose little. After a fall of rewards t is counted anew, with 10 in place of 100.
-
     All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
     and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the
     number of rewards has grown by a twenty-fifth: the time for a step hardly grows. At most 2048 cells are made. Where repeated
@@ -66,8 +60,7 @@ class SplitUCBV(LoggedBandit[Trial]):
     Feedback", ICML 2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song,
     "Optimum-statistical Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is
     learned too); Chipman, McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a
-    Gaussian model over a tree of boxes, each shrunk towards its parent); Johnson, Moore, Ylvisaker, "Minimax and Maximin
-    Distance Designs", Journal of Statistical Planning and Inference 1990 (points far from all others).
+    Gaussian model over a tree of boxes, each shrunk towards its parent).
     """
 
     @overload
