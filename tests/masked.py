@@ -307,7 +307,7 @@ class MaskedModel:
                     state.clear()
                 for kind, value in state.items():
                     if isinstance(value, Tensor) and value.dim() > 0:
-                        value[entering] = first_value(optimizer, kind)
+                        value[entering] = first_value(optimizer, kind, parameter)
         self.mask = mask
         self.version += 1
         for parameter in self.module.parameters():

@@ -1,17 +1,48 @@
 """P-UCBV: an upper-confidence bandit that splits the interval where it has pulled and can discard one side at once."""
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.base import Interval, Side, check_number
-from sparsekit.bandit.logged import Arm, ArmBandit, hold, may_split
+from sparsekit.bandit.base import Interval, Pull, Side, check_number
+from sparsekit.bandit.logged import Arm, LoggedBandit
 from sparsekit.errors import InvalidValueError
 
 
-class PUCBV(ArmBandit):
+def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool]:
+    """The position of the arm that holds `value`, True; or of the nearest (ties: the lower), False.
+
+    Args:
+        arms: Disjoint and ordered, at least one.
+        value: In the space.
+        space: On its scale "nearest" is measured; its end belongs to an arm that ends there.
+    """
+    at = bisect_right(arms, value, key=lambda arm: arm.low) - 1
+    if at >= 0:
+        high = arms[at].high
+        if value < high or value == high == space.high:
+            return at, True
+    if at < 0 or at + 1 == len(arms):
+        return max(at, 0), False
+    here = space.to_unit(value)
+    down = here - space.to_unit(arms[at].high)
+    up = space.to_unit(arms[at + 1].low) - here
+    return (at if down <= up else at + 1), False
+
+
+def _may_split(space: Interval, low: float, value: float, high: float, *, min_width: float) -> bool:
+    """Whether `value` cuts [low, high) in two parts of at least `min_width`, a share of the space on its scale."""
+    if not low < value < high:
+        return False
+    left, here, right = (space.to_unit(edge) for edge in (low, value, high))
+    return min(here - left, right - here) >= min_width
+
+
+class PUCBV(LoggedBandit[Pull]):
     """Prompt Upper Confidence Bound Variance: a `Bandit` over an interval.
 
     The interval is cut into arms, disjoint and ordered. After t rewards and with I arms, an arm with h pulls of mean ḡ
@@ -52,6 +83,8 @@ class PUCBV(ArmBandit):
     using Variance Estimates", AAAI 2018, whose ε stops at the floor sqrt(e / horizon).
     """
 
+    space: Interval
+
     def __init__(
         self,
         space: Interval,
@@ -81,7 +114,16 @@ class PUCBV(ArmBandit):
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
         """
-        super().__init__(space, arms=arms, exploration=exploration, rng=rng, min_width=min_width)
+        if not isinstance(space, Interval):
+            raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
+        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
+            raise InvalidValueError(f"arms must be an integer >= 1, got {arms!r}")
+        self.exploration = check_number(exploration, "exploration")
+        if not 0.0 <= self.exploration < math.inf:
+            raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
+        self.min_width = check_number(min_width, "min_width")
+        if not 0.0 <= self.min_width <= 1.0 / arms:
+            raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
         self.horizon = None if horizon is None else check_number(horizon, "horizon")
         self.decay = check_number(decay, "decay")
         self.floor = check_number(floor, "floor")
@@ -93,8 +135,12 @@ class PUCBV(ArmBandit):
             raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 is no decay")
         if not 0.0 <= self.floor <= 1.0:
             raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
-        self._settings |= {"horizon": self.horizon, "decay": self.decay, "floor": self.floor}
-        self._arms = [Arm(low, high) for low, high in pairwise(self._even(arms + 1))]
+        settings = {"arms": int(arms), "exploration": self.exploration, "min_width": self.min_width}
+        super().__init__(space, settings | {"horizon": self.horizon, "decay": self.decay, "floor": self.floor}, rng)
+        edges = [space.from_unit(i / arms) for i in range(arms + 1)]
+        if any(low >= high for low, high in pairwise(edges)):
+            raise InvalidValueError(f"{space!r} holds too few numbers for so many arms; take fewer, or a wider space")
+        self._arms = [Arm(low, high) for low, high in pairwise(edges)]
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -122,13 +168,34 @@ class PUCBV(ArmBandit):
         return tuple(arm.mean + math.sqrt(scale * (arm.variance + 2.0) / (arm.pulls + 1)) for arm in self._arms)
 
     def _choose(self, bound: float | None) -> float:
-        return self._draw_best([(arm.low, arm.high) for arm in self._arms], bound)
+        """Draw a value from the arm of largest index; at first, from any arm; uniform on the scale.
 
-    def _learn(self, value: float, reward: float, eliminate: Side | None) -> None:
-        position, _ = hold(self._arms, value, self.space)
+        Only arms that begin below the bound compete, and if there is none, the bound itself is taken. Not those that begin at
+        it: such an arm would be pulled at one point for ever, since it cannot be split there.
+        """
+        limit = self.space.high if bound is None else bound
+        count = sum(arm.low < limit for arm in self._arms)
+        if count == 0:
+            return limit
+        if self._told:
+            indices = self.indices()[:count]
+            chosen = indices.index(max(indices))
+        else:
+            chosen = int(self._rng.integers(count))
+        low, high = self._arms[chosen].low, self._arms[chosen].high
+        start, end = self.space.to_unit(low), self.space.to_unit(min(high, limit))
+        value = self.space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
+        # The way through the unit interval may round across an edge.
+        last = limit if limit < high else math.nextafter(high, low)
+        return min(max(value, low), last)
+
+    def tell(self, pull: Pull, reward: float, *, eliminate: Side | None = None) -> None:
+        """Credit a reward to the arm of the executed value; see `Bandit.tell`."""
+        value, reward, _ = self._take(pull, reward, eliminate)
+        position, _ = _hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(reward)
         parts = [arm]
-        if may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
+        if _may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
             below, above = replace(arm, high=value), replace(arm, low=value)
             parts = [part for part, side in ((below, "below"), (above, "above")) if side != eliminate]
         self._arms[position : position + 1] = parts
@@ -136,7 +203,7 @@ class PUCBV(ArmBandit):
     def _place_of_best(self) -> int:
         def merit(place: int) -> tuple[bool, float, float, int]:
             pull, reward = self._told[place]
-            position, inside = hold(self._arms, pull.value, self.space)
+            position, inside = _hold(self._arms, pull.value, self.space)
             return inside, self._arms[position].mean, reward, -pull.id
 
         return max(range(len(self._told)), key=merit)

@@ -52,16 +52,17 @@ def entries_that_stay(shape: torch.Size, before: Axes, after: Axes) -> Stay | No
     return Stay(old, new, narrow_shape(shape, after)) if old else None
 
 
-def first_value(owner: object, name: str) -> float:
-    """Return what a torch optimizer puts into the state of an entry before its first step: zero but for two of them."""
+def first_value(owner: object, name: str, leaf: object) -> float:
+    """Return what a torch optimizer puts into the state of an entry of `leaf` before its first step: zero, but for two."""
     if isinstance(owner, torch.optim.Adagrad) and name == "sum":
         return float(owner.defaults["initial_accumulator_value"])
     if isinstance(owner, torch.optim.Rprop) and name == "step_size":
-        return float(owner.defaults["lr"])
+        group = next(group for group in owner.param_groups if any(leaf is parameter for parameter in group["params"]))
+        return float(group["lr"])
     return 0.0
 
 
-def carried_state(owner: object, state: Mapping[str, Any], shape: torch.Size, stay: Stay) -> dict[str, Any]:
+def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: torch.Size, stay: Stay) -> dict[str, Any]:
     """Return the state of a leaf after its units have changed: kept entries keep theirs, entering ones start fresh.
 
     The state is empty, as before the first step, if what the optimizer keeps is not known to be one value for each entry: where
@@ -71,6 +72,7 @@ def carried_state(owner: object, state: Mapping[str, Any], shape: torch.Size, st
     Args:
         owner: The optimizer, or another object with state.
         state: Name → value; not changed.
+        leaf: Whose state it is; a parameter of the optimizer.
         shape: Of the leaf before the change.
         stay: Which entries stay.
     """
@@ -84,7 +86,7 @@ def carried_state(owner: object, state: Mapping[str, Any], shape: torch.Size, st
         if isinstance(value, Tensor) and value.dim() > 0:
             if value.shape != shape:
                 return {}
-            fresh = value.new_full(stay.shape, first_value(owner, name))
+            fresh = value.new_full(stay.shape, first_value(owner, name, leaf))
             value = scatter_(gather(value, stay.old), fresh, stay.new)
         carried[name] = value
     return carried
@@ -152,7 +154,7 @@ def remap_optimizer(
         state = optimizer.state.pop(parameter, None)
         if state:
             stay = entries_that_stay(graph.shapes[name], before.get(name, {}), after.get(name, {}))
-            moved = state if stay is None else carried_state(optimizer, state, parameter.shape, stay)
+            moved = state if stay is None else carried_state(optimizer, state, successor, parameter.shape, stay)
             optimizer.state[successor] = {
                 kind: value.to(successor.device) if isinstance(value, Tensor) and value.dim() > 0 else value
                 for kind, value in moved.items()

@@ -67,6 +67,11 @@ class GradientImportance(Learning):
             raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
     def rule(self, masked: MaskedModule) -> FollowScores:
+        if masked.widths.budget is not None and is_learned(masked.criterion):
+            raise InvalidValueError(
+                "budget= needs importance that can be compared between groups, which GradientImportance does not learn, so that"
+                " widths would never move; use learning=LossImportance(…), or ratio="
+            )
         return FollowScores(self, masked)
 
 

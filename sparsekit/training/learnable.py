@@ -76,8 +76,8 @@ class LearnableMask(MaskFromPruned):
             `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
-            {"flops": "25%"}. The first widths are those at which the groups lose least for it; they are learned on as the mask
-            is. Needs example inputs.
+            {"flops": "25%"}. The first widths are those at which the groups lose least for it. `LossImportance` moves them
+            as it learns; with `criterion=` they stay. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
         batches: Training data, as for `prune`: the mask then begins with the cut that `prune` would make of them, reconstructed
             and recalibrated. Pass them for every network that was trained. `start` is then the criterion of that cut.

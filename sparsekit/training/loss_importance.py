@@ -93,6 +93,7 @@ class LossImportanceRule(Rule):
         self._target: object = None
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
+        self._leaves = list(masked.model.parameters())
         self._trained: list[bool] | None = None
         self._quiet = False
         """Whether the mask has converged, as of the last step: nothing is left to be learned or planned."""
@@ -186,20 +187,20 @@ class LossImportanceRule(Rule):
         return min(self.seen.get(name, 0.0) for name in self._costs)
 
     def _sample(self, masked: MaskedModule, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
-        trained = [leaf.requires_grad for leaf in masked.model.parameters()]
+        trained = [leaf.requires_grad for leaf in self._leaves]
         if trained != self._trained:  # some were frozen or set free
             if self._trained is not None:
                 self.statistics.forget_displacement()
             self._trained = trained
-        leaves = [leaf for leaf in masked.model.parameters() if leaf.requires_grad]
+        leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
         given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
         found: dict[Tensor, Tensor] = {
             leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
             for leaf, own in zip(leaves, given, strict=True)
         }
         flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(1)
-        least, most = flat.aminmax()  # one pass; nan if there is one
-        if math.isfinite(float(most - least)) and bool((least != 0) | (most != 0)):
+        least, most = torch.stack(flat.aminmax()).tolist()  # one pass; nan if there is one
+        if math.isfinite(most - least) and (least or most):
             fused = masked.vectors
             self.statistics.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
             self.statistics.add_dropped(read(self._probes, found, distributed=masked.distributed), masked.narrow_model.mask)

@@ -227,7 +227,7 @@ class NarrowModel:
             for owner in optimizers:
                 state = owner.state.get(entry.parameter)
                 if state:
-                    carried = carried_state(owner, state, shape, stay)
+                    carried = carried_state(owner, state, entry.parameter, shape, stay)
                     state.clear()
                     state.update(carried)
         if resized:

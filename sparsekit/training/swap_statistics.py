@@ -73,8 +73,8 @@ class SwapStatistics:
         """Compare the gradients of the two halves of a round along the weight displacement between them."""
         counters, memory = self.counters, self.memory
         if not second_half:
-            memory["weights"] = memory.get("weights", 0.0) + weights
-            memory["slope"] = memory.get("slope", 0.0) + gradient
+            for name, values in (("weights", weights), ("slope", gradient)):
+                memory[name] = memory[name].add_(values) if name in memory else values
             counters["before"] = counters.get("before", 0.0) + 1.0
         elif "weights" in memory and memory["weights"].shape == weights.shape:
             displacement, n = weights - memory["weights"] / counters["before"], counters.get("after", 0.0) + 1.0

@@ -87,8 +87,16 @@ def check(name: str, architecture: str) -> None:
 
 
 def test_state_of_units_that_enter_begins_as_the_optimiser_begins_it() -> None:
-    for name, kind, start in (("adagrad", "sum", 0.1), ("rprop", "step_size", 0.01), ("adam", "exp_avg", 0.0)):
-        assert first_value(OPTIMIZERS[name]([nn.Parameter(torch.zeros(1))]), kind) == start
+    for name, make in OPTIMIZERS.items():
+        usual, faster = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        optimizer = make([usual])
+        if len(optimizer.param_groups) == 1 and not isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.add_param_group({"params": [faster], "lr": 0.25})  # of a group with a rate of its own
+        fresh = dict.fromkeys(("exp_avg", "momentum_buffer", "square_avg", "prev", "acc_delta"), 0.0)
+        fresh |= {"sum": 0.1} if name == "adagrad" else {}
+        for leaf, rate in ((usual, 0.01), (faster, 0.25)):
+            expected = fresh | ({"step_size": rate} if name == "rprop" else {})
+            assert {kind: first_value(optimizer, kind, leaf) for kind in expected} == expected, name
 
 
 def test_parameter_groups_options_and_schedulers_stay_valid() -> None:

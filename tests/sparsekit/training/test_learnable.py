@@ -168,13 +168,19 @@ def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> Non
 OWN: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "examples/layer_rule.py")))
 
 
-@pytest.mark.parametrize("learning", [GradientImportance(explore=1.0), LossImportance(explore=1.0, samples_per_unit=4)])
-def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(learning: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning": GradientImportance(explore=1.0), "ratio": 0.5},
+        {"learning": LossImportance(explore=1.0, samples_per_unit=4), "budget": "params=60%"},
+    ],
+)
+def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(options: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(OWN.GatedLinear(5, 8), OWN.Centred(8), OWN.GatedLinear(8, 6), nn.Linear(6, 2))
     rules = {OWN.GatedLinear: OWN.GatedLinearRule(), OWN.Centred: OWN.CentredRule()}
     x = torch.randn(4, 3, 5)
-    masked = LearnableMask(model, (x,), rules=rules, budget="params=60%", learning=learning)
+    masked = LearnableMask(model, (x,), rules=rules, **options)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
     for _ in range(12):
         train_step(masked, optimizer, x, None)

@@ -7,6 +7,7 @@ import zoo
 from torch import nn
 
 import sparsekit as sk
+from sparsekit.errors import InvalidValueError
 
 
 def _model() -> nn.Module:
@@ -68,3 +69,8 @@ def test_inputs_may_have_the_names_of_options_of_the_cost_model() -> None:
     inputs = {"graph": torch.randn(2, 4), "rules": torch.randn(2, 4)}
     assert sum(sk.LearnableMask(model, inputs, budget="params=50%").unit_mask()["a"]) == 3
     assert sum(sk.prune(model, inputs, budget="params=50%").mask["a"]) == 3
+
+
+def test_a_rule_that_would_never_move_widths_refuses_a_budget() -> None:
+    with pytest.raises(InvalidValueError, match="widths would never move; use learning=LossImportance"):
+        sk.LearnableMask(_model(), (_data()[0],), budget="flops=50%", learning=sk.GradientImportance())
