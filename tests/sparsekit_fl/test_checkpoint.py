@@ -148,6 +148,9 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         folder.memories.write(1, 3, {"seen": 3})  # of a round that a crash cut off
         with (tmp_path / "rounds.jsonl").open("a") as file:
             file.write('{"round": 3}\n{"rou')
+        (tmp_path / "models").mkdir()
+        for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "models" / ".client-1.safetensors.7.tmp"):
+            left_over.touch()
         with pytest.raises(FolderInUseError):
             RunFolder(tmp_path, resume=True)
     with RunFolder.open(tmp_path, resume=True) as folder:
@@ -157,6 +160,7 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         assert records == [{"round": 1}, {"round": 2}]
         assert folder.memories.read(1, 2) == {"seen": 2}
         assert [path.name for path in (tmp_path / "clients").iterdir()] == ["1-2.pt"]
+        assert not list(tmp_path.rglob("*.tmp"))
         folder.save(State(3, {"w": torch.zeros(2)}), {"round": 3})
         assert not list((tmp_path / "clients").iterdir()), "a version that no checkpoint names any more goes"
     with RunFolder.open(tmp_path, resume=True) as folder:

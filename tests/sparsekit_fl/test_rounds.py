@@ -171,15 +171,3 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
     assert resumed.cost.flops == whole.cost.flops
     left = {folder: sorted(p.name for p in (tmp_path / folder).rglob("*")) for folder in ("whole", "killed")}
     assert left["killed"] == left["whole"]
-
-
-@pytest.mark.same_bits
-def test_files_that_a_kill_left_half_written_are_removed_on_resume(tmp_path) -> None:
-    half_run(tmp_path, resume=False, workers=1)
-    for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "models" / ".client-1.safetensors.7.tmp"):
-        left_over.touch()
-    lines = (tmp_path / "rounds.jsonl").read_text()
-    (tmp_path / "rounds.jsonl").write_text(lines + lines[:20])
-    half_run(tmp_path, resume=True, workers=1)
-    assert not list(tmp_path.rglob("*.tmp"))
-    assert (tmp_path / "rounds.jsonl").read_text() == lines

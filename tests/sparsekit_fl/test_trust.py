@@ -3,8 +3,6 @@
 import os
 import re
 import resource
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from personal import tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl import checkpoint
-from sparsekit_fl.checkpoint import Memories, lock_folder
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_config
 
 
@@ -78,21 +76,6 @@ def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_
         with pytest.raises(fl.errors.ResumeError, match=r"already holds a run .*choose another"):
             tiny_run(out=tmp_path)
     assert path.read_text() == "mine"
-
-
-def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.checkpoint import lock_folder\n"
-        "lock = lock_folder(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
-    )
-    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"locked\n"
-    with pytest.raises(fl.errors.FolderInUseError):
-        lock_folder(tmp_path)
-    child.kill()
-    child.communicate()
-    lock_folder(tmp_path).release()
 
 
 class StopWhileScoring(fl.Callback):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsekit_fl.problem.models import InputShape, ModelSpec, factory_spec, models
+from sparsekit_fl.problem.models import InputShape, ModelSpec, models
 
 
 def count(model: nn.Module) -> int:
@@ -54,12 +54,3 @@ def test_a_model_says_what_the_data_become(name: str, raw: tuple[int, ...], take
     if name != "vgg16":
         model = spec.factory(classes=7, takes=shape)().eval()
         assert model(*shape.zeros()).shape == (1, 7)
-
-
-def test_a_factory_gets_the_keywords_that_it_accepts() -> None:
-    def build(classes: int, size: tuple[int, int]) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(size[0] * size[1], classes))
-
-    spec = factory_spec("own:build", build)
-    shape = spec.input_shape("image", (1, 8, 8))
-    assert spec.factory(classes=5, takes=shape)()(*shape.zeros()).shape == (1, 5)

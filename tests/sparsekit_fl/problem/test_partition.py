@@ -109,13 +109,6 @@ def test_shards_that_ran_out_are_dealt_again_on_request_with_a_warning(
     assert len(np.unique(np.concatenate(own))) == 200, "no shard is left out for good"
 
 
-def test_dirichlet_gives_a_client_with_its_even_part_no_more() -> None:
-    for seed in range(5):
-        splits = dirichlet(pictures(per_class=40, classes=40), clients=10, rng=np.random.default_rng(seed), alpha=0.05)
-        # At most its even part, 160, and what one class adds.
-        assert max(len(split.train) + len(split.val) for split in splits) < 200
-
-
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     source = texts()
     splits = natural(source, clients=3, rng=np.random.default_rng(0))
@@ -125,17 +118,6 @@ def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
         list(range(10, 42)), list(range(42, 46)), list(range(46, 50)),
     ]  # fmt: skip
-
-
-def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
-    source = pictures(per_class=600, classes=10, tests=20)
-
-    def classes(distinct: bool) -> list[int]:
-        splits = pathological(source, clients=100, rng=np.random.default_rng(0), images_per_class=20, distinct=distinct)
-        return [len(set(hand.train.labels().tolist())) for hand in splits]
-
-    assert set(classes(True)) == {2}
-    assert 3 <= classes(False).count(1) <= 20
 
 
 @pytest.mark.parametrize("deal", [pathological, dirichlet])
