@@ -11,7 +11,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
 from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
+from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
@@ -30,18 +30,11 @@ class Task(NamedTuple):
         problem: Model, loss and metrics.
         clients: With their data.
         described: Names of what was built, for the result.
-        test: The test examples of all clients together; None where each client splits its own.
     """
 
     problem: Problem
     clients: list[Client]
     described: Mapping[str, Any]
-    test: TensorData | None = None
-
-    @property
-    def keeps_capabilities(self) -> bool:
-        """Whether the clients have devices of their own, which a run must not replace by drawn levels unasked."""
-        return have_capabilities(self.clients)
 
 
 def have_capabilities(clients: Iterable[Client]) -> bool:
@@ -124,7 +117,7 @@ def build_task(
     # The level decides all that the preset says of shards, so what it overrides is not reported.
     kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
     described |= {"clients": count, "partition": kind, "partition_options": {**kept, **parsed}}
-    return Task(problem, _only(roster, ids), described, source.test)
+    return Task(problem, _only(roster, ids), described)
 
 
 def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:

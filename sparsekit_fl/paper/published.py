@@ -47,12 +47,6 @@ def published_source() -> str:
     return f"Published numbers: {_data('published.json')['source']}."
 
 
-def published_text(figure: str, dataset: str) -> Mapping[str, Any]:
-    """Return what the paper's text says of a figure, such as "Figure 5", which it gives no table for."""
-    found = _data("published.json")["text"].get(figure, {})
-    return {**found.get("any", {}), **found.get(dataset, {})}
-
-
 def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, float, float]]:
     """Return table, published name, accuracy and deviation in per cent, and FLOPs in 10¹² of the rows of one of our methods."""
     data = _data("published.json")
