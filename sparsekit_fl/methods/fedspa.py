@@ -8,6 +8,7 @@ batch, α₀ = 0.5.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -19,30 +20,50 @@ from sparsekit.graph import WeightMask
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, StateDict, Task, sgd
-from sparsekit_fl.methods.masks import (
-    OwnMasks,
-    SparseWeights,
-    keep_largest_entries,
-    layer_densities,
-    prunable_weights,
-    random_weights,
-)
+from sparsekit_fl.methods.masks import OwnMasks, SparseWeights, keep_largest_entries, prunable_weights, weight_count
 from sparsekit_fl.options import Hint, Ratio, Share
 
 _NEXT = "next_mask"
 
 
+def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
+    """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
+    kept = {}
+    for name, shape in shapes.items():
+        chosen = torch.zeros(shape.numel(), dtype=torch.bool)
+        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(shares[name], len(chosen))]] = True
+        kept[name] = chosen.reshape(shape)
+    return WeightMask(kept)
+
+
+def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
+    """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
+
+    Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
+    share what is left of `density`, the share of all entries together, in (0, 1].
+
+    Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
+    """
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
+    whole: set[str] = set()
+    while len(whole) < len(sizes):
+        rest = [name for name in sizes if name not in whole]
+        wanted = density * sum(sizes.values()) - sum(sizes[name] for name in whole)
+        factor = max(0.0, wanted) / sum(raw[name] * sizes[name] for name in rest)
+        full = {name for name in rest if raw[name] * factor > 1.0}
+        if not full:
+            return {name: 1.0 if name in whole else raw[name] * factor for name in sizes}
+        # The densest first, and the others are asked again: with one more whole layer there is less left for them.
+        top = max(raw[name] for name in full)
+        whole |= {name for name in full if raw[name] == top}
+    return dict.fromkeys(sizes, 1.0)
+
+
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
-    """Drop the smallest active weights of each layer and activate as many others, those of largest gradient.
+    """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, those of largest gradient.
 
-    Args:
-        mask: What is active.
-        weights: Key → values.
-        gradients: Key → gradient of the loss, of dropped entries too.
-        share: Part of the active weights of a layer that goes, ⌈share · active⌉; as many come, or come back.
-
-    Returns:
-        A mask with as many entries per layer as before.
+    Weights that were just dropped may come back. A layer has as many entries as before.
 
     Source: Evci et al., Rigging the Lottery, ICML 2020; Dai et al., DisPFL, ICML 2022, for the counts.
     """

@@ -5,7 +5,7 @@ one does. To save time, drop units.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -73,40 +73,6 @@ def largest_weights(state: StateDict, names: Iterable[str], ratio: float, *, wit
             scores = torch.where(alive, scores, -1.0)
         kept[name] = keep_largest_entries(scores, count)
     return WeightMask(kept)
-
-
-def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
-    """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
-    kept = {}
-    for name, shape in shapes.items():
-        chosen = torch.zeros(shape.numel(), dtype=torch.bool)
-        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(shares[name], len(chosen))]] = True
-        kept[name] = chosen.reshape(shape)
-    return WeightMask(kept)
-
-
-def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
-    """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
-
-    Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
-    share what is left of `density`, the share of all entries together, in (0, 1].
-
-    Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
-    """
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
-    whole: set[str] = set()
-    while len(whole) < len(sizes):
-        rest = [name for name in sizes if name not in whole]
-        wanted = density * sum(sizes.values()) - sum(sizes[name] for name in whole)
-        factor = max(0.0, wanted) / sum(raw[name] * sizes[name] for name in rest)
-        full = {name for name in rest if raw[name] * factor > 1.0}
-        if not full:
-            return {name: 1.0 if name in whole else raw[name] * factor for name in sizes}
-        # The densest first, and the others are asked again: with one more whole layer there is less left for them.
-        top = max(raw[name] for name in full)
-        whole |= {name for name in full if raw[name] == top}
-    return dict.fromkeys(sizes, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

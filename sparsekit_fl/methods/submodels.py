@@ -55,14 +55,8 @@ def calibrate(client: ClientContext, module: nn.Module) -> bool:
 
     Statistics averaged over submodels of several widths fit none of them. HeteroFL passes the data of all clients through the
     global model once before it is scored; here each client uses its own training data, which stay where they are, and never
-    those of the test batch.
-
-    Args:
-        client: The client's context.
-        module: Adjusted in place.
-
-    Returns:
-        Whether it was adjusted; not if it has no batch norm, or if the client has one example.
+    those of the test batch. The module is changed in place. Returns whether it was; not if it has no batch norm, or if the
+    client has one example.
 
     Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalisation; the client's own data are our choice.
     """
