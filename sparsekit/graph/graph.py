@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from sparsekit.graph.state import StateDict
 
 _SHOWN = 6
 _REMEMBERED = 8
+_LOCK = threading.Lock()
 _FORMAT = 2  # of the JSON text
 
 
@@ -88,21 +90,8 @@ class UnitGraph:
         return {name: tuple(pieces) for name, pieces in found.items()}
 
     @cached_property
-    def _axes(self) -> Mapping[str, Mapping[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]:
-        """State-dict key → axis → (positions that belong to units, their units numbered through all groups)."""
-        found: dict[str, dict[int, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]] = {}
-        offsets = group_order(self.groups.values())
-        for name, pieces in self.slices_of.items():
-            axes = found.setdefault(name, {})
-            for group, piece in pieces:
-                index = piece.index.cpu().numpy()
-                units = np.arange(offsets[group], offsets[group] + index.shape[0], dtype=np.int64)
-                axes.setdefault(piece.dim, []).append((index.reshape(-1), units.repeat(index.shape[1])))
-        return {
-            name: {dim: (np.concatenate([p for p, _ in parts]), np.concatenate([u for _, u in parts]))
-                   for dim, parts in axes.items()}
-            for name, axes in found.items()
-        }  # fmt: skip
+    def _table(self) -> _Table:
+        return _Table.of(self)
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
         """Raise unless tied groups keep equally many units.
@@ -174,28 +163,39 @@ class UnitGraph:
             State-dict key → axis → int64 (kept,), ascending; the tensors are read-only. Axes and keys that no unit touches are
             absent.
         """
-        kept = np.concatenate([keep[name].cpu().numpy() for name in self.groups] or [np.zeros(0, dtype=bool)])
+        kept = self._fused(keep)
         key = kept.tobytes()
-        if key not in self._recent:
-            while len(self._recent) >= _REMEMBERED:
-                self._recent.pop(next(iter(self._recent)))
-            self._recent[key] = self._positions(kept)
-        return {name: dict(axes) for name, axes in self._recent[key].items()}
+        found = self._recent.get(key)
+        if found is None:
+            found = self._table.kept(kept)
+            with _LOCK:  # threads may share a graph
+                while len(self._recent) >= _REMEMBERED:
+                    self._recent.pop(next(iter(self._recent)))
+                self._recent[key] = found
+        return {name: dict(axes) for name, axes in found.items()}
+
+    def rotated_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+        """`kept_indices` with the kept units of each group that loses any in another order, each in the place of the next.
+
+        A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
+        positions that the graph says. Masks alone cannot tell whether two kept units have each other's.
+        """
+        moved: list[npt.NDArray[np.int64]] = []
+        for name, group in self.groups.items():
+            source = np.arange(group.size)
+            if not bool(keep[name].all()):
+                stay = np.flatnonzero(keep[name].cpu().numpy())
+                source[stay] = np.roll(stay, 1)
+            moved.append(source - np.arange(group.size))
+        return self._table.kept(self._fused(keep), np.concatenate([*moved, np.zeros(0, dtype=np.int64)]))
+
+    def _fused(self, keep: Mapping[str, Tensor]) -> npt.NDArray[np.bool_]:
+        return np.concatenate([keep[name].cpu().numpy() for name in self.groups] or [np.zeros(0, dtype=bool)])
 
     @cached_property
     def _recent(self) -> dict[bytes, dict[str, dict[int, Tensor]]]:
         """What the last few masks keep: loading, cutting, sending and checking all ask, about the same mask."""
         return {}
-
-    def _positions(self, kept: npt.NDArray[np.bool_]) -> dict[str, dict[int, Tensor]]:
-        indices: dict[str, dict[int, Tensor]] = {}
-        for name, axes in self._axes.items():
-            found = indices[name] = {}
-            for dim, (positions, units) in axes.items():
-                stays = np.ones(self.shapes[name][dim], dtype=bool)
-                stays[positions[~kept[units]]] = False
-                found[dim] = torch.from_numpy(np.flatnonzero(stays))
-        return indices
 
     def to_json(self) -> str:
         """The graph as JSON text, exact, its fields by name and tensors as lists; `from_json` is its inverse."""
@@ -229,6 +229,58 @@ class UnitGraph:
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups: what a mask must agree with."""
         return tuple((group.name, group.size) for group in self.groups.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """All slices of a graph as arrays. The axes that units touch lie end to end, so that a position is one number.
+
+    Args:
+        axes: (state-dict key, axis) of each of them.
+        bounds: int64 (axes + 1,), where each begins and the last ends.
+        positions: int64, every position that belongs to a unit.
+        units: Its unit, numbered through all groups.
+        spans: How many positions that unit has in the slice. Those of the next unit begin so many further on in `positions`.
+    """
+
+    axes: list[tuple[str, int]]
+    bounds: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    units: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: UnitGraph) -> _Table:
+        offsets = group_order(graph.groups.values())
+        pieces = [(offsets[group], piece) for found in graph.slices_of.values() for group, piece in found]
+        axes = list(dict.fromkeys((piece.name, piece.dim) for _, piece in pieces))
+        bounds = np.cumsum([0, *(graph.shapes[name][dim] for name, dim in axes)])
+        start = dict(zip(axes, bounds.tolist(), strict=False))
+        spans = np.array([piece.span for _, piece in pieces], dtype=np.int64)
+        sizes = np.array([piece.index.numel() for _, piece in pieces], dtype=np.int64)
+        first = np.cumsum(sizes) - sizes
+        fields = (spans, first, np.array([offset for offset, _ in pieces]), np.array([start[p.name, p.dim] for _, p in pieces]))
+        span, begin, offset, base = (np.repeat(field.astype(np.int64), sizes) for field in fields)
+        flat = [piece.index.reshape(-1).cpu() for _, piece in pieces]
+        positions = torch.cat([*flat, torch.zeros(0, dtype=torch.int64)]).numpy() + base
+        units = (np.arange(len(positions)) - begin) // span + offset
+        return cls(axes, bounds, positions, units, span)
+
+    def kept(self, keep: npt.NDArray[np.bool_], moved: npt.NDArray[np.int64] | None = None) -> dict[str, dict[int, Tensor]]:
+        """State-dict key → axis → the positions kept, ascending; with `moved` those of the unit so many further on instead."""
+        stays = np.ones(self.bounds[-1], dtype=bool)
+        own = keep[self.units]
+        stays[self.positions[~own]] = False
+        found = np.flatnonzero(stays)
+        ends = np.searchsorted(found, self.bounds)
+        if moved is not None:
+            here = np.flatnonzero(own)
+            places = np.searchsorted(found, self.positions[here])
+            found[places] = self.positions[here + moved[self.units[here]] * self.spans[here]]
+        kept: dict[str, dict[int, Tensor]] = {}
+        for at, (name, dim) in enumerate(self.axes):
+            kept.setdefault(name, {})[dim] = torch.from_numpy(found[ends[at] : ends[at + 1]] - self.bounds[at])
+        return kept
 
 
 def _read_group(raw: dict[str, Any]) -> UnitGroup:

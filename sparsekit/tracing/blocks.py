@@ -188,8 +188,8 @@ class BlockVerifier:
             guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(left, reason)
             return found | {name: why for tied, why in guilty.items() for name in tied}
         part = only(graph, names)
-        if self._whole is None:  # float64 would take twice the memory, for a whole large model
-            self._whole = Verifier(self._copy, self.calls, self.rules, self.training, dtype=torch.float32)
+        if self._whole is None:
+            self._whole = Verifier(self._copy, self.calls, self.rules, self.training, lean=True)
         found = self._whole.failures(part)
         if not found:
             self._passed |= {self._key(graph, tied) for tied in sets}

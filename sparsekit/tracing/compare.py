@@ -28,7 +28,9 @@ def rounding_floor(values: Iterable[Tensor]) -> float:
     return 64 * torch.finfo(dtype).eps * largest
 
 
-def compare_tensors(whole: Tensor, expected: Tensor, found: Tensor, floor: float | None = None) -> str | None:
+def compare_tensors(
+    whole: Tensor, expected: Tensor, found: Tensor, floor: float = 0.0, *, is_output: bool = False
+) -> str | None:
     """Why a value of the compacted model is not that of the gated one, or None if it is.
 
     Errors are judged channel by channel against what the mask has changed there: beside one channel of a residual stream with
@@ -38,9 +40,10 @@ def compare_tensors(whole: Tensor, expected: Tensor, found: Tensor, floor: float
         whole: The value with all units.
         expected: The value of the gated model.
         found: The value of the compacted model.
-        floor: An error that is allowed everywhere; None for an output, which must be finite somewhere.
+        floor: An error that is allowed everywhere.
+        is_output: An output must be finite somewhere, and must not change where it is no floating-point value.
     """
-    if torch.equal(expected, found) and (floor is not None or not expected.is_floating_point()):
+    if torch.equal(expected, found) and (not is_output or not expected.is_floating_point()):
         return None
     if expected.is_complex():
         whole, expected, found = (torch.view_as_real(t) for t in (whole, expected, found))
@@ -48,8 +51,10 @@ def compare_tensors(whole: Tensor, expected: Tensor, found: Tensor, floor: float
         return "removing units changes the output"
     if not expected.numel():
         return None
+    if not is_output and bool((found - expected).abs().max() <= floor):
+        return None
     finite = torch.isfinite(expected)
-    if not bool(finite.any()) and floor is None:
+    if not bool(finite.any()) and is_output:
         return "the output is infinite or NaN on the example inputs, so nothing can be compared"
     if not torch.equal(finite, torch.isfinite(found)):
         return "removing units makes values infinite or NaN"
@@ -60,6 +65,6 @@ def compare_tensors(whole: Tensor, expected: Tensor, found: Tensor, floor: float
     for axis in range(max(1, expected.dim())):
         others = [other for other in range(expected.dim()) if other != axis]
         worst, scale, changed = (t.amax(others) if others else t for t in (error, size, change))
-        if bool((worst > share * changed + rounding * scale + (floor or 0.0)).any()):
+        if bool((worst > share * changed + rounding * scale + floor).any()):
             return f"removing units changes the output by {float((worst / scale.clamp(min=1e-30)).max()):.1e} of its size"
     return None

@@ -68,6 +68,35 @@ class ReadOnly(DispatchMode):
         return tree_map_only(Tensor, lambda t: t.clone() if storage_id(t) in self._storages else t, value)
 
 
+class InFloat64(DispatchMode):
+    """Lets operators compute in float64 whatever the dtypes of entries, which are converted one operator at a time.
+
+    So a pass is as exact as that of a copy in float64, which would take up to four times the memory of the model.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        names, written = arguments_of(func)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        # Statistics that a batch norm writes to are those of a copy, which are put back anyway.
+        targets = {name: given[name] for name in written - _STATISTICS if name in given}
+        wanted = next((t.dtype for t in tensors_of(targets.values()) if t.is_floating_point()), torch.float64)
+
+        def convert(name: str, value: Any) -> Any:
+            if name in targets:
+                return value
+            if isinstance(value, torch.dtype) and value.is_floating_point:
+                return wanted
+            return tree_map_only(Tensor, lambda t: t.to(wanted) if t.is_floating_point() else t, value)
+
+        args = tuple(convert(name, value) for name, value in zip(names, args, strict=False))
+        return func(*args, **{name: convert(name, value) for name, value in kwargs.items()})
+
+
 @contextmanager
 def private_passes() -> Iterator[None]:
     """Run copies without gradients and by their own operators, and put the global generators and switches back."""

@@ -15,10 +15,12 @@ _TINY = 1e-3
 class PerturbedState:
     """Entries with statistics, scales and biases of order one, so that a fresh zero or a tiny scale cannot hide an error.
 
-    Floating ones have `dtype`, or their own for None. Those of the model are read only.
+    Floating ones have the dtype given for their name, or else their own. Those of the model are read only.
     """
 
-    def __init__(self, entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> None:
+    def __init__(
+        self, entries: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype | None], generator: torch.Generator
+    ) -> None:
         self.values: dict[str, Tensor] = {}
         self._zeroed: dict[int, Tensor] = {}
         self._origin: dict[int, Tensor] = {}  # id of the value → what it is restored from
@@ -27,7 +29,7 @@ class PerturbedState:
         buffers: list[Tensor] = []
         for name, own in entries.items():
             if id(own) not in done:
-                value = done[id(own)] = _perturbed(name, own.detach(), dtype, generator)
+                value = done[id(own)] = _perturbed(name, own.detach(), dtypes.get(name), generator)
                 self._origin[id(value)] = value.clone() if _is_changed(own) else own.detach()
                 if _is_changed(own) and isinstance(own, nn.Parameter):
                     self._drawn.append((name, own.detach(), value))

@@ -12,8 +12,6 @@ import torch
 from sparsekit.errors import NoUnitsError
 
 FAST, ALL = 12, 500
-# A quarter of the seeds: all 500 take a quarter of an hour.
-EVERY = 4
 WAYS = [(large, dtype) for large in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 
 
@@ -51,8 +49,7 @@ def test_planted_index_errors_are_caught() -> None:
 
 @pytest.mark.slow
 def test_planted_index_errors_are_caught_in_every_mode_dtype_and_path() -> None:
-    """All of whole models; block by block, float32 hides an error whose effect is below its rounding."""
-    count, missed = check_seeds(range(0, ALL, EVERY))
-    assert [case for case in missed if not case[3]] == []
-    assert len(missed) <= 0.02 * count
-    assert count >= 0.6 * len(range(0, ALL, EVERY))
+    """All 500: in some networks no error that matters can be planted, or what was planted keeps the law of masks."""
+    count, missed = check_seeds(range(ALL))
+    assert missed == []
+    assert count >= 0.6 * ALL
