@@ -12,9 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import by_ratio
-from sparsekit.criteria.base import Criterion
+from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, score_units
 from sparsekit.criteria.batches import Batch, Loss
+from sparsekit.criteria.by_name import as_criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
@@ -135,6 +137,16 @@ def first_cut(
         options = {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
     pruned = prune(model, example_inputs, batches=batches, loss=loss, graph=graph, rules=rules, **options)
     return FirstCut.of(pruned, model)
+
+
+def first_scores(
+    start: Criterion | str, model: nn.Module, graph: UnitGraph, generator: torch.Generator | None
+) -> tuple[Tensor, Scale]:
+    """Score all units by a criterion or its name: float64 (J,), and the scale on which groups are compared by these scores."""
+    criterion = as_criterion(start)
+    context = ScoringContext(weights=model.state_dict(), generator=generator, model=model)
+    scores = score_units(criterion, graph, context)
+    return torch.cat([scores[name].cpu().double() for name in graph.groups]), "none" if is_comparable(criterion) else "relative"
 
 
 def warn_without_data(model: nn.Module) -> None:

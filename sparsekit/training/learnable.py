@@ -16,9 +16,8 @@ from sparsekit._torch import is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
-from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, is_learned, score_units
+from sparsekit.criteria.base import Criterion, is_learned
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
@@ -28,7 +27,7 @@ from sparsekit.measure.budget import Budget
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.arguments import costs_of, graph_of, learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.first_cut import MaskFromPruned, first_cut, warn_without_data
+from sparsekit.training.first_cut import MaskFromPruned, first_cut, first_scores, warn_without_data
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.optimizers import OptimizerSet, param_groups, watch
@@ -158,11 +157,9 @@ class LearnableMask(MaskFromPruned):
             warn_without_data(model)
         scale: Scale = "relative"
         if start is not None and cut is None:
-            first = as_criterion(start)
-            scores = score_units(first, graph, ScoringContext(weights=model.state_dict(), generator=generator, model=model))
-            scale = "none" if is_comparable(first) else "relative"
+            scores, scale = first_scores(start, model, graph, generator)
             with torch.no_grad():
-                self.scores.copy_(torch.cat([scores[name].to(self.scores) for name in graph.groups]))
+                self.scores.copy_(scores)
         if limit is not None and cut is None:
             self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
         self._rule: Rule = learning.rule(self)
@@ -179,26 +176,6 @@ class LearnableMask(MaskFromPruned):
         # Made when first asked for, as a graph without groups has none.
         with torch.inference_mode(False):  # its tables outlive the call that asks
             return UnitVectors(self.narrow_model)
-
-    @property
-    def ratio(self) -> float:
-        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
-
-        Assign to change it; the next call changes the mask.
-
-        Raises:
-            InvalidValueError: assigned where a budget says what is kept.
-        """
-        return self.widths.ratio
-
-    @ratio.setter
-    def ratio(self, ratio: float) -> None:
-        self.widths.ratio = ratio
-
-    @property
-    def budget(self) -> Budget | None:
-        """What the sparse model may cost; None if the ratio says what is kept."""
-        return self.widths.budget
 
     @property
     def converged(self) -> bool:
@@ -241,10 +218,6 @@ class LearnableMask(MaskFromPruned):
             warnings.warn(_UNCOMPILED, stacklevel=2)
         check_transforms(self.scores)
         return self._rule.call(self, args, kwargs)
-
-    def _sync(self) -> None:
-        """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        self._rule.apply_pending(self)
 
     def recompute_mask(self) -> None:
         """Ask the criterion again and change the mask to what it says; one that was given to `load` stays."""
@@ -338,38 +311,12 @@ class LearnableMask(MaskFromPruned):
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
-        self._sync()
+        self._rule.apply_pending(self)
         return self.narrow_model.mask
-
-    def importance(self) -> dict[str, Tensor]:
-        """Group name → float (units,): copies of the present importance."""
-        return {name: part.clone() for name, part in split_units(self.graph, self.scores.detach()).items()}
-
-    def importance_vector(self) -> Tensor:
-        """The present importance of all units, float (J,), in the order of the graph's groups; a copy."""
-        return self.scores.detach().clone()
-
-    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
-        """Set the importance of some or all groups.
-
-        Raises:
-            ForeignMaskError: an unknown group or another number of units.
-            InvalidValueError: a value is NaN or infinite.
-        """
-        parts = split_units(self.graph, self.scores.detach())
-        for name, values in importance.items():
-            if name not in parts or values.shape != parts[name].shape:
-                expected = {group.name: group.size for group in self.graph.groups.values()}
-                raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {expected}")
-            if not bool(torch.isfinite(values).all()):
-                raise InvalidValueError(f"importance of {name!r} must be finite")
-        with torch.no_grad():
-            for name, values in importance.items():
-                parts[name].copy_(values)
 
     def compact(self) -> nn.Module:
         """The sparse model as a plain, smaller module with the same outputs; a copy."""
-        self._sync()
+        self._rule.apply_pending(self)
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -378,7 +325,7 @@ class LearnableMask(MaskFromPruned):
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
-        self._sync()
+        self._rule.apply_pending(self)
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -472,7 +419,7 @@ class LearnableMask(MaskFromPruned):
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        self._sync()
+        self._rule.apply_pending(self)
         destination = {} if destination is None else destination
         destination.update(saved_entries(self, self._rule, prefix))
         return destination

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.base import Criterion
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.budget import Budget
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.optimizers import OptimizerSet
 from sparsekit.training.regularizer import ImportanceRegularizer
@@ -22,7 +23,7 @@ from sparsekit.training.widths import Widths
 
 
 class MaskedModule(nn.Module, ABC):
-    """What a rule uses of a learnable mask."""
+    """What a rule uses of a learnable mask, and what both have of importance and widths."""
 
     graph: UnitGraph
     model: nn.Module
@@ -43,6 +44,52 @@ class MaskedModule(nn.Module, ABC):
     @abstractmethod
     def vectors(self) -> UnitVectors:
         """Vectors over the units."""
+
+    @property
+    def ratio(self) -> float:
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+
+        Assign to change it; the next call changes the mask.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
+        """
+        return self.widths.ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self.widths.ratio = ratio
+
+    @property
+    def budget(self) -> Budget | None:
+        """What the sparse model may cost; None if the ratio says what is kept."""
+        return self.widths.budget
+
+    def importance(self) -> dict[str, Tensor]:
+        """Group name → float (units,): copies of the present importance."""
+        return {name: part.clone() for name, part in split_units(self.graph, self.scores.detach()).items()}
+
+    def importance_vector(self) -> Tensor:
+        """The present importance of all units, float (J,), in the order of the graph's groups; a copy."""
+        return self.scores.detach().clone()
+
+    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
+        """Set the importance of some or all groups.
+
+        Raises:
+            ForeignMaskError: an unknown group or another number of units.
+            InvalidValueError: a value is NaN or infinite.
+        """
+        parts = split_units(self.graph, self.scores.detach())
+        for name, values in importance.items():
+            if name not in parts or values.shape != parts[name].shape:
+                expected = {group.name: group.size for group in self.graph.groups.values()}
+                raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {expected}")
+            if not bool(torch.isfinite(values).all()):
+                raise InvalidValueError(f"importance of {name!r} must be finite")
+        with torch.no_grad():
+            for name, values in importance.items():
+                parts[name].copy_(values)
 
     @abstractmethod
     def change_mask(self, mask: UnitMask) -> None:
