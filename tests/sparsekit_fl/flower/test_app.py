@@ -18,8 +18,10 @@ from local_grid import LocalGrid
 
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.checkpoint import Memories
+from sparsekit_fl.cli import simulate
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.flower import app
 from sparsekit_fl.flower.app import DeviceMemories, serve
@@ -196,3 +198,26 @@ def test_the_error_that_ends_a_run_is_written_for_the_command_that_started_it(tm
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["kind"] == "InvalidValueError"
     assert "cohort" in told["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "visible"),
+    [
+        ({"workers": 4}, "0.0", None),
+        ({"device": "cuda:1"}, "1.0", "1"),
+        ({"device": "cuda:1,cuda:3", "workers": 4}, "0.5", "1,3"),
+        ({"device": "cuda", "workers": 2}, "0.5", None),
+    ],
+)
+def test_processes_of_the_simulation_get_the_gpus_that_were_named_under_numbers_of_their_own(
+    options: dict[str, Any], gpus: str, visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray shows each process the GPUs that it may use as cuda:0, cuda:1, …, whichever they are."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    command, env = simulate._app_for("fedavg", RunOptions(**options), tmp_path, tmp_path / "out", tmp_path / "error")
+    assert f"client-resources-num-gpus={gpus}" in command[-1]
+    assert env.get("CUDA_VISIBLE_DEVICES") == visible
+    written = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert AppOptions.of({name: value for name, value in written.items() if name != "set"}).device == (
+        "cuda" if "device" in options else None
+    )

@@ -95,6 +95,8 @@ def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_i
     record = result.rounds[0]
     assert [client_id for client_id, _ in record.dropped] == [victim]
     assert reason in record.dropped[0][1]
+    # What the victim was sent counts all the same.
+    assert record.cost.downlink_bytes == _run().rounds[0].cost.downlink_bytes
     assert set(record.ratios) == set(record.cohort) - {victim}
     # The model is what the others alone make of it.
     assert result.final.state_sha256 == others.final.state_sha256
