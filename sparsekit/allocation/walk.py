@@ -1,4 +1,4 @@
-"""The walk to a budget: take away the block that costs the least worth for what it saves, until the budget is met."""
+"""Walk: remove the block of units with the least importance per cost that it saves, until the budget is met."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
 """Tied groups and their counts, ascending → what is lost from each count to the one before it; 0 at place 0."""
 
 _SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-"""The part of a budget that is worth a search, the largest number of widths that it is made for, and numbers of blocks that
-may be taken from one of them."""
+"""Unused share of a budget from which a local search is made, the largest number of widths for it, and the numbers of blocks
+that it tries to remove from one width."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Walk:
         return -max(drops)[1]
 
     def fill(self, without: int | None = None) -> None:
-        """Put blocks back, the most worth for its cost first, as long as one fits; none of the width number `without`."""
+        """Put blocks back while one fits, the most important per cost first; none of the width number `without`."""
         widths, places = self.widths, self.places
         left = [number for number, width in enumerate(widths) if places[number] < len(width.counts) - 1 and number != without]
         while left:
@@ -128,11 +128,11 @@ class Walk:
             left = [-n for _, n in fitting if places[-n] < len(widths[-n].counts) - 1]
 
     def tighten(self) -> None:
-        """Where one more unit of anything is too much and yet much of the budget is left, take a few from one group for others.
+        """Search locally where no further unit fits and much of the budget is unused: one group's units for others'.
 
-        Of a small network one channel may cost a tenth of the budget; three channels less of one layer may let another keep
-        eight more. Of numbers that leave hardly anything those with most worth are taken; where none do, those that leave
-        least.
+        In a small network one channel may cost a tenth of the budget, and three channels less of one layer may let another
+        keep eight more. Of solutions that leave hardly anything unused, the one of the most importance is taken; if there is
+        none, the one that leaves least.
         """
         if len(self.widths) > _NARROW:
             return

@@ -131,7 +131,7 @@ class _Copies(DispatchMode):
 
 
 def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 3) -> float:
-    """Milliseconds of a forward pass in which tensors are joined or laid out anew: the least of all passes."""
+    """Milliseconds of a forward pass in which tensors are joined or laid out again: the least of all passes."""
     found = []
     with torch.no_grad(), evaluated(model):
         for _ in range(passes):

@@ -1,4 +1,4 @@
-"""Fit: the least squares of one layer, whose new weights make of its kept inputs what it made of all of them."""
+"""Fit: least squares for one layer, which then computes from its kept inputs what it computed from all of them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -111,7 +111,7 @@ def prune(
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
             keeps their number. None prefers multiples of 8, for which runtimes have fast kernels: 4 for groups narrower than
             64, and 4 and then any number where more than 2 % of the budget would be unused. 1 allows any width.
-        schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored anew.
+        schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored again.
         finetune: Called with the narrow model and the number of the step after every cut.
         graph: The units, if they were traced before; else they are traced.
         prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
@@ -266,7 +266,8 @@ def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocatio
         raise InvalidValueError(
             f"allocation must be a name or a function of a Problem, such as sparsekit.allocation.by_cost, got {allocation!r}"
         )
-    if found is global_ranking and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
+    # Divided by cost, such scores would leave next to nothing of expensive layers.
+    if found is global_ranking and is_comparable(criterion):
         return partial(global_ranking, scale="none")
     made: Allocation = found
     return made

@@ -29,7 +29,7 @@ class Pruned:
         graph: The units of the dense model.
         report: What was requested and achieved.
         scores: Name → scores of all units, by each criterion that was tried; `criterion=pruned.scores` prunes to another
-            budget without scoring anew.
+            budget without scoring again.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Pruned:
         Args:
             dense: What was pruned.
             *args: Example inputs; their number of examples is timed, and one example.
-            runtimes: What is timed beside eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
+            runtimes: What is timed besides eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
                 program of torch.export), "onnx" (ONNX Runtime). One that cannot run the models leaves a note.
             **kwargs: Keyword inputs.
 

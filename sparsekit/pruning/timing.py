@@ -63,7 +63,7 @@ def _reasons(
     """Why passes take longer than their share of FLOPs, and by how many milliseconds, the largest first."""
     cut = {layer.name: layer for layer in report.layers}
     fewer = report.after["flops"] / report.before["flops"]
-    found = {"copies: tensors that are joined or laid out anew": copied_new - fewer * copied_old}
+    found = {"copies: tensors that are joined or laid out again": copied_new - fewer * copied_old}
     for name, milliseconds in new.items():
         layer, dense = cut.get(name), old.get(name, 0.0)
         if not name:  # the whole pass: what no layer with weights explains

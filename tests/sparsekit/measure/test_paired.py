@@ -80,7 +80,7 @@ def test_copies_are_told_from_other_operators_and_what_is_copied_whole_is_a_reas
     assert measure_copies(nn.ReLU(), (x,), {}) == 0
     assert 0 < measure_copies(model, (x,), {}) < 10_000
     notes = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x).report.notes
-    assert any("copies: tensors that are joined or laid out anew" in note for note in notes), notes
+    assert any("copies: tensors that are joined or laid out again" in note for note in notes), notes
 
 
 def test_a_report_with_times_survives_json_and_says_them() -> None:
