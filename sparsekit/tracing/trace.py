@@ -100,6 +100,7 @@ def trace_units(
     tracer = Tracer(kept_norms=prune_norms)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
+        tracer.end()
         built = build(tracer, {name: entry.shape for name, entry in named_entries(model).items()})
         if verify and built.graph.groups:
             verifier = BlockVerifier if is_large(model) else Verifier

@@ -89,6 +89,10 @@ class Tracer:
             self.numbers[id(tensor)] = entry.number
             self.set(tensor, self.labels_of(entry))
 
+    def end(self) -> None:
+        """Release the tensors of the last pass: the hooks of its model refer to the tracer, and would keep them alive."""
+        self.alive, self._known, self.numbers, self._model = [], {}, {}, nn.Module()
+
     def follow(self, model: nn.Module) -> None:
         """Keep `modules` up to date while `model`, a private copy, runs."""
         self._model = model

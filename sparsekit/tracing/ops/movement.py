@@ -1,6 +1,7 @@
 """Operators that rearrange one tensor: views, permutations, slices, splits and every other movement of values."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,23 @@ def _permute(call: Call) -> Outputs:
         a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
         order[a], order[b] = b, a
     return labels.moved([labels.axes[d] for d in order], lambda array: array.transpose(order))
+
+
+@handles("as_strided")
+def _restride(call: Call) -> Outputs:
+    """Other strides for axes of one position, as the pooling of channels-last maps writes in place; all else is not known."""
+    tensor, labels = call.out, call.labels("self")
+    wide = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    strides = [math.prod(tensor.shape[dim + 1 :]) for dim in wide]
+    if (
+        call.arg("storage_offset", 0) != 0
+        or strides != [tensor.stride(dim) for dim in wide]
+        or len(labels.axes) != tensor.dim()
+        or any(axis is not None and axis.size != tensor.shape[dim] for dim, axis in enumerate(labels.axes))
+    ):
+        call.fix_inputs("read in strides of its own by 'as_strided'")
+        return None
+    return labels
 
 
 @handles("unsqueeze")

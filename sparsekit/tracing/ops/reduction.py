@@ -80,8 +80,12 @@ def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
     lead = tensor.dim() - spatial
-    call.tracer.fix(labels.axes[lead:], f"resampled along an axis of units by {call.name!r}")
-    made = TensorLabels((*labels.units[:lead], *([None] * (out.dim() - lead))))
+    # Adaptive pooling to the size that an axis has leaves it as it is.
+    same = [d for d in range(lead, tensor.dim()) if "adaptive" in call.name and out.shape[d] == tensor.shape[d]]
+    left = {*range(lead), *same}
+    changed = [axis for d, axis in enumerate(labels.axes) if d not in left]
+    call.tracer.fix(changed, f"resampled along an axis of units by {call.name!r}")
+    made = TensorLabels(tuple(axis if d in left else None for d, axis in enumerate(labels.units)))
     return [made] * len(call.outputs)
 
 

@@ -1,5 +1,7 @@
 """Operators and states out of the ordinary protect their own units at most: no crash, no refusal of the model."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +76,50 @@ def test_equality_of_masks_does_not_depend_on_order() -> None:
     a, b = torch.tensor([True, False]), torch.tensor([True])
     assert UnitMask({"a": a, "b": b}) == UnitMask({"b": b, "a": a})
     assert UnitMask({"a": a}) != UnitMask({"a": ~a})
+
+
+@pytest.mark.parametrize("size", [1, (None, 1), (1, None)])
+@pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_adaptive_pooling_keeps_units_apart_in_every_memory_format(kind: Any, size: Any, layout: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), kind(size), nn.Conv2d(6, 2, 1)).to(memory_format=layout)
+    x = torch.randn(2, 3, 4, 5).to(memory_format=layout)
+    graph, told = laws.trace(model, x)
+    assert graph.fingerprint() == (("0", 6),)
+    assert not told
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_pooling_beside_an_axis_of_units_leaves_them_as_they_are(norm: bool) -> None:
+    """As recurrent readers of text do: the pooled maps have their units on the axis that is not pooled."""
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.head(m.pool(m.conv(x).relu().permute(0, 3, 1, 2)).squeeze(-1)),
+        conv=nn.Conv2d(3, 6, 3, padding=1),
+        pool=nn.AdaptiveAvgPool2d((None, 1)),
+        head=nn.Linear(6, 2),
+    )
+    x = torch.randn(2, 3, 4, 5)
+    graph = sk.trace_units(model, x, prune_norms=norm)
+    assert graph.fingerprint() == (("conv", 6),)
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
+
+
+def test_a_trace_releases_what_a_model_computes_without_the_garbage_collector() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h: Tensor = m.a(x).relu()
+        seen.append(weakref.ref(h))
+        return m.b(h)
+
+    gc.collect()
+    gc.disable()
+    try:
+        sk.trace_units(Lambda(run, a=nn.Linear(3, 6), b=nn.Linear(6, 2)), torch.randn(2, 3))
+        assert seen
+        assert [ref() for ref in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
