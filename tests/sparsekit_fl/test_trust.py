@@ -16,7 +16,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_config
+from sparsekit_fl.testing import Failing, OwnModels, StopAfter, TinyNet, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,23 @@ def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
         client_id: count % 2 == 1 for client_id, count in asked.items()
     }
     assert 2 in asked.values()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_damaged_memory_is_the_same_error_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
+    for path in (tmp_path / "clients").glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from .*checksum"):
+        tiny_run(OwnModels(), out=tmp_path, resume=True, engine=fl.Processes(workers))
+
+
+def test_what_was_sent_to_a_client_that_failed_is_counted() -> None:
+    whole = tiny_run(rounds=1)
+    failed = tiny_run(Failing(clients=whole.rounds[0].cohort[:1]), rounds=1)
+    assert len(failed.rounds[0].dropped) == 1
+    assert failed.cost.downlink_bytes == whole.cost.downlink_bytes
 
 
 class Counts(fl.Method):
