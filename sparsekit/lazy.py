@@ -4,7 +4,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from importlib.abc import InspectLoader
 from typing import Any
 
 __all__ = ["lazy_names"]
@@ -37,8 +36,8 @@ def _for_type_checkers(package: str) -> Iterator[tuple[str, str]]:
     """Yield each name and the module that it is imported from; in `from a.b import c as c` these are c and a.b."""
     module = sys.modules[package]
     loader = module.__spec__.loader if module.__spec__ is not None else None
-    assert isinstance(loader, InspectLoader)  # a file, or one within an archive
-    source = loader.get_source(package) or ""
+    get_source: Callable[[str], str | None] = getattr(loader, "get_source")  # noqa: B009 - of a file, or within an archive
+    source = get_source(package) or ""
     block = re.search(r"^if TYPE_CHECKING:\n((?: +.*\n|\n)+)", source, re.MULTILINE)
     assert block is not None
     for module, listed in re.findall(r"from (\S+) import (\([^)]*\)|.*)", block[1]):

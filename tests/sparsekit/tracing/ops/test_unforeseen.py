@@ -14,6 +14,8 @@ from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.graph.mask import UnitMask
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.verify import Verifier
 
 
 @torch.library.custom_op("sparsekit_tests::norm", mutates_args=())
@@ -123,3 +125,29 @@ def test_a_trace_releases_what_a_model_computes_without_the_garbage_collector() 
         assert [ref() for ref in seen] == [None] * len(seen)
     finally:
         gc.enable()
+
+
+def test_a_mean_over_an_axis_in_the_words_of_numpy_is_one_over_kept_units() -> None:
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.head((h := m.a(x).relu()) - h.mean(axis=-1, keepdim=True)), a=nn.Linear(3, 6), head=nn.Linear(6, 2)
+    )
+    graph = sk.trace_units(model, torch.randn(4, 3), prune_norms=True)
+    assert graph.fingerprint() == (("a", 6),)
+    assert graph.norms
+
+
+def test_a_float_buffer_outside_the_state_leaves_the_verification_exact() -> None:
+    """Errors of 1e-7 are far below what float32 could tell from rounding."""
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.out(x * m.scale) + 1e-7 * m.head((m.a(x * m.scale)).relu()),
+        a=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+        out=nn.Linear(3, 2),
+    )
+    model.register_buffer("scale", torch.ones(3), persistent=False)
+    x = torch.randn(4, 3)
+    graph = sk.trace_units(model, x)
+    assert Verifier(model, [ModelInputs((x,), {})]).failures(graph) == {}
+    assert list(Verifier(model, [ModelInputs((x,), {})]).failures(laws.spoiled(graph, "a"))) == ["a"]
