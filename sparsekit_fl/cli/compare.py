@@ -70,6 +70,8 @@ def _compare(
     from sparsekit_fl.errors import RunInterrupted, need
     from sparsekit_fl.report import write_report
 
+    if options.engine == "flower":
+        raise InvalidValueError("--engine flower is for `sparsekit run METHOD`; compare runs in processes of this machine")
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
     check_target(target)

@@ -158,6 +158,8 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("compare fedavg --seeds 0", "--seeds must be an integer >= 1"),
         ("compare fedavg --heterogeneity low,low", "--heterogeneity has a value twice: low,low"),
         ("compare fedavg --heterogeneity low,much", "--heterogeneity must be one of low, median, high"),
+        ("compare fedavg --engine flower", "--engine flower is for `sparsekit run METHOD`"),
+        ("fedlps --engine flower --set ray_address=a:1", "ray_address needs --out DIR, a folder that all machines"),
         ("compare fedavg --lack-classes 2,many", "--lack-classes must be an integer, got 'many'"),
     ],
 )
