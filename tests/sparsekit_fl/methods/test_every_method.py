@@ -32,7 +32,7 @@ def _frozen() -> nn.Module:
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name):
-    """A layer that does not train, clients without validation data, AdamW, schedules and bfloat16."""
+    """A layer that does not train, clients without validation data, AdamW and bfloat16."""
     clients = [
         fl.Client(
             id=c.id,
@@ -42,7 +42,7 @@ def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name):
         for c in tiny_clients()
     ]
     base = tiny_config(rounds=6)
-    training = replace(base.training, optimizer="adamw", lr=0.01, local_schedule="cosine", local_warmup=1, amp="bfloat16")
+    training = replace(base.training, optimizer="adamw", lr=0.01, amp="bfloat16")
     config = replace(base, cohort=2, eval_every=6, training=training)
     problem = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
     result, updates = watched(METHODS[name](), problem=problem, clients=clients, config=config)
