@@ -68,8 +68,8 @@ class Sheet:
 
 
 def home() -> None:
-    """The whole idea: a model, its units, and the three things that are done with them."""
-    sheet = Sheet(760, 300, "A dense model becomes a graph of units; a mask keeps some; what runs is a physically narrow model")
+    """The whole idea: a model, its units, and the narrow model that is built from some of them."""
+    sheet = Sheet(600, 300, "sparsekit traces a model into units, keeps some of them, and returns a small plain model")
     keep = [True, False, True, True, False, False]
     sheet.text(95, 30, "your model", bold=True)
     sheet.matrix(52, 50, [True] * 6, [True] * 6)
@@ -82,28 +82,17 @@ def home() -> None:
         y = 58 + 26 * place
         sheet.box(240, y, 120, 20, KEPT if kept else GONE, "none")
         sheet.text(300, y + 14.5, f"channel {place}", size=12, fill="#ffffff" if kept else SOFT)
-    sheet.text(300, 250, "what goes together", fill=SOFT)
+    sheet.text(300, 250, "what is removed together", fill=SOFT)
     sheet.line(378, 125, 440, 125, SOFT, arrow=True)
     sheet.text(409, 113, "mask", size=12, fill=SOFT)
-    sheet.text(490, 30, "what runs", bold=True)
+    sheet.text(490, 30, "the result", bold=True)
     sheet.matrix(469, 62, [True] * 3, [True] * 3)
     sheet.matrix(469, 125, [True] * 4, [True] * 3)
     sheet.text(490, 250, "a small, plain model", fill=SOFT)
-    sheet.line(540, 90, 606, 60, SOFT, arrow=True)
-    sheet.line(540, 125, 606, 125, SOFT, arrow=True)
-    sheet.line(540, 160, 606, 190, SOFT, arrow=True)
-    for y, first, second in (
-        (48, "prune", "to a budget"),
-        (118, "train", "sparse and fast"),
-        (188, "federate", "a size per device"),
-    ):
-        sheet.box(612, y - 18, 136, 48, "#ffffff", ACCENT, round=8)
-        sheet.text(680, y + 2, first, bold=True)
-        sheet.text(680, y + 20, second, size=12, fill=SOFT)
     sheet.text(
-        380,
+        300,
         285,
-        "Outputs of the small model equal those of the masked one: every removal is verified when the units are traced.",
+        "Every cut is verified: the small model gives the same outputs as the masked model.",
         size=12,
         fill=SOFT,
     )
@@ -120,10 +109,10 @@ def units() -> None:
     rows = [True, True, False, True, True]
     sheet.text(90, 30, "conv1.weight", bold=True)
     sheet.matrix(62, 48, rows, [True] * 4)
-    sheet.text(90, 140, "a row goes", size=12, fill=SOFT)
+    sheet.text(90, 140, "removes a row,", size=12, fill=SOFT)
     sheet.text(215, 30, "bn", bold=True)
     sheet.matrix(208, 48, rows, [True])
-    sheet.text(215, 140, "and its entry", size=12, fill=SOFT)
+    sheet.text(215, 140, "its entry,", size=12, fill=SOFT)
     sheet.text(340, 30, "conv2.weight", bold=True)
     sheet.matrix(305, 48, [True] * 4, rows)
     sheet.text(340, 140, "and a column", size=12, fill=SOFT)
@@ -140,22 +129,20 @@ def units() -> None:
     sheet.line(530, 77, 583, 104, SOFT, arrow=True)
     sheet.line(530, 147, 583, 120, SOFT, arrow=True)
     sheet.line(610, 112, 656, 112, SOFT, arrow=True)
-    sheet.text(590, 190, "channel 2 of a and of b can only go together: one unit", size=12, fill=SOFT)
+    sheet.text(590, 190, "channel 2 of a and of b are one unit", size=12, fill=SOFT)
     sheet.text(
         380,
         235,
-        "sparsekit finds this by following each channel through the model's operators, then cuts every group",
+        "sparsekit follows each channel through the model's operators, cuts every group on a copy,",
         fill=SOFT,
     )
-    sheet.text(
-        380, 255, "on a copy and compares. What cannot be removed exactly stays whole, and the reason is said.", fill=SOFT
-    )
+    sheet.text(380, 255, "and compares the outputs. It reports what cannot be pruned, with the reason.", fill=SOFT)
     sheet.save("units.svg")
 
 
 def masks() -> None:
     """Masked against compact."""
-    sheet = Sheet(760, 240, "A mask sets entries to zero and saves no time; a compact model leaves them out")
+    sheet = Sheet(760, 240, "A mask sets entries to zero and saves no time; a compact model omits them")
     keep = [True, False, True, False, True, False]
     for x, title in ((110, "dense"), (380, "masked"), (650, "compact")):
         sheet.text(x, 30, title, bold=True)
@@ -163,7 +150,7 @@ def masks() -> None:
     sheet.matrix(338, 50, keep, keep)
     sheet.matrix(629, 71, [True] * 3, [True] * 3)
     sheet.text(110, 165, "36 entries", fill=SOFT)
-    sheet.text(380, 165, "9 count, 36 are multiplied", fill=SOFT)
+    sheet.text(380, 165, "9 kept, 36 multiplied", fill=SOFT)
     sheet.text(650, 165, "9 entries", fill=SOFT)
     sheet.line(180, 90, 320, 90, SOFT, arrow=True)
     sheet.text(250, 80, "mask", fill=SOFT)
@@ -199,120 +186,21 @@ def square() -> None:
     sheet.text(left + width / 2, 300, "ratio: share of units kept in each group", fill=SOFT)
     sheet.text(left, 36, "parameters and FLOPs kept", anchor="start", fill=SOFT)
     for y, words in (
-        (90, "A layer loses rows for its own"),
-        (108, "units and columns for those"),
-        (126, "of the layer before, so what"),
-        (144, "stays is the ratio times the"),
-        (162, "ratio. The first layer loses"),
-        (180, "only rows, the last only"),
-        (198, "columns: a little more stays."),
+        (108, "A layer loses rows for its own"),
+        (126, "units, and columns for the units"),
+        (144, "of the previous layer. The first"),
+        (162, "layer loses only rows, the last"),
+        (180, "only columns: a little more stays."),
     ):
         sheet.text(535, y, words, anchor="start", size=13, fill=INK)
     sheet.save("square.svg")
 
 
-def rounds() -> None:
-    """One round of federated learning with submodels."""
-    sheet = Sheet(
-        760, 300, "One round: the server sends submodels of a size per device, clients train them and send changes back"
-    )
-    sheet.box(300, 20, 160, 56, "#ffffff", INK, round=8)
-    sheet.text(380, 44, "server", bold=True)
-    sheet.text(380, 62, "global model", size=12, fill=SOFT)
-    clients = ((110, 6, "ratio 1", "client 0"), (380, 3, "ratio 1/2", "client 1"), (650, 2, "ratio 1/4", "client 2"))
-    for x, size, ratio, name in clients:
-        sheet.line(380 - (380 - x) * 0.18, 80, x + (380 - x) * 0.1, 148, SOFT, arrow=True)
-        cells = size * 12
-        sheet.matrix(x - cells / 2, 158, [True] * size, [True] * size, cell=12)
-        sheet.text(x, 250, name, bold=True)
-        sheet.text(x, 268, f"{ratio}: own data, own device", size=12, fill=SOFT)
-    sheet.text(200, 104, "down: a submodel", size=12, fill=SOFT)
-    sheet.text(560, 104, "up: what changed", size=12, fill=SOFT)
-    sheet.text(
-        380,
-        292,
-        "The cohort is the clients of one round. Each entry of the global model is averaged over the clients that trained it.",
-        size=12,
-        fill=SOFT,
-    )
-    sheet.save("rounds.svg")
-
-
-def personal() -> None:
-    """What personal and global accuracy score."""
-    sheet = Sheet(
-        760,
-        240,
-        "Personal accuracy scores what each client deploys, global accuracy the one model of the server, both on each client's own test data",
-    )
-    sheet.box(40, 40, 150, 60, "#ffffff", INK, round=8)
-    sheet.text(115, 66, "global model", bold=True)
-    sheet.text(115, 86, "one, on the server", size=12, fill=SOFT)
-    sheet.box(40, 140, 150, 60, "#ffffff", KEPT, round=8)
-    sheet.text(115, 166, "personal models", bold=True)
-    sheet.text(115, 186, "one a client deploys", size=12, fill=SOFT)
-    for place in range(4):
-        x = 330 + 70 * place
-        sheet.box(x, 92, 54, 54, "#f2f5f4", LINE, round=6)
-        sheet.text(x + 27, 115, "test", size=12)
-        sheet.text(x + 27, 133, f"client {place}", size=11, fill=SOFT)
-    sheet.line(195, 70, 322, 105, SOFT, arrow=True)
-    sheet.line(195, 170, 322, 135, SOFT, arrow=True)
-    sheet.line(612, 105, 650, 75, SOFT, arrow=True)
-    sheet.line(612, 135, 650, 165, SOFT, arrow=True)
-    sheet.text(705, 66, "global", bold=True)
-    sheet.text(705, 84, "accuracy", bold=True)
-    sheet.text(705, 160, "personal", bold=True)
-    sheet.text(705, 178, "accuracy", bold=True)
-    sheet.text(
-        380,
-        230,
-        "Both are means over all clients. On clients of two classes, telling two classes apart is enough for the personal one.",
-        size=12,
-        fill=SOFT,
-    )
-    sheet.save("personal.svg")
-
-
-def costs() -> None:
-    """The same step counted by two conventions, and what a round adds up to."""
-    sheet = Sheet(
-        760, 330, "FLOPs of one layer at ratio 0.5: all, half by the row mask, a quarter compact; and what a round takes"
-    )
-    keep = [True, False, True, False, True, False]
-    for x, title, words in (
-        (110, "dense", "36 entries: 100 %"),
-        (380, "row mask (paper)", "18 entries: 50 %"),
-        (650, "compact (ours)", "9 entries: 25 %"),
-    ):
-        sheet.text(x, 30, title, bold=True)
-        sheet.text(x, 160, words, fill=SOFT)
-    sheet.matrix(68, 48, [True] * 6, [True] * 6)
-    sheet.matrix(338, 48, keep, [True] * 6)
-    sheet.matrix(608, 48, keep, keep)
-    sheet.text(380, 186, "Dropped units are rows of their own layer and columns of the next one.", size=12, fill=SOFT)
-    sheet.text(40, 226, "client 1", anchor="start", size=12)
-    sheet.text(40, 260, "client 2", anchor="start", size=12)
-    for y, parts in ((212, (60, 190, 50)), (246, (35, 400, 30))):
-        x = 110.0
-        for width, fill, words in zip(parts, (SECOND, KEPT, ACCENT), ("down", "train", "up"), strict=True):
-            sheet.box(x, y, width - 2, 22, fill, "none")
-            sheet.text(x + width / 2 - 1, y + 15, words, size=11, fill="#ffffff")
-            x += width
-    sheet.line(575, 202, 575, 278, INK)
-    sheet.text(585, 236, "the slowest client", anchor="start", size=12)
-    sheet.text(585, 252, "ends the round", anchor="start", size=12)
-    sheet.text(
-        380, 312, "Simulated time: bytes over the speed of the link, FLOPs over the speed of the device.", size=12, fill=SOFT
-    )
-    sheet.save("costs.svg")
-
-
 def bandit() -> None:
     """An interval that is split where it was pulled."""
-    sheet = Sheet(760, 220, "A bandit over an interval: each pull splits the arm that holds it, and good arms are split finer")
+    sheet = Sheet(760, 220, "A bandit splits the interval at each tried value, and splits good parts more finely")
     rows = (
-        (50, [(0, 1)], 0.62, "first pull"),
+        (50, [(0, 1)], 0.62, "first trial"),
         (100, [(0, 0.62), (0.62, 1)], 0.4, "second"),
         (150, [(0, 0.4), (0.4, 0.62), (0.62, 1)], 0.5, "third"),
     )
@@ -327,7 +215,7 @@ def bandit() -> None:
     sheet.text(
         left + width / 2,
         210,
-        "Each arm keeps the mean and the spread of its rewards; the one of largest upper bound is pulled next.",
+        "Dot: the tried value, where the interval is split. Next, the bandit tries the part with the largest upper bound of its reward.",
         size=12,
         fill=SOFT,
     )
@@ -373,11 +261,31 @@ def fedlps() -> None:
     sheet.text(
         390,
         286,
-        "up: what changed in the kept units, and for the bandit accuracy gained per second of work",
+        "sent up: the changes of the kept units, and the accuracy gained per second for the bandit",
         size=12,
         fill=SOFT,
     )
     sheet.save("fedlps.svg")
+
+
+def layers() -> None:
+    """The packages in five boxes, from the top down."""
+    sheet = Sheet(760, 370, "Five layers of code: each imports only from itself and from the layers below")
+    rows = (
+        ("command line", "sparsekit.cli, sparsekit_fl.cli", SECOND),
+        ("federated learning", "sparsekit_fl: rounds, server, engines, methods, client, problem", SECOND),
+        ("prune and train", "training, pruning, allocation, criteria, measure", KEPT),
+        ("find and cut units", "tracing, surgery, layers", KEPT),
+        ("units as data", "graph (and bandit, which stands alone)", KEPT),
+    )
+    for place, (title, words, stroke) in enumerate(rows):
+        y = 20 + 70 * place
+        sheet.box(130, y, 500, 50, "#ffffff", stroke, round=8)
+        sheet.text(380, y + 21, title, bold=True)
+        sheet.text(380, y + 39, words, size=12, fill=SOFT)
+        if place:
+            sheet.line(380, y - 20, 380, y - 2, SOFT, arrow=True)
+    sheet.save("layers.svg")
 
 
 def favicon() -> None:
@@ -389,7 +297,7 @@ def favicon() -> None:
 
 def draw() -> None:
     """Draw all of them."""
-    for picture in (home, units, masks, square, rounds, personal, costs, bandit, fedlps, favicon):
+    for picture in (home, units, masks, square, bandit, fedlps, layers, favicon):
         picture()
 
 
