@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import sparsekit as sk
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.surgery.optimizer_state import first_value
+from sparsekit.surgery.optimizer_state import carried_state, entries_that_stay, first_value
 from sparsekit.tracing.inputs import find_tensors
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -97,6 +97,16 @@ def test_state_of_units_that_enter_begins_as_the_optimiser_begins_it() -> None:
         for leaf, rate in ((usual, 0.01), (faster, 0.25)):
             expected = fresh | ({"step_size": rate} if name == "rprop" else {})
             assert {kind: first_value(optimizer, kind, leaf) for kind in expected} == expected, name
+
+
+def test_factored_moments_start_fresh_even_where_they_have_the_shape_of_the_leaf() -> None:
+    leaf = nn.Parameter(torch.ones(1, 1))
+    optimizer = torch.optim.Adafactor([leaf])
+    leaf.square().sum().backward()
+    optimizer.step()
+    stay = entries_that_stay(torch.Size([3, 1]), {0: torch.tensor([1])}, {0: torch.tensor([0, 1])})
+    assert stay is not None
+    assert carried_state(optimizer, optimizer.state[leaf], leaf, leaf.shape, stay) == {}
 
 
 def test_parameter_groups_options_and_schedulers_stay_valid() -> None:

@@ -20,14 +20,14 @@ def test_the_average_is_that_of_the_dense_weights_while_units_come_and_go() -> N
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     average = MovingAverage(masked, decay=0.7)
     expected = masked.dense_state()
-    for seed in range(9):
-        masked.ratio = 0.25 if seed == 4 else 0.5
-        if seed % 3 != 1:  # the mask may stand for some updates
+    for seed in range(12):
+        masked.ratio = 0.25 if 4 <= seed < 8 else 0.5
+        if seed % 4 == 0:  # the mask stands for some updates
             shake(masked, seed)
         if seed == 6:
             masked.load({name: tensor + 1.0 for name, tensor in masked.dense_state().items()})
         train_step(masked, optimizer, x, None)
-        if seed == 7:  # a program that ends here goes on from what was saved
+        if seed == 9:  # a program that ends here goes on from what was saved
             saved, average = average.state_dict(), MovingAverage(masked, decay=0.7)
             average.load_state_dict(saved)
         average.update()
