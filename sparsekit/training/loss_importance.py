@@ -93,6 +93,7 @@ class LossImportanceRule(Rule):
         self._target: object = None
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
+        self._least_cost = 0.0
         self._leaves = list(masked.model.parameters())
         self._trained: list[bool] | None = None
         self._quiet = False
@@ -143,13 +144,16 @@ class LossImportanceRule(Rule):
             return
         if self._costs_of is not masked.narrow_model.mask:
             self._costs, self._costs_of = self._count_costs(masked), masked.narrow_model.mask
+            self._least_cost = min(self._costs.values(), default=0.0)
         if self._costs:
-            group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
             pace = self.counters["step"] + 1.0
             if self.settings.steps is not None:
                 pace = min(pace / _END, self.settings.steps)
-            if self.counters["spent"] + self._costs[group] <= self.settings.explore * pace:
-                self._group = group
+            allowed = self.settings.explore * pace
+            if self.counters["spent"] + self._least_cost <= allowed:
+                group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
+                if self.counters["spent"] + self._costs[group] <= allowed:
+                    self._group = group
             self._sampling = self._group is not None or self.counters["step"] % _EVERY == 0
 
     def _count_costs(self, masked: MaskedModule) -> dict[str, float]:

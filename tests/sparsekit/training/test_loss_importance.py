@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import convolutions, planted, train_step
+from masked import classifier, convolutions, planted, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -258,3 +258,30 @@ def test_samples_of_a_unit_give_its_mean_with_an_error_from_an_unbiased_variance
     assert mean.tolist() == [0.0, 4.0, 0.0]
     assert float(variance[1]) == pytest.approx(38 / 3)
     assert error.tolist() == pytest.approx([math.inf, math.sqrt(38 / 3 / 4), math.inf])
+
+
+def test_a_mask_that_has_converged_learns_again_once_an_earlier_state_is_loaded() -> None:
+    model, x, y = classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=LossImportance(explore=1.0, steps=200, samples_per_unit=4))
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
+    train_step(masked, optimizer, x, y)
+    earlier = masked.state_dict()
+    for _ in range(110):
+        train_step(masked, optimizer, x, y)
+    assert masked.converged
+    masked.load_state_dict(earlier)
+    for _ in range(10):
+        train_step(masked, optimizer, x, y)
+    spent = "sparsekit.rule.counters.spent"
+    assert masked.state_dict()[spent] > earlier[spent]
+
+
+def test_a_step_without_gradients_is_not_a_sample() -> None:
+    model, x, y = classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=1.0)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
+    (0.0 * F.cross_entropy(masked(x), y)).backward()
+    optimizer.step()
+    state = masked.state_dict()
+    assert float(state["sparsekit.rule.counters.step"]) == 1.0
+    assert not state["sparsekit.rule.memory.kept"].any()
