@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -100,7 +100,9 @@ class InFloat64(DispatchMode):
 @contextmanager
 def private_passes() -> Iterator[None]:
     """Run copies without gradients and by their own operators, and put the global generators and switches back."""
-    with without_fast_path(), eager(), same_random_state(), torch.no_grad(), warnings.catch_warnings():
+    # Numbers and masks are made on the default device, and have no values where that is the meta device.
+    default = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
+    with without_fast_path(), eager(), same_random_state(), torch.no_grad(), default, warnings.catch_warnings():
         # Reentrant checkpoints warn without gradients, which a trace does without.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield

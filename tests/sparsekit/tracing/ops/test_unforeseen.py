@@ -151,3 +151,10 @@ def test_a_float_buffer_outside_the_state_leaves_the_verification_exact() -> Non
     graph = sk.trace_units(model, x)
     assert Verifier(model, [ModelInputs((x,), {})]).failures(graph) == {}
     assert list(Verifier(model, [ModelInputs((x,), {})]).failures(laws.spoiled(graph, "a"))) == ["a"]
+
+
+def test_the_default_device_may_be_the_meta_device() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(4, 3)
+    with torch.device("meta"):
+        assert sk.trace_units(model, x).fingerprint() == (("0", 6),)
