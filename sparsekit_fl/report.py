@@ -48,7 +48,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
         MissingDependencyError: Jinja2 is not installed.
     """
     sections, missing = [], ""
-    for comparison in comparisons:
+    for number, comparison in enumerate(comparisons):
         try:
             pictures = [(one, _svg(one)) for one in pictures_of(comparison)]
         except MissingDependencyError as error:
@@ -58,9 +58,13 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
             {
                 "comparison": comparison,
                 "about": _about(comparison),
-                "tables": [_html(comparison.table(part), _best(comparison)) for part in ("final", "cost") if comparison.rows],
+                "tables": [
+                    _html(comparison.table(part), f"{part}{number}", _best(comparison))
+                    for part in ("final", "cost")
+                    if comparison.rows
+                ],
                 "pictures": pictures,
-                "published": None if published is None else _html(published_table(published)),
+                "published": None if published is None else _html(published_table(published), f"published{number}"),
             }
         )
     source = published_source() if any(one["published"] for one in sections) else ""
@@ -120,15 +124,15 @@ def _best(comparison: Comparison) -> dict[str, list[int]]:
     return found
 
 
-def _html(frame: Any, best: Mapping[str, Sequence[int]] | None = None) -> str:
-    """Return a DataFrame of text as a table; the cells of `best` are bold."""
+def _html(frame: Any, name: str, best: Mapping[str, Sequence[int]] | None = None) -> str:
+    """Return a DataFrame of text as a table with an id of its own; the cells of `best` are bold."""
     marks = {
         title: ["font-weight: bold" if at in rows else "" for at in range(len(frame))] for title, rows in (best or {}).items()
     }
     frame = frame.rename_axis(None)
     style = frame.style.format(escape="html").format_index(escape="html").format_index(escape="html", axis="columns")
     style = style.apply(lambda column: marks.get(column.name, [""] * len(column)))
-    return str(style.set_uuid("t").to_html(exclude_styles=False))
+    return str(style.set_uuid(name).to_html(exclude_styles=False))
 
 
 def _about(comparison: Comparison) -> str:

@@ -1,16 +1,19 @@
 """Trials of a comparison: run those that are not finished, here or several at once in processes of their own.
 
-A finished trial is never run again, a half-finished one goes on, and one that fails is recorded and loses no other.
+A finished trial is never run again, a half-finished one continues, and one that fails is recorded and stops no other.
 """
 
-import contextlib
 import json
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from multiprocessing.connection import Connection
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,16 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.processes import Child, Children, interrupt_with_parent, one_thread, start_method
+from sparsekit_fl.processes import end_with_parent
 from sparsekit_fl.stored import read_result
 from sparsekit_fl.trials import TRIAL_FILE, Trial
 
 _POLL_SECONDS = 0.25
-# Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
+_STOP_SECONDS = 15.0
+_KILLED = (
+    "its process was killed; often the system is out of memory: try fewer --jobs. It continues after its last saved round when"
+    " the same command is given again"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +138,6 @@ def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
     Raises:
         RunInterrupted, KeyboardInterrupt: it was stopped.
         ResumeError: its folder holds a trial of other settings.
-        BrokenPipeError: nobody listens any more.
     """
 
     class Begun(Callback):
@@ -149,7 +155,7 @@ def _ended(task: Task, send: Callable[[Any], None]) -> Trial:
         if task.folder is not None:
             (task.folder / TRIAL_FILE).unlink(missing_ok=True)
         return Trial.of(result.to_dict())
-    except (RunInterrupted, ResumeError, BrokenPipeError):
+    except (RunInterrupted, ResumeError):
         raise
     except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
         return _failed(task, error)
@@ -159,7 +165,7 @@ def run_trials(tasks: Sequence[Task], board: TrialsProgress, *, jobs: int) -> Ge
     """Run what is not finished, in this process or several trials at a time in processes of their own.
 
     Args:
-        tasks: What to run, those of one level and seed beside each other.
+        tasks: What to run, those of one level and seed next to each other.
         board: Display that receives their events.
         jobs: Number of trials at a time.
 
@@ -171,55 +177,93 @@ def run_trials(tasks: Sequence[Task], board: TrialsProgress, *, jobs: int) -> Ge
         RunInterrupted, KeyboardInterrupt: Ctrl-C; all that is finished is kept.
         SparsekitError: the very first trial cannot be set up, so the options are wrong.
     """
-    method = start_method(tasks[0].options.device if tasks else None)
-    # One thread before the first operation: threads of torch do not survive a fork. No daemons: trials start workers.
-    with one_thread() if jobs > 1 else nullcontext(), Children(method, daemon=False) as children:
-        pending = deque(tasks)
-        while pending or len(children):
-            while pending and len(children) < jobs:
+    pending, idle, busy = deque(tasks), list[_Worker](), dict[Future[Trial], tuple[_Worker, Task]]()
+    try:
+        while pending or busy:
+            while pending and len(busy) < jobs:
                 task = pending.popleft()
                 found, label = _set_up(task, first=len(pending) == len(tasks) - 1), task.label
                 if isinstance(found, Task):
                     board.begin(label)
                     if jobs > 1:
-                        children.start(_run_one, found, task=found)
+                        worker = idle.pop() if idle else _Worker()
+                        busy[worker.pool.submit(_run_one, found)] = worker, found
                         continue
                     trial = _ended(found, partial(board.event, label))
                 else:
                     trial = found
                 board.end(label, trial, ran=trial is not found)
                 yield trial
-            for child, event in children.poll(_POLL_SECONDS):
-                label = child.task.label
-                if event is None:
-                    event = _killed(child)
-                if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, Trial):
-                    children.remove(child)
-                    board.end(label, event, ran=True)
-                    yield event
-                else:
-                    board.event(label, event)
+            done = wait(busy, _POLL_SECONDS, FIRST_COMPLETED).done
+            for future, (worker, task) in list(busy.items()):
+                while not worker.events.empty():
+                    board.event(task.label, worker.events.get())
+                if future not in done:
+                    continue
+                del busy[future]
+                try:
+                    trial = future.result()
+                    idle.append(worker)
+                except BrokenProcessPool:
+                    trial = _failed(task, WorkerDiedError(_KILLED))
+                board.end(task.label, trial, ran=True)
+                yield trial
             board.tick()
+    finally:
+        for worker in (*idle, *(worker for worker, _ in busy.values())):
+            worker.close()
 
 
-def _killed(child: Child) -> Trial:
-    child.process.join()
-    error = WorkerDiedError(
-        f"its process was killed (exit code {child.process.exitcode}); it goes on where it stopped when the same command is"
-        " given again"
-    )
-    return _failed(child.task, error)
+class _Worker:
+    """A process that runs one trial after the other. It has an executor of its own, so that its death is that of one trial."""
 
-
-def _run_one(connection: Connection, task: Task) -> None:
-    """Run one trial, in a process of its own, and send events; the last one is the trial, or what stopped it."""
-    interrupt_with_parent()
-    log_to(lambda line: connection.send({"said": line}))
-    # Where nobody listens any more, the trial stops; it goes on when its command line is given again.
-    with contextlib.suppress(BrokenPipeError):
+    def __init__(self) -> None:
+        context = get_context("spawn")  # executors have threads, which a fork does not survive
+        before = set(active_children())
+        self.events = context.SimpleQueue()
+        self.pool = ProcessPoolExecutor(1, context, _begin, (self.events,))
+        # Ctrl-C reaches every process of a terminal; a worker, which inherits this, hears of it from this process alone.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            connection.send(_ended(task, connection.send))
-        except (RunInterrupted, KeyboardInterrupt, ResumeError) as error:
-            connection.send(error)
+            self.pool.submit(int)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        self._processes = set(active_children()) - before
+
+    def close(self) -> None:
+        """End the process; a run in it is interrupted, which keeps its finished rounds."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_STOP_SECONDS)
+            process.kill()
+        self.pool.shutdown()
+
+
+def _begin(events: Any) -> None:
+    """Begin a worker process, which ends with its parent."""
+    global _events
+    _events = events
+    log_to(lambda line: events.put({"said": line}))
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+_events: Any
+"""Of a worker process: where events go."""
+
+
+def _run_one(task: Task) -> Trial:
+    """Run one trial in a worker process. SIGTERM interrupts it as Ctrl-C does, then ends the process."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        return _ended(task, _events.put)
+    except (RunInterrupted, KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

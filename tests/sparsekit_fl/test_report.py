@@ -71,6 +71,8 @@ def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path:
     assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']*|@import[^;]*|url\((?!#)[^)]*\)""", text) == []
     assert '<meta name="viewport"' in text
     body = text[text.index("<body>") :]
+    ids = re.findall(r'id="([^"]+)"', text)
+    assert len(ids) == len(set(ids)), "bold cells of one table are not those of another"
     for tag in ("section", "table", "tr", "th", "td", "p", "div"):
         assert len(re.findall(rf"<{tag}[ >]", body)) == body.count(f"</{tag}>"), tag
     assert not {"own<b>", "<b>bytes", "<broke>"} & {part for part in ("own<b>", "<b>bytes", "<broke>") if part in text}
