@@ -124,6 +124,13 @@ def test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed() -> 
     assert bandit.arms == (Arm(0.5, 1.0, 2, -2.0, 1.0),)
 
 
+def test_an_arm_that_begins_at_the_bound_does_not_compete() -> None:
+    bandit = build(arms=2)
+    for value, reward in ((0.75, 9.0), (0.25, -9.0)):
+        execute(bandit, value, reward)
+    assert bandit.ask(upper=0.5).value < 0.5
+
+
 @pytest.mark.parametrize(
     ("arms", "steps", "best"),
     [
