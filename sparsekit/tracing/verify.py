@@ -227,7 +227,7 @@ class Verifier:
         undefined = trial.is_least and any(
             is_undefined(a) and is_undefined(b) for a, b in zip(expected.outputs, found.outputs, strict=False)
         )
-        reason, exact = self._judge(graph, trial, small, expected, found)
+        reason, exact = self._judge(graph, trial, names, expected, found)
         if undefined and reason is None:
             # Statistics of one unit are not defined, and say nothing of the others.
             return self._compare(graph, HALF._replace(rest=trial.rest, training=trial.training, mixed=trial.mixed), names)
@@ -262,7 +262,7 @@ class Verifier:
         return keep, narrow_module(between, graph, keep, self.rules, indices)
 
     def _judge(
-        self, graph: UnitGraph, trial: Trial, small: nn.Module, expected: PassRecord, found: PassRecord
+        self, graph: UnitGraph, trial: Trial, names: Sequence[str], expected: PassRecord, found: PassRecord
     ) -> tuple[str | None, bool]:
         if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
             return "removing units changes the shape of the output", False
@@ -276,9 +276,10 @@ class Verifier:
         floor = rounding_floor(a for a, _ in inside)
         if _are_equal(outside, [0.0] * len(outside), is_output=True) and _are_equal(inside, [floor] * len(inside)):
             return None, True
-        noise = self._noise(small, trial.training, expected, found, defined, loosely=loosely)
+        noise = self._noise(graph, trial, names, expected, found, defined)
         if noise is not None:
-            outer, inner = ([max(floor, _NOISE_FACTOR * size) for size in sizes] for sizes in noise)
+            outer = [_NOISE_FACTOR * size for size in noise[0]]
+            inner = [max(floor, _NOISE_FACTOR * size) for size in noise[1]]
             if _are_equal(outside, outer, is_output=True) and _are_equal(inside, inner):
                 return None, True
         self._state.restore()
@@ -302,29 +303,30 @@ class Verifier:
 
     def _noise(
         self,
-        small: nn.Module,
-        training: bool,
+        graph: UnitGraph,
+        trial: Trial,
+        names: Sequence[str],
         expected: PassRecord,
         found: PassRecord,
         defined: Sequence[bool],
-        *,
-        loosely: bool,
     ) -> tuple[list[float], list[float]] | None:
         """How far the outputs and the values of the narrow model move if its entries change by rounding.
 
         A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows.
-        The entries of `small` are changed. None where the entries are kept in a lesser dtype than that of the pass, or where
+        None where the entries are kept in a lesser dtype than that of the pass, or where
         the pass is another with them.
         """
         if self._is_lean:
             return None
+        loosely = bool(graph.norms)
+        _, small = self._cut(graph, trial, names)  # a pass in train mode has changed the statistics of the other one
         with torch.no_grad():
             for entry in named_entries(small).values():
                 if entry.is_floating_point():
                     signs = torch.randint(0, 2, entry.shape, generator=self._generator).to(entry) * 2 - 1
                     entry.mul_(1 + _NOISE * torch.finfo(entry.dtype).eps * signs)
         try:
-            moved = self._record(small, training)
+            moved = self._record(small, trial.training)
         except Exception:  # noqa: BLE001
             return None
         triples = list(expected.pairs(found, moved, loosely=loosely))
@@ -355,8 +357,8 @@ def _are_equal(pairs: Iterable[tuple[Tensor, ...]], floors: Sequence[float], *, 
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    if not a.is_floating_point() or not a.numel():
-        return 0.0
+    if a.dtype != torch.float64 or not a.numel():
+        return 0.0  # one step of a lesser dtype may be as large as an error
     return float((a - b).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
