@@ -158,7 +158,7 @@ def prune(
     multiples = PreferredMultiple() if multiple_of is None else multiple_of
     check_multiples(multiples)
     if graph is None:
-        graph = trace_units(model, rules=rules, prune_norms=prune_norms, example_inputs=[call, *others])
+        graph = trace_units(model, rules=rules, prune_norms=prune_norms, further_calls=[call, *others])
     shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)

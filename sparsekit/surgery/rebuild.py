@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
-from sparsekit.errors import ForeignMaskError
+from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather
 from sparsekit.graph.state import StateDict
@@ -61,8 +61,21 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     memo |= {id(module): twin for module, twin in twins}
     for module, twin in twins:
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
-        twin.__setstate__({name: v if type(v) in _ATOMS else copy.deepcopy(v, memo) for name, v in state.items()})
-    return copy.deepcopy(model, memo)
+        owner = type(module).__name__
+        twin.__setstate__({name: v if type(v) in _ATOMS else _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
+    return cast(nn.Module, _copied(model, memo, type(model).__name__))
+
+
+def _copied(value: object, memo: dict[int, object], what: str) -> object:
+    try:
+        return copy.deepcopy(value, memo)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{what} cannot be copied ({type(error).__name__}: {error}), and sparsekit runs copies of a model: remove the"
+            " attribute before, or give its class a __deepcopy__"
+        ) from error
 
 
 def _is_bare(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ def trace_units(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
     prune_norms: bool = False,
-    example_inputs: Sequence[Any] = (),
+    further_calls: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     **more_kwargs: Any,
 ) -> UnitGraph:
@@ -70,7 +70,7 @@ def trace_units(
         prune_norms: Also find the units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
             transformer. A model under a mask then takes these statistics over the kept units, as the narrow model does. By
             default these units cannot be pruned, since removing some of them changes the statistics.
-        example_inputs: Further calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
+        further_calls: A list of calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
             keyword arguments. All of them are traced and verified.
         example_kwargs: Keyword arguments of the call with `inputs`.
         **more_kwargs: More of them, as long as their names are not taken above.
@@ -79,7 +79,7 @@ def trace_units(
         The groups, in forward order.
 
     Raises:
-        InvalidValueError: a keyword argument given twice.
+        InvalidValueError: a keyword argument given twice, or `further_calls` that is not a list.
         TraceError: the model fails on the example inputs.
         UnsupportedModelError: TorchScript, a model that returns no tensor, or one that transforms operators, as with
             `torch.vmap`.
@@ -94,9 +94,13 @@ def trace_units(
     kwargs = {**(example_kwargs or {}), **more_kwargs}
     if twice := sorted(more_kwargs.keys() & (example_kwargs or {})):
         raise InvalidValueError(f"keyword inputs given twice: {', '.join(twice)}; put all of them into example_kwargs")
-    given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
+    if not isinstance(further_calls, list | tuple):
+        raise InvalidValueError(
+            f"further_calls must be a list of calls, got {type(further_calls).__name__}; pass [(x,)] for one more call"
+        )
+    given = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not further_calls else []
     guard = ReadOnly(model)
-    calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, example_inputs))]
+    calls = [replace(call, guard=guard) for call in (*given, *map(ModelInputs.of, further_calls))]
     tracer = Tracer(kept_norms=prune_norms)
     with private_passes():
         training, refusal = _run(model, calls, tracer, rules)
@@ -114,7 +118,7 @@ def trace_units(
         shown = ", ".join(map(repr, unread[:5])) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
         warnings.warn(
             f"no pass of {type(model).__name__} on the example inputs read {shown}: a branch that reads them is not traced and"
-            " may fail or change after a cut. Pass further calls that take it in example_inputs=[…]. Where a lambda or a"
+            " may fail or change after a cut. Pass a call that takes it in further_calls=[…]. Where a lambda or a"
             " closure holds the original module, a copy calls the original: make it a method",
             UnreadParametersWarning,
             stacklevel=2,

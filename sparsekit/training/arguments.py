@@ -85,6 +85,6 @@ def graph_of(
     if graph is None:
         if example_inputs is None:
             raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-        graph = trace_units(model, prune_norms=prune_norms, rules=rules, example_inputs=ModelInputs.several(example_inputs))
+        graph = trace_units(model, prune_norms=prune_norms, rules=rules, further_calls=ModelInputs.several(example_inputs))
     graph.check_state(model.state_dict(), what="the model")
     return graph

@@ -291,7 +291,7 @@ def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> N
     model = Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
     assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
     with pytest.warns(UnprunableWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
-        sk.trace_units(model, torch.randn(4, 3), example_inputs=[torch.randn(1, 3)])
+        sk.trace_units(model, torch.randn(4, 3), further_calls=[torch.randn(1, 3)])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Operators and states out of the ordinary protect their own units at most: no crash, no refusal of the model."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.verify import Verifier
@@ -158,3 +160,18 @@ def test_the_default_device_may_be_the_meta_device() -> None:
     model, x = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(4, 3)
     with torch.device("meta"):
         assert sk.trace_units(model, x).fingerprint() == (("0", 6),)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["of the model", "of a layer"])
+def test_an_attribute_that_cannot_be_copied_is_named(inside: bool) -> None:
+    """Inputs are not to blame."""
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    (model[0] if inside else model).guard = threading.Lock()
+    with pytest.raises(UnsupportedModelError, match=f"{'Linear' if inside else 'Sequential'}.guard cannot be copied"):
+        sk.trace_units(model, torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("calls", [torch.randn(2, 4, 3), {"x": torch.randn(4, 3)}], ids=["a tensor", "a mapping"])
+def test_further_calls_are_a_list(calls: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"further_calls must be a list of calls, .* pass \[\(x,\)\]"):
+        sk.trace_units(nn.Linear(3, 6), torch.randn(4, 3), further_calls=calls)
