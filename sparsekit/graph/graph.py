@@ -28,7 +28,7 @@ from sparsekit.graph.state import StateDict
 _SHOWN = 6
 _REMEMBERED = 8
 _LOCK = threading.Lock()
-_FORMAT = 2  # of the JSON text
+_FORMAT = 3  # of the JSON text
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,7 @@ class UnitGraph:
         sizes: Integers of the model's own modules that follow the number of units.
         norms: Calls that average over kept units only, found with prune_norms=True; see `sparsekit.surgery.kept_norms`.
         layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.tracing.layer_order`.
+        aliases: The state-dict keys of each tensor that has several, as tied weights have.
     """
 
     groups: Mapping[str, UnitGroup]
@@ -52,16 +53,24 @@ class UnitGraph:
     sizes: tuple[SizeAttribute, ...] = ()
     norms: tuple[NormSite, ...] = ()
     layers: tuple[Layer, ...] = ()
+    aliases: tuple[tuple[str, ...], ...] = ()
 
     def __repr__(self) -> str:
         """A summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
         shown = [f"{group.name}: {group.size} {group.kind}s" for group in list(self.groups.values())[:_SHOWN]]
         more = len(self.groups) - len(shown)
         listed = ", ".join([*shown, f"and {more} more"] if more else shown)
-        entries = sum(math.prod(shape) for shape in self.shapes.values())
+        entries = sum(map(math.prod, self.tensors.values()))
         whole = f"; {len(self.unprunable)} cannot be pruned" if self.unprunable else ""
         groups = f"{len(self.groups)} group{'' if len(self.groups) == 1 else 's'}"
         return f"UnitGraph({self.units:,} units in {groups} over {entries:,} entries: {listed}{whole})"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Size]:
+        """State-dict key → shape, with each tensor once: under the first of its keys."""
+        known = ([name for name in names if name in self.shapes] for names in self.aliases)
+        again = {name for names in known for name in names[1:]}
+        return {name: shape for name, shape in self.shapes.items() if name not in again}
 
     @property
     def units(self) -> int:
@@ -130,7 +139,7 @@ class UnitGraph:
     def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
-        Gates of 0 and 1 are exact: the model computes what the compacted one does. A gate between them multiplies the unit's
+        Gates of 0 and 1 are exact: the model computes what the compacted one does, if its state is finite (0 · ∞ is NaN). A gate between them multiplies the unit's
         contribution where the unit is gated at its readers, and else is exact only as far as what lies between the entries that
         make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see `UnitSlice.gated`.
 
@@ -222,6 +231,7 @@ class UnitGraph:
                 tuple(
                     Layer(item["name"], *(tuple(item[key]) for key in ("entries", "reads", "frozen"))) for item in raw["layers"]
                 ),
+                tuple(map(tuple, raw["aliases"])),
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error

@@ -96,11 +96,11 @@ class UnitMask(_Mask):
         graph.check_counts(self.counts())
 
     def density(self, graph: UnitGraph) -> float:
-        """Entries kept / all entries of the model's state, in (0, 1]. Measured, not the ratio that was asked for."""
+        """Entries kept / all entries of the model's state, in (0, 1], tied tensors once. Measured, not the requested ratio."""
         self.check(graph)
         indices = graph.kept_indices(self)
         kept = total = 0
-        for name, shape in graph.shapes.items():
+        for name, shape in graph.tensors.items():
             kept += math.prod(narrow_shape(shape, indices.get(name, {})))
             total += math.prod(shape)
         return kept / total
@@ -124,10 +124,10 @@ class WeightMask(_Mask):
                 )
 
     def density(self, graph: UnitGraph) -> float:
-        """Entries kept / all entries of the model's state."""
+        """Entries kept / all entries of the model's state, tied tensors once."""
         self.check(graph)
-        total = sum(math.prod(shape) for shape in graph.shapes.values())
-        dropped = sum(keep.numel() - int(keep.sum()) for keep in self.values())
+        total = sum(map(math.prod, graph.tensors.values()))
+        dropped = sum(keep.numel() - int(keep.sum()) for name, keep in self.items() if name in graph.tensors)
         return 1.0 - dropped / total
 
 

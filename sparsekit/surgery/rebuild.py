@@ -44,6 +44,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         The copy, with the `requires_grad` flags and training modes of the original.
     """
     memo: dict[int, object] = {}
+    shared: dict[tuple[Any, ...], Tensor] = {}
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
@@ -56,6 +57,9 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     for name, own in named_entries(model).items():
         if id(own) not in memo and (name in tensors or _is_bare(own)):
             new = tensors[name].detach() if name in tensors else own.detach().clone()
+            if own.numel() and not own.is_meta and type(own) in (Tensor, nn.Parameter) and own.layout is torch.strided:
+                # Tied by `.data`: several tensors over the same memory.
+                new = shared.setdefault((own.data_ptr(), own.dtype, own.shape, own.stride(), new.shape), new)
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
     twins = [(module, nn.Module.__new__(type(module))) for module in model.modules() if _is_plain(module)]
     memo |= {id(module): twin for module, twin in twins}

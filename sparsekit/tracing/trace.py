@@ -54,7 +54,8 @@ def trace_units(
 ) -> UnitGraph:
     """Find the units of a model: everything that can be removed exactly, with all tensors that go when one goes.
 
-    The model runs on the example inputs, as a private copy, in eval mode and in train mode. Each operator says which positions
+    The model runs on the example inputs, as a private copy, in eval mode and in train mode, some fifteen times in all: copies
+    of its hooks run too, so a hook that counts or writes should be added afterwards. Each operator says which positions
     of its outputs belong to which units; an operator that is not known keeps its inputs whole. The model itself and the global
     generators are not touched. What is known is what these passes do: a branch that no example takes is not traced.
 

@@ -269,6 +269,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
         whole,
         (*sizes, *counted_sizes(tracer, builder.root, group_of, groups)),
         norms,
+        aliases=tuple(tuple(entry.names) for entry in tracer.entries if len(entry.names) > 1),
     )
     return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates)
 

@@ -175,3 +175,32 @@ def test_an_attribute_that_cannot_be_copied_is_named(inside: bool) -> None:
 def test_further_calls_are_a_list(calls: Any) -> None:
     with pytest.raises(InvalidValueError, match=r"further_calls must be a list of calls, .* pass \[\(x,\)\]"):
         sk.trace_units(nn.Linear(3, 6), torch.randn(4, 3), further_calls=calls)
+
+
+def test_weights_that_share_memory_share_it_after_a_cut_and_tied_ones_are_counted_once() -> None:
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self, by_data: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(3, 6, bias=False), nn.Linear(3, 6, bias=False), nn.Linear(6, 2)
+            if by_data:
+                self.b.weight.data = self.a.weight.data
+            else:
+                self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.a(x).relu() + self.b(x).tanh())
+
+    for by_data in (True, False):
+        model = Tied(by_data)
+        graph = sk.trace_units(model, torch.randn(4, 3))
+        mask = UnitMask({"a": torch.arange(6) < 3})
+        small = sk.compact(model, graph, mask)
+        assert small.b.weight.data_ptr() == small.a.weight.data_ptr()
+        assert (small.b.weight is small.a.weight) != by_data
+        entries = {id(p) for p in model.parameters()}
+        assert len(graph.tensors) == len(entries)
+        total = sum(p.numel() for p in model.parameters())
+        assert mask.density(graph) == sum(p.numel() for p in small.parameters()) / total
+        assert sk.UnitGraph.from_json(graph.to_json()).tensors == graph.tensors
