@@ -139,9 +139,10 @@ class UnitGraph:
     def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
-        Gates of 0 and 1 are exact: the model computes what the compacted one does, if its state is finite (0 · ∞ is NaN). A gate between them multiplies the unit's
-        contribution where the unit is gated at its readers, and else is exact only as far as what lies between the entries that
-        make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see `UnitSlice.gated`.
+        Gates of 0 and 1 are exact if the state is finite: the model computes what the compacted one does. A gate between them
+        multiplies the unit's contribution where the unit is gated at its readers, and else is exact only as far as the operators
+        between the entries that make the unit and its readers map `g · x` to `g · f(x)`, as ReLU does and tanh does not; see
+        `UnitSlice.gated`.
 
         Args:
             state: The dense state of the model.
