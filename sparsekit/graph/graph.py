@@ -140,8 +140,8 @@ class UnitGraph:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
         Gates of 0 and 1 are exact if the state is finite: the model computes what the compacted one does. A gate between them
-        multiplies the unit's contribution where the unit is gated at its readers, and else is exact only as far as the operators
-        between the entries that make the unit and its readers map `g · x` to `g · f(x)`, as ReLU does and tanh does not; see
+        multiplies the unit's contribution where the unit is gated at its readers, and else is exact only as far as what is
+        between the entries that make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see
         `UnitSlice.gated`.
 
         Args:
