@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -184,8 +184,8 @@ class UnitGraph:
                 self._recent[key] = found
         return {name: dict(axes) for name, axes in found.items()}
 
-    def rotated_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """`kept_indices` with the kept units of each group that loses any in another order, each in the place of the next.
+    def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
+        """`kept_indices` with the kept units of some groups in another order, each in the place of the next.
 
         A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
         positions that the graph says. Masks alone cannot tell whether two kept units have each other's.
@@ -193,7 +193,7 @@ class UnitGraph:
         moved: list[npt.NDArray[np.int64]] = []
         for name, group in self.groups.items():
             source = np.arange(group.size)
-            if not bool(keep[name].all()):
+            if name in groups:
                 stay = np.flatnonzero(keep[name].cpu().numpy())
                 source[stay] = np.roll(stay, 1)
             moved.append(source - np.arange(group.size))

@@ -41,16 +41,11 @@ class Trial(NamedTuple):
 
 
 HALF = Trial(0, 0.5)
-FEW = (Trial(0, 0.0, uneven=True, twice=True), Trial(0, 0.0, uneven=True, rest=True, training=True))
-"""For larger models: two masks, in which each unit is kept once and dropped once, and each group has one unit once."""
-MANY = (
-    HALF,
-    Trial(0, 0.0, twice=True),
-    HALF._replace(rest=True, training=True),
-    Trial(1, 0.3, training=True),
-    Trial(1, 0.3, rest=True),
-    Trial(2, 0.0),
-)
+MOVED = Trial(0, 1.0)
+"""Nothing is dropped: every unit has the place of the next, in every tensor alike."""
+FEW = (HALF, Trial(0, 0.0, twice=True), HALF._replace(rest=True, training=True), MOVED)
+"""For larger models."""
+MANY = (*FEW, Trial(1, 0.3, training=True), Trial(1, 0.3, rest=True), Trial(2, 0.0))
 
 
 class Masks:

@@ -139,7 +139,7 @@ class Verifier:
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
         for trial in self._schedule:
-            if trial.order:
+            if trial != self._schedule[0] and self._schedule is MANY:
                 self._state.redraw(self._generator)
             bad = self._guilty(graph, units, trial)
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
@@ -248,11 +248,11 @@ class Verifier:
         first, keep = self._masks.draw(graph, set(names), trial)
         self._state.zero_dropped(graph, keep)
         self._state.restore_buffers()
-        order = graph.rotated_indices if trial.mixed else graph.kept_indices
+        moved = names if trial.mixed else ()
         # What is zeroed is what is cut away, so the narrow copy can be taken from this one.
         if not trial.twice:
-            return keep, narrow_module(self._dense, graph, keep, self.rules, order(keep))
-        places = order(first)
+            return keep, narrow_module(self._dense, graph, keep, self.rules, graph.rotated_indices(keep, moved))
+        places = graph.rotated_indices(first, moved)
         between = narrow_module(self._dense, graph, first, self.rules, places)
         indices = {
             name: {dim: torch.argsort(places[name][dim])[torch.searchsorted(places[name][dim].sort()[0], index)]
