@@ -254,7 +254,7 @@ def test_parameters_that_no_pass_reads_are_named() -> None:
     _, told = trace(branches(), torch.randn(4, 3))
     assert len(told) == 1
     assert "'narrow.weight', 'narrow.bias'" in told[0]
-    assert "example_inputs" in told[0]
+    assert "further_calls" in told[0]
 
 
 def test_what_a_copy_calls_on_the_original_is_named() -> None:
@@ -267,10 +267,10 @@ def test_what_a_copy_calls_on_the_original_is_named() -> None:
 @pytest.mark.parametrize(
     "more", [(torch.ones(1, 3),), {"x": torch.ones(1, 3)}, torch.ones(1, 3)], ids=["tuple", "mapping", "tensor"]
 )
-def test_several_example_inputs_are_all_traced_and_verified(more: Any) -> None:
+def test_several_further_calls_are_all_traced_and_verified(more: Any) -> None:
     model = branches()
     for inputs, examples in (((torch.randn(4, 3),), [more]), ((), [(torch.randn(4, 3),), more])):
-        graph, told = trace(model, *inputs, example_inputs=examples)
+        graph, told = trace(model, *inputs, further_calls=examples)
         assert told == []
         assert {"wide.weight", "narrow.weight"} <= {piece.name for piece in graph.groups["a"].slices}
         small = sk.compact(model, graph, random_mask(graph, 0.5, 0))
