@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torch.utils.data import Subset, TensorDataset
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.options import Checked, Hint, NonNegativeCount, Positive
-
-Kind = Literal["image", "tokens", "other"]
-"""What the examples of a data set are: see `DataSource`."""
 
 Transform = Callable[[Tensor], Tensor]
 """Raw rows of one input → the model's input; it must treat every row separately."""

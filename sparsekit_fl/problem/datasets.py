@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.registry import Registry
-from sparsekit_fl.problem.data import Kind, TensorData, Transform
+from sparsekit_fl.problem.data import TensorData, Transform
+from sparsekit_fl.problem.models import Kind
 
 datasets = Registry(
     "dataset",

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
 from sparsekit.rng import torch_generator
-from sparsekit_fl.problem.data import Kind
+
+Kind = Literal["image", "tokens", "other"]
+"""What the examples of a data set are: see `DataSource`."""
 
 models = Registry(
     "model",
