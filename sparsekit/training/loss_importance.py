@@ -239,14 +239,19 @@ class LossImportanceRule(Rule):
     def _weigh_exploration(self, masked: MaskedModule) -> None:
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
-        work = _ROUNDS * settings.samples_per_unit * sum(self._count_costs(masked).values())
-        if settings.steps and settings.explore * settings.steps < work and not self.converged:
+        costs = self._count_costs(masked)
+        passes = _ROUNDS * settings.samples_per_unit * len(costs)  # an exploring step looks at one set of groups
+        work = _ROUNDS * settings.samples_per_unit * sum(costs.values())
+        if not settings.steps or self.converged:
+            return
+        paid, taken = settings.explore * settings.steps / max(work, 1e-9), _END * settings.steps / max(passes, 1)
+        if min(paid, taken) < 1.0:
             self.counters["off"] = 1.0
+            enough = math.ceil(max(work / settings.explore, passes / _END))
             warnings.warn(
-                f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
-                f" {_ROUNDS * settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not"
-                f" earn their cost back; {math.ceil(work / settings.explore)} steps or"
-                f" explore={work / settings.steps:.2g} would do",
+                f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} allows"
+                f" {_ROUNDS * min(paid, taken):.1f} rounds of swaps, and fewer than {_ROUNDS} do not earn their cost back;"
+                f" {enough} steps{f' or explore={work / settings.steps:.2g}' if taken >= 1.0 else ''} would do",
                 stacklevel=4,
             )
 

@@ -5,6 +5,8 @@ import functools
 import itertools
 import math
 import pickle
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
-from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.loss_importance import LossImportance, LossImportanceRule
 from sparsekit.training.swap_statistics import SwapStatistics
 
 EAGER = LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
@@ -66,7 +68,7 @@ def test_with_a_number_of_steps_a_mask_settles_by_half_of_them_and_exploration_k
 
 def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
     model, x, y, _ = planted()
-    with pytest.warns(UserWarning, match=r"in 100 steps, explore=0.1 pays for 0.4 rounds of swaps.* 480 steps or explore=0.48"):
+    with pytest.warns(UserWarning, match=r"in 100 steps, explore=0.1 allows 0.4 rounds of swaps.* 480 steps or explore=0.48"):
         masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=100)
     before = masked.unit_mask()
     assert masked.converged
@@ -287,3 +289,31 @@ def test_a_step_without_finite_gradients_is_not_a_sample(factor: float) -> None:
     state = masked.state_dict()
     assert float(state["sparsekit.rule.counters.step"]) == 1.0
     assert not state["sparsekit.rule.memory.kept"].any()
+
+
+def test_the_number_of_steps_that_is_asked_for_is_enough_for_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exploring step looks at one group, so many groups need many steps, whatever `explore` would pay for."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    x, y = torch.randn(16, 8), torch.randint(2, (16,))
+
+    def train(steps: int) -> int:
+        masked = LearnableMask(nn.Sequential(*layers, nn.Linear(8, 2)), (x[:2],), ratio=0.5, explore=0.9, steps=steps)
+        optimizer, rounds = torch.optim.SGD(masked.parameters(), lr=0.01), []
+        swap = LossImportanceRule._swap
+        monkeypatch.setattr(LossImportanceRule, "_swap", lambda rule, mask: (rounds.append(1), swap(rule, mask)))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(masked(x), y).backward()
+            optimizer.step()
+        monkeypatch.undo()
+        return len(rounds)
+
+    with pytest.warns(
+        UserWarning, match=r"allows 0\.\d rounds of swaps.* do not earn their cost back; \d+ steps would do"
+    ) as told:
+        assert train(60) == 0
+    enough = int(re.search(r"(\d+) steps would do", str(told[0].message))[1])  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(enough) >= 2
