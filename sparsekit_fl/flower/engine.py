@@ -62,6 +62,7 @@ class GridEngine:
         self._node_of: dict[int, int] = {}  # client → node
         self._asked: dict[str, int] = {}  # id of a message → node that was asked for its clients and has not answered
         self._notes: list[str] = []
+        self._begun = False  # whether the devices of the start were found
 
     @property
     def workers(self) -> int:
@@ -90,6 +91,7 @@ class GridEngine:
         self._look()
         if not self._node_of:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self._notes]))
+        self._begun = True
         return {id: self._clients[node][id] for id, node in sorted(self._node_of.items())}
 
     def _await_nodes(self) -> list[int]:
@@ -233,6 +235,8 @@ class GridEngine:
         self._node_of |= dict.fromkeys(clients, node)
         if taken:
             self._note(f"SuperNode {node} has taken over the clients {_named(taken)} from another")
+        elif self._begun:  # as after a restart: the record of the round says so
+            self._note(f"SuperNode {node} came, with the clients {_named(clients)}")
         else:
             _log.info("SuperNode %d came, with the clients %s", node, _named(clients))
 
