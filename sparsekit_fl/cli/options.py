@@ -44,6 +44,9 @@ FROM_PRESET = (
 )  # fmt: skip
 """The options whose default is that of the preset."""
 
+_OF_AN_ENGINE = ("workers", "supernodes", "ray_address")
+"""Options of the engine that a file names, which another engine on the command line does not take."""
+
 _FRONT = tuple(name for names in FLAGS.values() for name in names)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
@@ -233,6 +236,8 @@ def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, 
         path = path if path.exists() else None
     if path is not None:
         methods, filed, more = read_file(path, known)
+        if given.get("engine", filed.get("engine")) != filed.get("engine"):
+            filed = {name: value for name, value in filed.items() if name not in _OF_AN_ENGINE}
         given, rest = filed | given, more | rest
         if "methods" in own:
             own["methods"] = own["methods"] or methods

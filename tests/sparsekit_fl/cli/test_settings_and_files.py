@@ -103,6 +103,17 @@ def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     assert (resumed.deterministic, resumed.seed, resumed.lr, resumed.clip) == (False, 0, 0.0, 2.0)
 
 
+def test_another_engine_does_not_get_the_options_of_the_one_that_the_file_names(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('engine = "flower"\nworkers = 2\nsupernodes = 3\nray_address = "here:1"\nrounds = 5\n')
+    for given in (["--config", str(file)], ["--resume", "--out", str(tmp_path)]):
+        same = seen([*given, "--engine", "flower"])
+        assert (same.workers, same.supernodes, same.ray_address) == (2, 3, "here:1")
+        other = seen([*given, "--engine", "processes", "--seed", "1"])
+        assert (other.engine, other.workers, other.supernodes, other.ray_address) == ("processes", None, None, None)
+        assert (other.rounds, other.seed) == (5, 1)
+
+
 @pytest.mark.parametrize("command", ["run", "fedlps", "compare"])
 def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(command, capsys):
     assert execute([command, "--help"]) == 0
