@@ -1,5 +1,6 @@
 """Random networks from layers and wiring, each from one integer: what the fuzz test traces and cuts."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_base import Lambda
 
-__all__ = ["Network", "build"]
+__all__ = ["Network", "build", "seeds"]
 
 Rng = np.random.Generator
 Op = tuple[nn.Module, tuple[int, ...]] | nn.Module
@@ -319,6 +320,11 @@ _MAPS: tuple[Draws, ...] = (  # (batch, channels, height, width)
     lambda _: nn.Flatten(),
 )
 _TABLES = {2: _FLAT, 3: _SEQUENCE, 4: _MAPS}
+
+
+def seeds(count: int, step: int) -> range:
+    """Every `step`-th of `count` seeds, or all of them if `SPARSEKIT_ALL_SEEDS` is set: minutes in place of seconds."""
+    return range(0, count, 1 if os.environ.get("SPARSEKIT_ALL_SEEDS") else step)
 
 
 def build(seed: int) -> tuple[Network, Tensor]:
