@@ -197,7 +197,7 @@ class Reference:
         for one in self.passes:
             kind = f"{id(one.module)} {one.method} {one.options}"
             if kind not in costs:
-                costs[kind] = count_cost(one, *(x[:1] for x in one.inputs)).flops_compact
+                costs[kind] = count_cost(one, *(x[:1] for x in one.inputs)).flops
             total += 3 * costs[kind] * len(one.inputs[0])
         return total
 

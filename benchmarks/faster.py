@@ -82,7 +82,7 @@ def example(name: str, batch: int, device: str) -> Tensor:
 
 def flops_of(model: nn.Module, x: Tensor) -> int:
     """FLOPs of the inputs."""
-    return sk.count_cost(model, x).flops_compact
+    return sk.count_cost(model, x).flops
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class Cut:
 
 def flops_of(model: nn.Module, example: Tensor) -> int:
     """FLOPs of one image."""
-    return sk.count_cost(model, example).flops_compact
+    return sk.count_cost(model, example).flops
 
 
 @torch.no_grad()

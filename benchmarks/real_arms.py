@@ -153,10 +153,10 @@ def torch_pruning(network: Network, graph: sk.UnitGraph, share: float, kind: str
         ignored_layers=[small._fc],
     )  # fmt: skip
     # Its own count leaves out convolutions of a subclass, as these are.
-    dense = sk.count_cost(small, network.example[0]).flops_compact
+    dense = sk.count_cost(small, network.example[0]).flops
     if kind == "taylor":
         for x, y in batches:
             network.loss(small(x), y).backward()  # type: ignore[misc]
-    while sk.count_cost(small, network.example[0]).flops_compact > share * dense:
+    while sk.count_cost(small, network.example[0]).flops > share * dense:
         pruner.step()
     return mask_of(graph, network.model, small)

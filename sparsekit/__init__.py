@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         criteria as criteria,
         errors as errors,
         finetuning as finetuning,
-        foreach as foreach,
         graph as graph,
         layers as layers,
         measure as measure,

@@ -24,15 +24,8 @@ ParametrizedWeightNorm = parametrizations._WeightNorm
 ParametrizedSpectralNorm = parametrizations._SpectralNorm
 ParametrizedOrthogonal = parametrizations._Orthogonal
 
-foreach_add = torch._foreach_add
-foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
-foreach_mul = torch._foreach_mul
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
-foreach_sub = torch._foreach_sub
-foreach_zero_ = torch._foreach_zero_
 
 
 class DispatchMode(TorchDispatchMode):

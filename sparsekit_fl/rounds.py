@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph, digest
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
 from sparsekit_fl.checkpoint import RunFolder, write_atomically
@@ -33,6 +33,7 @@ from sparsekit_fl.results import FinalScores, RoundRecord, RoundScores, RunResul
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.streams import Streams
+from sparsekit_fl.tensors import digest
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict, clone, is_finite
+from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import State
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, upload_dtype
@@ -21,6 +21,7 @@ from sparsekit_fl.methods.context import ClientInfo, Roster, ServerContext
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
+from sparsekit_fl.tensors import clone, is_finite
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MAX_COUNTED = 2**31

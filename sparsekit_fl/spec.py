@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph import StateDict, UnitGraph, clone, digest, plain_bytes
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel, cost_model
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_layers, trace_units
@@ -28,6 +28,7 @@ from sparsekit_fl.models import read_initial
 from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
+from sparsekit_fl.tensors import clone, digest, plain_bytes
 
 _DIGITS = 16
 # Reading examples may decode files; of so many splits the first and the last example are read.

@@ -18,9 +18,8 @@ from sparsekit import LearnableMask
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
-from sparsekit.graph.index import along
+from sparsekit.graph.index import StateDict, along
 from sparsekit.graph.mask import UnitMask, to_weights
-from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries

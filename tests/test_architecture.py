@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tracing",),
         ("surgery",),
         ("layers",),
-        ("graph", "bandit", "foreach"),
+        ("graph", "bandit"),
         ("_torch", "progress", "registry", "rng"),
         ("errors",),
         ("lazy", "version"),
@@ -60,7 +60,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options", "devices"),
         ("checkpoint", "stored"),
-        ("errors", "processes", "streams"),
+        ("errors", "processes", "streams", "tensors"),
     ),
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
+from sparsekit.graph.index import StateDict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from sparsekit.criteria.base import ScoringContext
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
-from sparsekit.graph.index import wide
-from sparsekit.graph.state import StateDict
+from sparsekit.graph.index import StateDict, wide
 
 Order = Literal[1, 2]
 

@@ -2,10 +2,9 @@
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice, group_order
-from sparsekit.graph.index import Axes, add_, along, cut_axes, gather, narrow_shape, scatter_
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.layers import Layer, head_entries, layer_weights, prefix_entries
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
-from sparsekit.graph.state import StateDict, clone, digest, is_finite, plain_bytes
 
 __all__ = [
     "Axes",
@@ -16,18 +15,12 @@ __all__ = [
     "UnitMask",
     "UnitSlice",
     "WeightMask",
-    "add_",
-    "along",
-    "clone",
     "cut_axes",
-    "digest",
     "gather",
     "group_order",
     "head_entries",
-    "is_finite",
     "layer_weights",
     "narrow_shape",
-    "plain_bytes",
     "prefix_entries",
     "scatter_",
     "to_weights",

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.groups import NormSite, SizeAttribute, UnitGroup, UnitSlice, Unprunable, group_order
-from sparsekit.graph.index import gate, narrow_shape
+from sparsekit.graph.index import StateDict, gate, narrow_shape
 from sparsekit.graph.layers import Layer
-from sparsekit.graph.state import StateDict
 
 _SHOWN = 6
 _REMEMBERED = 8

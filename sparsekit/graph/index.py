@@ -14,6 +14,9 @@ from torch import Tensor
 Axes: TypeAlias = Mapping[int, Tensor]
 """Axis → int64 (kept,): the positions along that axis."""
 
+StateDict: TypeAlias = Mapping[str, Tensor]
+"""A state dict, read-only by convention: state-dict key → tensor."""
+
 
 def narrow_shape(shape: Sequence[int], axes: Axes) -> torch.Size:
     """The shape of what `gather` returns for a tensor of `shape`."""
@@ -58,14 +61,6 @@ def scatter_(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
         [(dim, index)] = axes.items()
         return dense.index_copy_(dim, index.to(dense.device), narrow)
     dense[_mesh(dense, axes)] = narrow
-    return dense
-
-
-def add_(part: Tensor | float, dense: Tensor, axes: Axes) -> Tensor:
-    """Add `part` to the entries of `dense` at `axes`, in place, and return `dense`; a number is added to each of them."""
-    if not axes:
-        return dense.add_(part)
-    dense[_mesh(dense, axes)] += part
     return dense
 
 

@@ -1,6 +1,6 @@
 """Cost, CostModel, count_cost(), cost_model(): what a model costs under a mask, and at widths that change step by step.
 
-One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model executes: convolutions and matrix products, as
+One multiply-add is 2 FLOPs. `flops` is what a physically small model executes: convolutions and matrix products, as
 `torch.utils.flop_counter` counts them.
 """
 
@@ -37,12 +37,12 @@ class Cost:
     """What a model costs.
 
     Args:
-        flops_compact: FLOPs of one forward pass of the compact model on the example inputs.
+        flops: FLOPs of one forward pass of the compact model on the example inputs.
         parameters: Trainable and frozen parameters kept.
         bytes: Bytes of all entries kept, buffers included.
     """
 
-    flops_compact: int
+    flops: int
     parameters: int
     bytes: int
 
@@ -203,7 +203,7 @@ class CostModel:
         if isinstance(mask, WeightMask):
             entries |= {name: int(keep.sum()) for name, keep in mask.items()}
         return Cost(
-            flops_compact=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
+            flops=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
             parameters=sum(entries[name] for name in self.widths if name in self.parameters),
             bytes=sum(entries[name] * width for name, width in self.widths.items()),
         )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split_batch
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import clone
 from sparsekit.measure.clock import evaluated
 from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import GroupSL
@@ -206,7 +205,7 @@ def finetune(
             rate = float(optimizer.param_groups[0]["lr"])
             history.append(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun))
             if score is not None and (best[1] is None or score > best[1]):
-                best = clone(model.state_dict()), score, epoch
+                best = {name: tensor.clone() for name, tensor in model.state_dict().items()}, score, epoch
             if path is not None:
                 _save(path, parts, history, best, batches)
             if on_epoch is not None:

@@ -13,8 +13,8 @@ from sparsekit.criteria.batches import Batch, example_count, read_batches, scori
 from sparsekit.criteria.gate_gradients import owners_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.pruning.least_squares import Fit, Reader
 from sparsekit.pruning.sequence import find_chain, fit_in_sequence
 from sparsekit.rng import torch_generator

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import cut_axes, scatter
+from sparsekit.graph.index import StateDict, cut_axes, scatter
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import named_entries, narrow_in_place, narrow_module, narrow_state
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import cut_axes, gather
-from sparsekit.graph.state import StateDict
+from sparsekit.graph.index import StateDict, cut_axes, gather
 from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
 

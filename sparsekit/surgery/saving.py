@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from sparsekit._torch import without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import places
+from sparsekit.graph.index import StateDict, places
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.rebuild import copy_with, named_entries

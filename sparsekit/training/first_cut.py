@@ -19,7 +19,7 @@ from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
+from sparsekit.graph.index import StateDict
 from sparsekit.measure.budget import Budget
 from sparsekit.pruning.prune import CANDIDATES, prune
 from sparsekit.pruning.result import Pruned

@@ -21,8 +21,8 @@ from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.arguments import costs_of, graph_of, learning_of

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.surgery.compaction import guard_pretrained
 from sparsekit.surgery.optimizer_state import HasState, carried_state, entries_that_stay

@@ -15,9 +15,8 @@ from torch.func import functional_call
 from sparsekit.criteria.weights import own_slices, unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
-from sparsekit.graph.index import wide
+from sparsekit.graph.index import StateDict, wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import unit_tables

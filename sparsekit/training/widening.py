@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, eager, parameters_of, reset_flat_weights
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, cut_axes, gate, gather, narrow_shape, places, scatter_, wide
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gate, gather, narrow_shape, places, scatter_, wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
 from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.narrow_model import NarrowModel, Rules, fit_sizes

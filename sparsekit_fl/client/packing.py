@@ -24,14 +24,13 @@ from sparsekit.graph import (
     UnitGraph,
     UnitMask,
     WeightMask,
-    add_,
     cut_axes,
     gather,
     narrow_shape,
-    plain_bytes,
     scatter_,
 )
 from sparsekit_fl.config import Upload
+from sparsekit_fl.tensors import plain_bytes
 
 Mask = UnitMask | WeightMask
 """What is kept, by unit or by entry."""
@@ -96,10 +95,7 @@ class Kept:
 
     def add(self, name: str, kept: Tensor | float, into: Tensor) -> None:
         """Add to the kept entries of the dense tensor `into`, in place; a number is added to each."""
-        if name in self._flat:
-            into.view(-1)[self._flat[name]] += kept
-        else:
-            add_(kept, into, self._axes.get(name, {}))
+        self.scatter(name, self.gather(name, into) + kept, into)
 
     def gather_all(self, state: StateDict) -> dict[str, Tensor]:
         """What is kept of each entry of a dense state."""

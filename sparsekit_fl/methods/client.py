@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.graph import StateDict, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
@@ -17,6 +16,7 @@ from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import Mask, mask_state
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.problem.problem import Loss
+from sparsekit_fl.tensors import foreach_add, foreach_lerp_, foreach_sub
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import unit_magnitudes
-from sparsekit.graph import UnitMask, along, group_order
+from sparsekit.graph import UnitMask, group_order
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask
 from sparsekit_fl.methods.base import ClientContext, Result, StateDict, Task, sgd
@@ -96,7 +96,10 @@ def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
         # A unit of norm 0 has no gradient; the smallest subgradient is 0.
         factors = torch.where(squares > 0, strength * squares.clamp(min=1e-24).rsqrt(), 0.0)
         factors[-1] = 0.0
-        scales = {leaf: along(factors[units], dim, leaf.dim()) for leaf, dim, units in penalised}
+        scales = {
+            leaf: factors[units].unflatten(0, [-1 if axis == dim else 1 for axis in range(leaf.dim())])
+            for leaf, dim, units in penalised
+        }
         return {leaf: torch.addcmul(one, leaf, scales[leaf]) if leaf in scales else one for leaf, one in gradients.items()}
 
     return adjust

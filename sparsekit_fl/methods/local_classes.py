@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, head_entries
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, head_entries
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import ClientContext, Problem, Result, ServerContext, Task, Update, mean
 from sparsekit_fl.methods.fedlps import FedLPS
@@ -71,7 +71,9 @@ class LocalClassMask:
         for name in head(self._client.graph):
             value = state[name].detach().cpu()
             if name not in self._client.frozen and value.shape[0] == self._others.numel():
-                state[name] = torch.where(along(self._others, 0, value.ndim), kept.gather(name, start[name]), value)
+                state[name] = torch.where(
+                    self._others.reshape(-1, *[1] * (value.ndim - 1)), kept.gather(name, start[name]), value
+                )
         return replace(result, state=state)
 
 

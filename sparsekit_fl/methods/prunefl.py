@@ -19,7 +19,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.foreach import foreach_add_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
@@ -32,6 +31,7 @@ from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
 from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.problem.data import Capability
+from sparsekit_fl.tensors import foreach_add_
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4

@@ -15,7 +15,6 @@ from safetensors.torch import save
 
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.graph.state import digest
 from sparsekit_fl.client.messages import (
     Evaluation,
     Reply,
@@ -33,6 +32,7 @@ from sparsekit_fl.methods.base import Method
 from sparsekit_fl.results import RoundScores, plain
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.tensors import digest
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

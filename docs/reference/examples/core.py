@@ -49,7 +49,7 @@ costs = sk.cost_model(model, x[:2], graph=graph, metrics=("flops", "params"))
 
 # sparsekit.Cost, sparsekit.count_cost
 cost: sk.Cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
-print(cost.flops_compact, cost.parameters, cost.bytes)
+print(cost.flops, cost.parameters, cost.bytes)
 
 
 # sparsekit.Criterion
@@ -423,45 +423,16 @@ ratio = sk.allocation.check_ratio(0.5)  # an error that says what is allowed for
 # sparsekit.criteria.unit_magnitudes
 sums = {name: sk.criteria.unit_magnitudes(group, model.state_dict()) for name, group in graph.groups.items()}
 
-# sparsekit.foreach.foreach_add, sparsekit.foreach.foreach_sub, sparsekit.foreach.foreach_mul, sparsekit.foreach.foreach_norm
-weights = [parameter.detach() for parameter in model.parameters()]
-halved = sk.foreach.foreach_mul(weights, 0.5)
-doubled = sk.foreach.foreach_add(weights, weights)
-changes = sk.foreach.foreach_sub(doubled, halved)
-length = torch.stack(sk.foreach.foreach_norm(changes)).norm()
-
-# sparsekit.foreach.foreach_add_, sparsekit.foreach.foreach_mul_, sparsekit.foreach.foreach_copy_, sparsekit.foreach.foreach_zero_
-sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
-weights = [parameter.detach() for parameter in model.parameters()]
-sk.foreach.foreach_add_(sums, weights, alpha=2.0)  # twice the weights
-sk.foreach.foreach_mul_(sums, 0.5)  # the weights
-sk.foreach.foreach_copy_(weights, sums)
-sk.foreach.foreach_zero_(sums)
-
-# sparsekit.foreach.foreach_lerp_
-means = [parameter.detach().clone() for parameter in model.parameters()]
-sk.foreach.foreach_lerp_(means, [parameter.detach() for parameter in model.parameters()], 0.01)
-
-# sparsekit.graph.Axes, sparsekit.graph.gather, sparsekit.graph.scatter_, sparsekit.graph.add_
+# sparsekit.graph.Axes, sparsekit.graph.gather, sparsekit.graph.scatter_
 axes: sk.graph.Axes = {0: torch.tensor([0, 2]), 1: torch.tensor([1])}  # rows 0 and 2, column 1
 weight = torch.arange(12.0).reshape(4, 3)
 part = sk.graph.gather(weight, axes)  # (2, 1)
 sk.graph.scatter_(part * 10, weight, axes)
-sk.graph.add_(part, weight, axes)
 
 # sparsekit.graph.narrow_shape, sparsekit.graph.cut_axes
 axes = {0: torch.tensor([0, 2]), 1: torch.arange(3)}
 print(sk.graph.narrow_shape((4, 3), axes))  # torch.Size([2, 3])
 print(list(sk.graph.cut_axes((4, 3), axes)))  # [0], since all columns stay
-
-# sparsekit.graph.along
-row = sk.graph.along(torch.arange(3.0), dim=1, rank=4)  # (1, 3, 1, 1): one number for each channel
-
-# sparsekit.graph.clone, sparsekit.graph.digest, sparsekit.graph.is_finite, sparsekit.graph.plain_bytes
-state = sk.graph.clone(model.state_dict())
-assert sk.graph.digest(state) == sk.graph.digest(model.state_dict())
-assert bytes(sk.graph.plain_bytes(torch.ones(1).expand(2))) == bytes(sk.graph.plain_bytes(torch.ones(2)))
-assert all(sk.graph.is_finite(tensor) for tensor in state.values())
 
 # sparsekit.graph.group_order
 offsets = sk.graph.group_order(graph.groups.values())  # where each group begins in one vector of all units
@@ -506,11 +477,6 @@ print([layer.name for layer in layers])  # ['0', '4']
 regularizer = sk.training.ImportanceRegularizer(strength=0.5)
 rule = sk.GradientImportance(regularizer=regularizer)
 
-# sparsekit.foreach
-from sparsekit.foreach import foreach_add_
-
-foreach_add_([parameter.detach() for parameter in model.parameters()], 1e-3)  # one call moves all weights
-
 # sparsekit.graph, sparsekit.tracing
 from sparsekit.graph import UnitGraph
 from sparsekit.tracing import trace_units
@@ -520,7 +486,7 @@ found: UnitGraph = trace_units(model, x[:2])
 # sparsekit.measure
 from sparsekit.measure import count_cost
 
-print(count_cost(model, x[:1], graph=graph, mask=mask).flops_compact)
+print(count_cost(model, x[:1], graph=graph, mask=mask).flops)
 
 # sparsekit.surgery
 from sparsekit.surgery import compact, expand

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsekit.graph.index import add_, gather, narrow_shape, scatter, scatter_
+from sparsekit.graph.index import gather, narrow_shape, scatter, scatter_
 
 SHAPE = (3, 4, 5)
 POSITIONS = {0: torch.tensor([0, 2]), 1: torch.tensor([3, 0, 1]), 2: torch.tensor([4])}
@@ -38,14 +38,4 @@ def test_scattering_replaces_the_cross_product_and_nothing_else(axes: dict[int, 
     assert torch.equal(scatter(narrow, dense, axes), expected)
     assert torch.equal(dense, _dense())
     assert scatter_(narrow, dense, axes) is dense
-    assert torch.equal(dense, expected)
-
-
-@every_choice
-@pytest.mark.parametrize("number", [True, False])
-def test_adding_adds_to_the_cross_product_and_nothing_else(axes: dict[int, Tensor], number: bool) -> None:
-    part: Tensor | float = 2.5 if number else torch.rand(narrow_shape(SHAPE, axes))
-    expected, dense = _dense(), _dense()
-    expected[_mesh(axes)] += part
-    assert add_(part, dense, axes) is dense
     assert torch.equal(dense, expected)

@@ -23,7 +23,7 @@ def _conv() -> nn.Module:
 
 def test_a_linear_layer_costs_two_flops_per_weight_and_example() -> None:
     cost = sk.count_cost(_mlp(), torch.zeros(5, 4))
-    assert cost.flops_compact == 5 * 2 * (4 * 6 + 6 * 3)
+    assert cost.flops == 5 * 2 * (4 * 6 + 6 * 3)
     assert cost.parameters == 4 * 6 + 6 + 6 * 3 + 3
     assert cost.bytes == 4 * cost.parameters
 
@@ -37,7 +37,7 @@ def test_buffers_count_as_bytes_but_not_as_parameters() -> None:
 
 def test_a_recurrent_layer_costs_its_matrices_at_every_step() -> None:
     cost = sk.count_cost(nn.LSTM(3, 5, batch_first=True), torch.zeros(2, 7, 3))
-    assert cost.flops_compact == 2 * 7 * 2 * (4 * 5 * 3 + 4 * 5 * 5)
+    assert cost.flops == 2 * 7 * 2 * (4 * 5 * 3 + 4 * 5 * 5)
 
 
 def test_a_weight_mask_counts_its_own_entries() -> None:
@@ -63,7 +63,7 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
             sk.compact(model, graph, mask)(*args, **kwargs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops_compact == counter.get_total_flops()
+    assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops == counter.get_total_flops()
 
 
 def test_one_attention_head_costs_its_projections_and_its_two_products() -> None:
@@ -74,7 +74,7 @@ def test_one_attention_head_costs_its_projections_and_its_two_products() -> None
     costs = []
     for heads in (1, 2):
         keep = {"parts.a": torch.arange(3) < heads, "parts.a.out_proj": torch.ones(6, dtype=torch.bool)}
-        costs.append(sk.count_cost(model, x, graph=graph, mask=sk.UnitMask(keep)).flops_compact)
+        costs.append(sk.count_cost(model, x, graph=graph, mask=sk.UnitMask(keep)).flops)
     projections, maps = 5 * 4 * 2 * 6, 2 * 5 * 5 * 2  # q, k, v and output of 2 features each; q k^T and its product with v
     assert costs[1] - costs[0] == 2 * (projections + maps)
 
@@ -101,7 +101,7 @@ def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
             return tuple(found)
 
     cost = sk.count_cost(Hooked(), torch.zeros(2, 7, 3))
-    assert cost.flops_compact == 2 * 2 * 7 * (4 * 5 * (3 + 5) + 3 * 11 + 5 * 13)
+    assert cost.flops == 2 * 2 * 7 * (4 * 5 * (3 + 5) + 3 * 11 + 5 * 13)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, each in zoo.ZOO.items() if each.groups)[::24])

@@ -38,8 +38,8 @@ def test_the_small_model_is_within_the_budget_and_equals_the_masked_one() -> Non
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pruned = sk.prune(model, (X,), budget=sk.Budget(flops="50%"))
     cost = sk.count_cost(pruned.model, X)
-    assert cost.flops_compact <= 0.5 * sk.count_cost(model, X).flops_compact
-    assert cost.flops_compact == pruned.report.after["flops"] * 2
+    assert cost.flops <= 0.5 * sk.count_cost(model, X).flops
+    assert cost.flops == pruned.report.after["flops"] * 2
     assert cost.parameters == pruned.report.after["params"]
     assert cost.bytes == pruned.report.after["bytes"]
     gated = pruned.graph.gate(model.state_dict(), {name: keep.float() for name, keep in pruned.mask.items()})
@@ -104,7 +104,7 @@ def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None
     seen: list[tuple[int, float]] = []
 
     def finetune(small: nn.Module, step: int) -> None:
-        seen.append((step, sk.count_cost(small, X).flops_compact / 2))
+        seen.append((step, sk.count_cost(small, X).flops / 2))
         with torch.no_grad():
             for entry in small.parameters():
                 entry.add_(0.01)
