@@ -201,16 +201,6 @@ def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
         assert any(f"def {name}(" in text for text in found), f"{file}::{name}"
 
 
-def test_every_message_of_the_page_of_failures_is_one_of_ours() -> None:
-    code = "\n".join(
-        path.read_text(encoding="utf-8") for name in ("sparsekit", "sparsekit_fl") for path in (ROOT / name).rglob("*.py")
-    )
-    said = re.sub(r"\{[^{}]*\}", "…", re.sub(r'"\s*\n\s*f?"', "", code))
-    messages = re.findall(r"^\| `([^`]+)` \|", (DOCS / "howto" / "fails.md").read_text(encoding="utf-8"), re.M)
-    assert len(messages) > 8
-    assert [message for message in messages for part in message.split("…") if part.strip(" ';") not in said] == []
-
-
 def test_commands_and_options_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     helps: dict[str, str] = {}
     for page, line in [*_lines("bash"), *_lines("")]:
