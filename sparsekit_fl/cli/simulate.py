@@ -55,14 +55,15 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
         SparsekitError: the error that ended the run.
         InvalidValueError: a Ray cluster, and no folder that its machines share.
         WorkerDiedError: Flower ended without a result; says what its log says.
-        RunInterrupted: Ctrl-C; says how to continue.
+        RunInterrupted: Ctrl-C, or SIGTERM; says how to continue.
     """
     from sparsekit_fl import errors
     from sparsekit_fl.results import RoundRecord, load_result
 
     if options.ray_address is not None and options.out is None:
         raise InvalidValueError("ray_address needs --out DIR, a folder that all machines of the cluster share")
-    with tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True) as name:
+    temporary = tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True)
+    with _sigterm_as_ctrl_c(), temporary as name:
         base = Path(name)
         out, failed = base / "out" if options.out is None else options.out.resolve(), base / "error.json"
         command, env = _app_for(method, options, base, out, failed)
@@ -83,6 +84,16 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
         if not (out / "result.json").exists():
             raise errors.WorkerDiedError("Flower ended without a result:\n" + "\n".join(_lines(base / "log")[-_LOG_LINES:]))
         return load_result(out)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM inside the block, so that Flower's processes end with this one."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Path) -> tuple[list[str], dict[str, str]]:

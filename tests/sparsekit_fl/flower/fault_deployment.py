@@ -29,15 +29,15 @@ from sparsekit_fl.results import RunResult
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
-TINY: dict[str, Any] = {
+PLANTED: dict[str, Any] = {
     "dataset": "sparsekit_fl.testing:tiny_data",
+    "method": "fault_planted:method",
     "seed": 3,
     "local_epochs": 1,
     "batch_size": 8,
     "lr": 0.1,
 }
-PLANTED: dict[str, Any] = {**TINY, "method": "fault_planted:method"}
-"""Options of apps; the second ones for clients that do as files tell them."""
+"""Options of an app whose clients do as files tell them."""
 
 MARKS = [
     pytest.mark.slow,
@@ -79,29 +79,22 @@ class Deployment:
 
     Args:
         folder: For all files.
-        planted: Run the app of `fault_planted`, else the one that users get.
         tls: Encrypt, and let in only SuperNodes whose key was registered.
-        eager: Have Flower look for messages ten times as often as it does by itself.
-        paths: Further folders from which processes import.
     """
 
-    def __init__(
-        self, folder: Path, *, planted: bool = True, tls: bool = False, eager: bool = True, paths: tuple[Path, ...] = ()
-    ) -> None:
+    def __init__(self, folder: Path, *, tls: bool = False) -> None:
         self.folder = folder
         self.app = folder / "app"
         self.events = folder / "events"
         self.events.mkdir(parents=True)
         self.tls = tls
         write_app(self.app)
-        if planted:
-            project = self.app / "pyproject.toml"
-            project.write_text(project.read_text().replace("sparsekit_fl.flower.app:server", "fault_planted:server"))
+        project = self.app / "pyproject.toml"
+        project.write_text(project.read_text().replace("sparsekit_fl.flower.app:server", "fault_planted:server"))
         self._port = free_port()
         self._mark = uuid.uuid4().hex
         connections = self.app / "flwr-home" / "config.toml"
         connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self._port}"))
-        self.start_seconds = 0.0
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, Path] = {}
         self._env = {
@@ -109,10 +102,10 @@ class Deployment:
             **QUIET,
             _MARK: self._mark,
             "FLWR_HOME": str(self.app / "flwr-home"),
-            **({"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"} if eager else {}),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # ten times as often as Flower does by itself
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                [*map(str, (HERE, HERE / "fault_watch", HERE.parents[2], *paths)), os.environ.get("PYTHONPATH", "")]
+                [*map(str, (HERE, HERE / "fault_watch", HERE.parents[2])), os.environ.get("PYTHONPATH", "")]
             ),
             "SPARSEKIT_FAULTS": str(self.events),
         }
@@ -136,8 +129,7 @@ class Deployment:
         return self._logs[name].read_text(errors="replace")
 
     def start_superlink(self) -> None:
-        """Start it, and wait until it listens; how long that took is a measure of this machine."""
-        began = time.monotonic()
+        """Start it, and wait until it listens."""
         keys = ("--ssl-ca-certfile", "keys/ca.crt", "--ssl-certfile", "keys/server.pem", "--ssl-keyfile", "keys/server.key")
         secure = (*keys, "--enable-supernode-auth") if self.tls else ("--insecure",)
         where = ("--host", "127.0.0.1", "--port", str(self._port), "--database", str(self.folder / "superlink.db"))
@@ -150,25 +142,14 @@ class Deployment:
             return False
 
         until(listens, "the SuperLink listens")
-        self.start_seconds = time.monotonic() - began
 
-    def start_node(
-        self,
-        name: str,
-        clients: str,
-        *,
-        key: int | None = None,
-        data_dir: str = "",
-    ) -> None:
+    def start_node(self, name: str, clients: str, *, key: int | None = None) -> None:
         """Start a SuperNode with clients of these ids, and with the key pair of this number."""
-        config = f'clients="{clients}" data-dir="{data_dir}" state-dir="{self.state(name)}"'
+        config = f'clients="{clients}" state-dir="{self.folder / "state" / name}"'
         secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
         secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
         where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(free_port()), "--node-config", config)
         self._start(name, "flower-supernode", *secure, *where)
-
-    def state(self, name: str) -> Path:
-        return self.folder / "state" / name
 
     def register(self, key: int) -> None:
         self._call(program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
@@ -205,17 +186,6 @@ class Deployment:
         path = out / "rounds.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def await_rounds(self, out: Path, count: int) -> list[dict[str, Any]]:
-        def enough() -> list[dict[str, Any]] | None:
-            found = self.records(out)
-            if len(found) < count:
-                self._not_ended()
-                return None
-            return found
-
-        found: list[dict[str, Any]] = until(enough, f"{count} rounds")
-        return found
 
     def await_result(self, out: Path) -> dict[str, Any]:
         def there() -> bool:

@@ -67,69 +67,60 @@ def result_of(line: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
-def both(method: str, more: str = "", flower: str = FLOWER) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same run in this machine's processes, and in Flower's simulation."""
-    here, there = (result_of(f"run {method} {DATA} {more} {how}") for how in ("--workers 1", flower))
+def same_run(here: dict[str, Any], there: dict[str, Any]) -> None:
+    """Compare what two runs learned, and what it cost."""
     assert here["final"] == there["final"]
     assert [record["evaluation"] for record in here["rounds"]] == [record["evaluation"] for record in there["rounds"]]
     for name in ("uplink_bytes", "downlink_bytes", "flops", "simulated_seconds"):
         assert here["cost"][name] == there["cost"][name]
     assert here["fingerprint"] == there["fingerprint"]
-    return here, there
 
 
 @pytest.mark.same_bits
 def test_a_cluster_gives_the_bits_of_worker_processes(cluster: str, tmp_path: Path) -> None:
-    both("fedlps", flower=f"--engine flower --set ray_address={cluster} --out {tmp_path}")
+    line = f"run fedlps {DATA}"
+    same_run(
+        result_of(f"{line} --workers 1"), result_of(f"{line} --engine flower --set ray_address={cluster} --out {tmp_path}")
+    )
 
 
 @pytest.mark.same_bits
-def test_rays_actors_give_the_bits_of_worker_processes_with_options_of_run_and_method() -> None:
-    both("ditto", "--set upload=bfloat16 --set lam=0.3 --set eval_clients=3")
-
-
-@pytest.mark.same_bits
-def test_a_run_whose_actor_was_killed_ends_with_an_error_and_resumes_to_the_same_bits(
+def test_a_run_whose_actor_was_killed_and_that_was_then_ended_resumes_to_the_same_bits_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = f"run fault_planted:method {DATA} --rounds 4"
-    events = tmp_path / "events"
+    line = f"run fault_planted:method {DATA} --rounds 4 --set upload=bfloat16 --set eval_clients=3"
+    out, events = tmp_path / "run", tmp_path / "events"
     events.mkdir()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     whole = result_of(f"{line} --workers 1")
-    cohort = whole["rounds"][2]["cohort"]
-    held = events / f"hold-{cohort[0]}-3"
     for path in events.iterdir():
         path.unlink()
-    held.touch()
-    run = started(f"{line} {FLOWER} --out {tmp_path / 'run'} --json")
-    until(lambda: (events / f"began-{cohort[0]}-3").exists() or run.poll() is not None, "the third round")
-    os.kill(int((events / f"began-{cohort[0]}-3").read_text()), signal.SIGKILL)
-    held.unlink()
+
+    def held(round: int, flower: str) -> tuple[subprocess.Popen[str], int]:
+        """A run, and the id of the process that trains the first client of a round, and waits."""
+        spot = f"{whole['rounds'][round - 1]['cohort'][0]}-{round}"
+        (events / f"hold-{spot}").touch()
+        run = started(flower)
+        began = events / f"began-{spot}"
+        until(lambda: began.exists() or run.poll() is not None, f"round {round}")
+        return run, int(began.read_text())
+
+    run, actor = held(3, f"{line} {FLOWER} --out {out} --json")
+    os.kill(actor, signal.SIGKILL)
+    for path in events.iterdir():
+        path.unlink()
     _, error = run.communicate(timeout=600)
     assert run.returncode == 1, error
     assert "a process that trains clients failed" in error
     assert "round 2 of 4 was finished" in error
-    resumed = result_of(f"run --resume --out {tmp_path / 'run'}")
-    assert resumed["final"] == whole["final"]
-
-
-def test_ctrl_c_ends_everything_that_was_started_and_the_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    line = f"run fedavg {DATA} --rounds 60"
-    run = started(f"{line} {FLOWER} --out {tmp_path} --json")
-    until(lambda: (tmp_path / "checkpoint.pt").exists() or run.poll() is not None, "a round")
-    run.send_signal(signal.SIGINT)
-    out, error = run.communicate(timeout=120)
-    assert (run.returncode, out) == (130, ""), error
+    run, _ = held(4, f"run --resume --out {out}")
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 130, error
     assert "stopped by the user" in error
     time.sleep(1)
     found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
     assert found.stdout == ""
-    assert result_of(f"run --resume --out {tmp_path} --workers 1 --engine processes")["final"] == result_of(line)["final"]
-
-
-def test_what_ends_a_run_in_the_app_is_told_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "result.json").touch()
-    told = result_of(f"run fedavg {DATA} {FLOWER} --out {tmp_path}", code=2)["error"]
-    assert "already holds a run" in " ".join(told.replace("│", " ").split())
-    assert "Traceback" not in told
+    for path in events.iterdir():
+        path.unlink()
+    same_run(whole, result_of(f"run --resume --out {out} --workers 1 --engine processes"))
