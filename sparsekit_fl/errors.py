@@ -3,12 +3,11 @@
 import importlib
 from typing import Any
 
-from sparsekit.errors import DataError, MissingDependencyError, SparsekitError, install_hint
+from sparsekit.errors import MissingDependencyError, SparsekitError, install_hint
 
 __all__ = [
     "ClientError",
     "FolderInUseError",
-    "LostMemoryError",
     "MemoryStateError",
     "ResumeError",
     "RunInterrupted",
@@ -40,10 +39,6 @@ class FolderInUseError(SparsekitError, RuntimeError):
 
 class StorageError(SparsekitError, OSError):
     """What a run keeps could not be written, as when the disk is full; says how to go on."""
-
-
-class LostMemoryError(DataError):
-    """The memory of a client is gone, or damaged, where it should be."""
 
 
 class MemoryStateError(SparsekitError, TypeError):

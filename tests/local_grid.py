@@ -21,7 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.engine import RunClients
-from sparsekit_fl.flower.app import DeviceMemories, Node, make_app
+from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine
 from sparsekit_fl.flower.wire import read
 from sparsekit_fl.problem.data import Client
@@ -207,7 +207,7 @@ class InProcess:
         if self._devices:
             own = [{id: clients[id] for id in ids[place::count]} for place in range(count)]
             homes = [home.with_name(f"device-{place}") for place in range(count)]
-            nodes = [Node(spec, clients, DeviceMemories(home), home) for clients, home in zip(own, homes, strict=True)]
+            nodes = [Node(spec, clients, Memories(home, durable=True), home) for clients, home in zip(own, homes, strict=True)]
         else:
             nodes = [Node(spec, clients, memories)] * count
         app = make_app(lambda context, _: nodes[context.node_id - 1000])

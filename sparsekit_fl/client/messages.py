@@ -171,28 +171,6 @@ class Evaluation(Checked):
     ratio: Ratio | None = None
     flops_deploying: NonNegativeCount = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `to_dict`.
-
-        Raises:
-            TypeError, ValueError, AttributeError: it is none.
-        """
-        fields = dict(raw)
-        for name in ("personal", "validation", "shared"):
-            if fields.get(name) is not None or name == "personal":
-                fields[name] = {str(metric): (float(s), float(w)) for metric, (s, w) in fields[name].items()}
-        found = Evaluation(**fields)
-        # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
-        every = [weight for part in (found.personal, found.validation, found.shared or {}) for _, weight in part.values()]
-        if not all(0.0 <= weight < math.inf for weight in every):
-            raise ValueError("the weight of a score must be finite and >= 0")
-        return found
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reply:
@@ -221,121 +199,57 @@ class Reply:
     note: str = ""
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}:{name}": tensor for name, tensor in tensors.items()}
-
-
-def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
-
-
-def _common(kind: str, message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the metadata of what both messages have."""
-    bits, mask = pack_mask(message.mask)
-    meta = {"kind": kind, "round": message.round, "client": message.client_id, "mask": mask}
-    return {**bits, **_prefixed("extra", message.extra)}, meta
-
-
-@contextmanager
-def _reading(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Iterator[dict[str, Any]]:
-    """Give the fields that requests and updates share; raise DataError for whatever is wrong with a message."""
-    try:
-        if meta["kind"] != kind:
-            raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
-        numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
-        mask = unpack_mask(tensors, meta["mask"], graph)
-        yield {**numbers, "mask": mask, "extra": _section("extra", tensors)}
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise DataError(f"a malformed {kind}: {error!r}") from error
-
-
-# Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
-# uplink bytes that a cost contains are that length. Training and scoring travel apart, the last only where a method scores.
+# Costs and metrics are sent as tensors of fixed size: an update's length must not depend on their digits, since the
+# uplink bytes that a cost contains are that length. Training and scoring are sent apart, the last only where a method scores.
 _INT_COSTS = ("flops_training", "flops_paper", "uplink_bytes", "downlink_bytes", "flops_scoring")
 _FLOAT_COSTS = ("seconds", "wall_seconds")
+_HOW = ("task", "memory_round", "with_shared", "with_model")
 
 
-def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _common("update", update)
-    costs = [getattr(update.cost, name) for name in (_INT_COSTS if update.cost.flops_scoring else _INT_COSTS[:-1])]
+def _parts(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the metadata by which the size of a message is counted, without the state of a request."""
+    tensors, mask = pack_mask(message.mask)
+    tensors |= {f"extra:{name}": tensor for name, tensor in message.extra.items()}
+    meta = {"round": message.round, "client": message.client_id, "mask": mask}
+    if isinstance(message, Request):
+        numbers = [math.nan if message.ratio is None else message.ratio, *dataclasses.astuple(message.capability)]
+        return {**tensors, "numbers": torch.tensor(numbers, dtype=torch.float64)}, {**meta, "kind": "assignment"}
+    cost = message.cost
+    names = _INT_COSTS if cost.flops_scoring else _INT_COSTS[:-1]
+    tensors |= {f"delta:{name}": tensor for name, tensor in message.delta.items()}
     tensors |= {
-        **_prefixed("delta", update.delta),
-        "cost": torch.tensor(costs, dtype=torch.int64),
-        "seconds": torch.tensor([getattr(update.cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
-        "metrics": torch.tensor(list(update.metrics.values()), dtype=torch.float64),
-        "ratio": torch.tensor(update.ratio, dtype=torch.float64),
+        "cost": torch.tensor([getattr(cost, name) for name in names], dtype=torch.int64),
+        "seconds": torch.tensor([getattr(cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
+        "metrics": torch.tensor(list(message.metrics.values()), dtype=torch.float64),
+        "ratio": torch.tensor(message.ratio, dtype=torch.float64),
     }
-    return tensors, {**meta, "examples": update.examples, "metrics": list(update.metrics)}
+    return tensors, {**meta, "kind": "update", "examples": message.examples, "metrics": list(message.metrics)}
 
 
 def update_bytes(update: Update) -> int:
     """Size of an update on the wire, computed without encoding it."""
-    return packed_bytes(*_update_parts(update))
-
-
-def _integer(meta: Mapping[str, Any], name: str) -> int:
-    value = meta[name]
-    # JSON knows integers of any length, and true for 1.
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise DataError(f"{name!r} must be an integer from 0 to 2^63 - 1, got {type(value).__name__}")
-    return value
-
-
-def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count: int) -> list[Any]:
-    tensor = tensors[name]
-    if (tensor.dtype, tensor.shape) != (dtype, (count,)):
-        raise DataError(f"{name!r} must be {count} numbers of {dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
-    return tensor.tolist()
-
-
-def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
-    with _reading("update", tensors, meta, graph) as common:
-        kinds = _INT_COSTS[: max(len(_INT_COSTS) - 1, len(tensors["cost"]))]
-        costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
-        costs["flops"] = costs.pop("flops_training") + costs.get("flops_scoring", 0)
-        seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
-        names = meta["metrics"]
-        if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
-            raise DataError("'metrics' must be distinct names")
-        return Update(
-            **common,
-            examples=_integer(meta, "examples"),
-            delta=_section("delta", tensors),
-            ratio=float(tensors["ratio"]),
-            metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
-            cost=WorkCost(**costs, **seconds),
-        )
-
-
-def _request_parts(request: Request) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors, meta = _common("assignment", request)
-    numbers = [math.nan if request.ratio is None else request.ratio, *dataclasses.astuple(request.capability)]
-    return {**tensors, "numbers": torch.tensor(numbers, dtype=torch.float64)}, meta
+    return packed_bytes(*_parts(update))
 
 
 def request_bytes(request: Request, graph: UnitGraph) -> int:
     """Size of a request to train on the wire, computed without encoding it."""
-    tensors, meta = _request_parts(request)
+    tensors, meta = _parts(request)
     kept = Kept(graph, request.mask)
     for name, tensor in request.state.items():
         tensors[f"state:{name}"] = torch.empty(kept.shape(name), dtype=tensor.dtype, device="meta")
     return packed_bytes(tensors, meta)
 
 
-_HOW = ("task", "memory_round", "with_shared", "with_model")
-
-
 def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = True) -> bytes:
     """Return a request as it is sent: of the state, only what its mask keeps.
 
-    `with_state=False` leaves the state out, for an engine that hands it over in another way.
+    `with_state=False` leaves the state out, for many requests that share one.
     """
-    tensors, meta = _request_parts(request)
-    state = Kept(graph, request.mask).gather_all(request.state) if with_state else {}
-    how = {name: getattr(request, name) for name in _HOW}
-    return pack({**tensors, **_prefixed("state", state)}, {**meta, "how": how})
+    tensors, meta = _parts(request)
+    if with_state:
+        kept = Kept(graph, request.mask).gather_all(request.state)
+        tensors |= {f"state:{name}": tensor for name, tensor in kept.items()}
+    return pack(tensors, {**meta, "how": {name: getattr(request, name) for name in _HOW}})
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
@@ -350,10 +264,11 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
         DataError: the bytes are not a request.
     """
     tensors, meta = unpack(payload)
-    with _reading("assignment", tensors, meta, graph) as common:
+    with _refused("request"):
+        common = _common("assignment", tensors, meta, graph)
         ratio, *capability = tensors["numbers"].tolist()
         if state is None:
-            sparse = _section("state", tensors)
+            sparse = _section(tensors, "state")
             zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
             dense: StateDict = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
         else:
@@ -369,18 +284,15 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
 
 def encode_reply(reply: Reply) -> bytes:
     """Return a reply as it is sent: an update, or scores, or an error, and a personal model if there is one."""
-    tensors: dict[str, Tensor] = {}
-    meta: dict[str, Any] = {"kind": "update", "round": reply.round, "client": reply.client_id, "mask": None}
-    if reply.update is not None:
-        tensors, meta = _update_parts(reply.update)
+    tensors, meta = ({}, {}) if reply.update is None else _parts(reply.update)
     if reply.model:
-        tensors = {**tensors, "model": torch.frombuffer(bytearray(reply.model), dtype=torch.uint8)}
+        tensors["model"] = torch.frombuffer(bytearray(reply.model), dtype=torch.uint8)
     said = {
         "error": reply.error[:MAX_TEXT],
         "traceback": reply.traceback[-MAX_TEXT:],
         "note": reply.note[:MAX_TEXT],
         "stored": reply.stored,
-        "evaluation": None if reply.evaluation is None else reply.evaluation.to_dict(),
+        "evaluation": None if reply.evaluation is None else dataclasses.asdict(reply.evaluation),
     }
     return pack(tensors, {**meta, "reply": said})
 
@@ -392,24 +304,88 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         DataError: it is not a reply to this request.
     """
     tensors, meta = unpack(payload)
-    said = meta.get("reply")
-    if not isinstance(said, dict):
-        raise DataError("it sent no reply")
-    found: dict[str, Any] = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
-    model = tensors.pop("model", torch.empty(0, dtype=torch.uint8))
-    if not found["error"] and request.task == "train":
-        found["update"] = _read_update(tensors, meta, graph)
-    elif not found["error"]:
-        try:
-            found["evaluation"] = Evaluation.from_dict(said["evaluation"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"it sent malformed scores: {error!r}") from error
-        if found["evaluation"].client_id != request.client_id:
-            raise DataError(f"it sent the scores of client {found['evaluation'].client_id}")
-    return Reply(
-        client_id=request.client_id,
-        round=request.round,
-        **found,
-        stored=said.get("stored") is True,
-        model=model.numpy().tobytes() if model.dtype == torch.uint8 else b"",
+    with _refused("reply"):
+        said = meta["reply"]
+        texts = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
+        model = tensors.pop("model", torch.empty(0, dtype=torch.uint8))
+        trained = not texts["error"] and request.task == "train"
+        return Reply(
+            client_id=request.client_id,
+            round=request.round,
+            update=_read_update(tensors, meta, graph) if trained else None,
+            evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
+            **texts,
+            stored=said.get("stored") is True,
+            model=model.numpy().tobytes() if model.dtype == torch.uint8 else b"",
+        )
+
+
+@contextmanager
+def _refused(kind: str) -> Iterator[None]:
+    """Raise DataError for whatever is wrong with a message."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        raise DataError(f"a malformed {kind}: {error!r}") from error
+
+
+def _common(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
+    """Return the fields that requests and updates share."""
+    if meta["kind"] != kind:
+        raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
+    mask = unpack_mask(tensors, meta["mask"], graph)
+    numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
+    return {**numbers, "mask": mask, "extra": _section(tensors, "extra")}
+
+
+def _section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
+
+
+def _integer(meta: Mapping[str, Any], name: str) -> int:
+    value = meta[name]
+    # JSON knows integers of any length, and true for 1.
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise DataError(f"{name!r} must be an integer from 0 to 2^63 - 1, got {type(value).__name__}")
+    return value
+
+
+def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, *shape: int) -> Any:
+    tensor = tensors[name]
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise DataError(f"{name!r} must be {dtype} of shape {shape}, got {tensor.dtype} of {tuple(tensor.shape)}")
+    return tensor.tolist()
+
+
+def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
+    kinds = _INT_COSTS if len(tensors["cost"]) == len(_INT_COSTS) else _INT_COSTS[:-1]
+    costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
+    costs["flops"] = costs.pop("flops_training") + costs.get("flops_scoring", 0)
+    seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
+    names = meta["metrics"]
+    if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
+        raise DataError("'metrics' must be distinct names")
+    return Update(
+        **_common("update", tensors, meta, graph),
+        examples=_integer(meta, "examples"),
+        delta=_section(tensors, "delta"),
+        ratio=_numbers(tensors, "ratio", torch.float64),
+        metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
+        cost=WorkCost(**costs, **seconds),
     )
+
+
+def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
+    parts = {name: raw[name] for name in ("personal", "validation", "shared")}
+    if parts["shared"] is None:
+        del parts["shared"]
+    read = {name: {str(metric): (float(s), float(w)) for metric, (s, w) in part.items()} for name, part in parts.items()}
+    found = Evaluation(**{**raw, **read})
+    if found.client_id != client_id:
+        raise DataError(f"it sent the scores of client {found.client_id}")
+    # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
+    if not all(0.0 <= weight < math.inf for part in read.values() for _, weight in part.values()):
+        raise DataError("the weight of a score must be finite and >= 0")
+    return found

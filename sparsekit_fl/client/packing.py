@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -129,20 +129,11 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
 MAX_HEADER_BYTES = 2**24
 """A message's header is no longer: that of a hundred thousand tensors."""
 
+# The names of dtypes in the safetensors format.
 _NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-_META = "meta"
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
@@ -151,19 +142,18 @@ def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
 
 
 def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[bytes, list[str], int]:
+    """Return the header of a file, the order of its tensors, and their bytes."""
     # Largest items first keeps every tensor aligned to its item size, as the safetensors library itself does.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {_META: json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
+    header: dict[str, Any] = {"__metadata__": {"meta": json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
     offset = 0
     for name in order:
-        dtype = tensors[name].dtype
-        if dtype not in _NAMES:
-            raise DataError(
-                f"{name!r} has dtype {dtype}, which cannot be packed; allowed: {', '.join(sorted(_NAMES.values()))}"
-            )
-        size = tensors[name].nbytes
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensors[name].shape), "data_offsets": [offset, offset + size]}
-        offset += size
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise DataError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent; allowed: {', '.join(_NAMES.values())}")
+        span = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8), order, offset
 
@@ -177,8 +167,7 @@ def packed_bytes(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     """Tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes."""
     header, order, _ = _header(tensors, meta)
-    parts: Sequence[bytes | memoryview] = [plain_bytes(tensors[name]) for name in order]
-    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+    return b"".join([len(header).to_bytes(8, "little"), header, *(plain_bytes(tensors[name]) for name in order)])
 
 
 def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -189,15 +178,12 @@ def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError(f"a header of {size:,} bytes; allowed are {MAX_HEADER_BYTES:,}")
         # Copies begin where torch lets tensors begin, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
-        meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][_META])
-        strange = sorted({str(tensor.dtype) for tensor in tensors.values()} - {str(dtype) for dtype in _NAMES})
-        if strange:
-            raise ValueError(f"tensors of dtype {', '.join(strange)}, which `pack` does not write")
+        meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["meta"])
+        if not isinstance(meta, dict) or not {tensor.dtype for tensor in tensors.values()} <= _NAMES.keys():
+            raise ValueError("metadata or dtypes that `pack` does not write")
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         # A RuntimeError is what torch says of a shape that it cannot take, and Python of JSON that is nested too deeply.
         raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
-    if not isinstance(meta, dict):
-        raise DataError(f"the metadata of a packed message must be an object, got {type(meta).__name__}")
     return tensors, meta
 
 
@@ -209,42 +195,36 @@ def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | No
     """
     if mask is None:
         return {}, None
-    kind = "unit" if isinstance(mask, UnitMask) else "weight"
-    pieces, shapes = [], []
-    for name, keep in mask.items():
-        form, piece = _pack_entry(keep.cpu().reshape(-1).numpy(), bits_only=kind == "unit")
-        pieces.append(piece)
-        shapes.append([name, list(keep.shape), *([] if form == "bits" else [form])])
-    tensor = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint8))
-    return {"mask": tensor}, {"kind": kind, "shapes": shapes}
+    by_unit = isinstance(mask, UnitMask)
+    pieces: list[npt.NDArray[np.uint8]] = [np.zeros(0, dtype=np.uint8)]
+    shapes: list[list[Any]] = []
+    for name, entry in mask.items():
+        keep = entry.cpu().reshape(-1).numpy()
+        shapes.append([name, list(entry.shape)])
+        for form, listed in (("kept", keep), ("dropped", ~keep)):
+            count = int(np.count_nonzero(listed))
+            if not by_unit and 4 * count < (keep.size + 7) // 8:
+                shapes[-1].append(f"{form} {count}")
+                pieces.append(np.flatnonzero(listed).astype("<u4").view(np.uint8))
+                break
+        else:
+            pieces.append(np.packbits(keep))
+    return {"mask": torch.from_numpy(np.concatenate(pieces))}, {"kind": "unit" if by_unit else "weight", "shapes": shapes}
 
 
-def _pack_entry(keep: npt.NDArray[np.bool_], *, bits_only: bool) -> tuple[str, npt.NDArray[np.uint8]]:
-    kept = int(np.count_nonzero(keep))
-    if not bits_only:
-        for form, count in (("kept", kept), ("dropped", keep.size - kept)):
-            if 4 * count < (keep.size + 7) // 8:
-                places = np.flatnonzero(keep if form == "kept" else ~keep).astype("<u4")
-                return f"{form} {count}", places.view(np.uint8)
-    return "bits", np.packbits(keep)
-
-
-def _unpack_entry(form: str, count: int, bits: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], int]:
-    """The entry at the beginning of `bits`, and how many bytes it takes."""
+def _unpack_entry(form: str, count: int, data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], int]:
+    """Return the entry at the beginning of `data`, and how many bytes it takes."""
+    kind, _, number = form.partition(" ")
+    size = (count + 7) // 8 if form == "bits" else 4 * int(number)
+    if kind not in ("bits", "kept", "dropped") or not 0 <= size <= len(data):
+        raise ValueError(f"the form {form!r} with {len(data)} bytes")
     if form == "bits":
-        size = (count + 7) // 8
-        if len(bits) < size:
-            raise ValueError("too few bits")
-        return np.unpackbits(bits[:size], count=count).astype(bool), size
-    kind, number = form.split(" ")
-    size = 4 * int(number)
-    if kind not in ("kept", "dropped") or size < 0 or len(bits) < size:
-        raise ValueError(f"form {form!r}")
-    places = np.frombuffer(bits[:size].tobytes(), dtype="<u4")
-    if len(places) and (int(places[-1]) >= count or bool((np.diff(places.astype(np.int64)) <= 0).any())):
+        return np.unpackbits(data[:size], count=count).astype(bool), size
+    positions = np.frombuffer(data[:size].tobytes(), dtype="<u4").astype(np.int64)
+    if len(positions) and (positions[-1] >= count or bool((np.diff(positions) <= 0).any())):
         raise ValueError("positions out of order")
     keep = np.full(count, kind == "dropped")
-    keep[places] = kind == "kept"
+    keep[positions] = kind == "kept"
     return keep, size
 
 
@@ -265,24 +245,22 @@ def unpack_mask(
     if description is None:
         return None
     try:
-        if tensors["mask"].dtype != torch.uint8 or tensors["mask"].dim() != 1:
-            raise ValueError(f"bits of dtype {tensors['mask'].dtype} in {tensors['mask'].dim()} dimensions")
-        by_unit = description["kind"] == "unit"
-        groups = {} if graph is None else {name: (group.size,) for name, group in graph.groups.items()}
-        known = None if graph is None else groups if by_unit else {name: tuple(one) for name, one in graph.shapes.items()}
-        bits, entries, offset = tensors["mask"].numpy(), {}, 0
-        for name, shape, *form in description["shapes"]:
-            if any(not isinstance(size, int) or size < 0 for size in shape):
-                raise ValueError(f"shape {shape!r}")
-            if known is not None and known.get(name) != tuple(shape):
-                raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
-            keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), bits[offset:])
-            entries[name] = torch.from_numpy(keep).reshape(shape)
-            offset += size
-        if offset != bits.size:
-            raise ValueError("bits left over")
         kinds: dict[str, type[UnitMask] | type[WeightMask]] = {"unit": UnitMask, "weight": WeightMask}
-        return kinds[description["kind"]](entries)
+        made = kinds[description["kind"]]
+        known: Mapping[str, Any] | None = None if graph is None else graph.shapes
+        if graph is not None and made is UnitMask:
+            known = {name: (group.size,) for name, group in graph.groups.items()}
+        data, entries = tensors["mask"].numpy(), {}
+        if data.dtype != np.uint8 or data.ndim != 1:
+            raise ValueError(f"bits of dtype {data.dtype} in {data.ndim} dimensions")
+        for name, shape, *form in description["shapes"]:
+            if known is not None and tuple(known.get(name, (None,))) != tuple(shape):
+                raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
+            keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), data)
+            entries[name], data = torch.from_numpy(keep).reshape(shape), data[size:]
+        if data.size:
+            raise ValueError("bits left over")
+        return made(entries)
     except (KeyError, TypeError, ValueError, InvalidValueError, AttributeError) as error:
         raise DataError(f"the message holds a malformed mask: {error}") from error
 

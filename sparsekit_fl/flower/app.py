@@ -21,12 +21,10 @@ from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, client_ids
-from sparsekit_fl.client.context import Memory
-from sparsekit_fl.client.messages import Reply, decode_request, encode_reply
+from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
 from sparsekit_fl.devices import check_device, use_exact_arithmetic
-from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of
 from sparsekit_fl.flower.wire import content, read, run_of
 from sparsekit_fl.models import model_path, save_whole, write_recipe
@@ -36,37 +34,6 @@ from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec, by_id
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
-
-
-class DeviceMemories(Memories):
-    """Memories of the clients of one device and one run; a damaged one is lost.
-
-    Two memories of a client are kept: the newest, and the one that the server asked for when that was written. The server may
-    never get the reply that the newest belongs to, and then asks for the same one again.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, durable=True)
-        self._asked: dict[int, int] = {}
-
-    def read(self, client_id: int, round: int | None) -> Memory:
-        """Return a memory; raises LostMemoryError if it is missing or damaged."""
-        try:
-            memory = super().read(client_id, round)
-        except DataError as error:
-            raise LostMemoryError(str(error)) from error
-        if round is not None:
-            self._asked[client_id] = round
-        return memory
-
-    def write(self, client_id: int, round: int, memory: Memory) -> None:
-        """Write a memory, and remove all but the two that may be asked for."""
-        super().write(client_id, round, memory)
-        self.sync()
-        older = {int(file.stem.partition("-")[2]) for file in self.folder.glob(f"{client_id}-*.pt")} - {round}
-        kept = self._asked.get(client_id, max(older, default=round))
-        for stale in older - {kept}:
-            self.remove({client_id: stale})
 
 
 @dataclass(eq=False)
@@ -99,10 +66,14 @@ class Node:
             client = self.clients[request.client_id]
             try:
                 reply = answer(self.spec, client, request, self.memories)
-            except LostMemoryError as error:
-                # Otherwise this client would never take part again.
+            except DataError as error:
+                if self.home is None:
+                    raise
+                # Its memory is lost or damaged. Otherwise this client would never take part again.
                 reply = answer(self.spec, client, replace(request, memory_round=None), self.memories)
                 reply = replace(reply, note=f"{error}; it started without memory")
+            if self.home is not None and reply.stored:
+                self._remove_older(request)
             if self.home is not None and request.with_model:
                 reply = self._keep(self.home, request.state, reply)
         except Exception as error:
@@ -111,6 +82,16 @@ class Node:
             text = f"its node failed: {type(error).__name__}: {error}"
             reply = Reply(client_id=0, round=0, error=text, traceback=traceback.format_exc())
         return encode_reply(reply)
+
+    def _remove_older(self, request: Request) -> None:
+        """Keep two memories of a client: the newest, and the one that it began with.
+
+        The server may never get the reply to which the newest belongs, and then asks for the other one again.
+        """
+        self.memories.sync()
+        found = {int(path.stem.partition("-")[2]) for path in self.memories.folder.glob(f"{request.client_id}-*.pt")}
+        for older in found - {request.round, request.memory_round}:
+            self.memories.remove({request.client_id: older})
 
     def _keep(self, home: Path, shared: StateDict, reply: Reply) -> Reply:
         """Keep the personal model, and the global one, in a folder that `load_model` reads."""
@@ -183,7 +164,7 @@ def _node(context: Context, run: str) -> Node:
     if own.get("data-dir"):
         options = options.replaced(data_dir=Path(str(own["data-dir"])))
     folder = Path(home) / run
-    return Node(*_load(options, tuple(client_ids(str(named))), device), DeviceMemories(folder), folder)
+    return Node(*_load(options, tuple(client_ids(str(named))), device), Memories(folder, durable=True), folder)
 
 
 def serve(grid: Grid, context: Context) -> None:

@@ -1,13 +1,13 @@
 """GridEngine: an engine whose clients are on the nodes of a Flower grid, in Flower's simulation or on devices."""
 
+import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
@@ -15,7 +15,7 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
-from sparsekit_fl.client.packing import pack, unpack
+from sparsekit_fl.client.packing import pack
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower.wire import content, read
 from sparsekit_fl.problem.data import Capability, Client, ClientData
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
-_MAX_CLIENTS, _MAX_NAMED = 1_000_000, 20
+_MAX_CLIENTS, _MAX_EXAMPLES, _MAX_NAMED = 1_000_000, 2**40, 20
 
 
 class GridEngine:
@@ -39,7 +39,8 @@ class GridEngine:
     Args:
         grid: Flower's grid.
         nodes: Number of nodes to wait for.
-        wait_seconds: How long to wait for nodes: at the start, and before each round for clients that too many of it lack.
+        wait_seconds: How long to wait for nodes: at the start, and before each round for clients that too many of it lack. A
+            node that needs longer, or two minutes, to say which clients it has is not used until it is started again.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
@@ -60,7 +61,6 @@ class GridEngine:
         self._identity = ""
         self._clients: dict[int, dict[int, Client]] = {}  # node → its clients; none if its answer could not be used
         self._node_of: dict[int, int] = {}  # client → node
-        self._asked: dict[str, int] = {}  # id of a message → node that was asked for its clients and has not answered
         self._notes: list[str] = []
         self._begun = False  # whether the devices of the start were found
 
@@ -88,22 +88,21 @@ class GridEngine:
         """
         self._await_nodes()
         self._identity = identity_of(spec)
-        self._look()
+        self._find_clients()
         if not self._node_of:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self._notes]))
         self._begun = True
         return {id: self._clients[node][id] for id, node in sorted(self._node_of.items())}
 
-    def _await_nodes(self) -> list[int]:
+    def _await_nodes(self) -> None:
         end = time.monotonic() + self._wait_seconds
-        while len(found := sorted(self._grid.get_node_ids())) < self._nodes:  # nodes are registered after the server begins
+        while (count := len(list(self._grid.get_node_ids()))) < self._nodes:  # they are registered after the server begins
             if time.monotonic() > end:
                 raise WorkerDiedError(
-                    f"{len(found)} of {self._nodes} SuperNodes came within {self._wait_seconds:g} seconds; start more,"
+                    f"{count} of {self._nodes} SuperNodes came within {self._wait_seconds:g} seconds; start more,"
                     " or run with a smaller `nodes`"
                 )
             time.sleep(min(_LOOK_SECONDS, self._wait_seconds))
-        return found
 
     @contextmanager
     def open(
@@ -121,14 +120,14 @@ class GridEngine:
         """Send the requests; yield the replies in their order."""
         if not requests:
             return
-        train, state = requests[0].task == "train", requests[0].state
-        self._look([request.client_id for request in requests], spec.config.needed_replies(len(requests)) if train else 0)
-        shared = b"" if train else pack(dict(state), {"kind": "state"})
-        nodes = sorted(self._grid.get_node_ids()) if self._simulated else []
+        train, nodes = requests[0].task == "train", sorted(self._grid.get_node_ids())
+        if not self._simulated:
+            self._await_clients([request.client_id for request in requests], train * spec.config.needed_replies(len(requests)))
+        shared = b"" if train else pack(dict(requests[0].state), {"kind": "state"})
         asked: dict[int, list[int]] = {}  # node → positions of its requests
         replies: dict[int, Reply] = {}
         for place, request in enumerate(requests):
-            node = nodes[place % len(nodes)] if nodes else self._node_of.get(request.client_id)
+            node = nodes[place % len(nodes)] if self._simulated else self._node_of.get(request.client_id)
             if node is None:
                 replies[place] = _dropped(request, f"no SuperNode has client {request.client_id} now")
             else:
@@ -138,8 +137,7 @@ class GridEngine:
             parts = [encode_request(requests[place], spec.graph, with_state=train) for place in places]
             kind, group = "train" if train else "evaluate", str(requests[0].round)
             messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl, group_id=group))
-        answers = self._exchange(messages)
-        groups = list(asked.values())
+        answers, groups = self._exchange(messages, self._ttl), list(asked.values())
         for place in range(len(requests)):
             while place not in replies:
                 position, answer = next(answers)
@@ -171,24 +169,25 @@ class GridEngine:
                 )
         return replies
 
-    def _exchange(self, messages: Sequence[Message]) -> Iterator[tuple[int, Message | str]]:
+    def _exchange(self, messages: Sequence[Message], seconds: float) -> Iterator[tuple[int, Message | str]]:
         """Send messages; yield the position of each with its reply, once, or with the reason why there is none."""
-        ids = list(self._grid.push_messages(messages))
-        waiting = {id: position for position, id in enumerate(ids) if id}
-        yield from ((position, "its node is gone") for position, id in enumerate(ids) if not id)
-        late, end = f"no reply within {self._ttl:g} seconds", time.monotonic() + self._ttl
+        waiting: dict[str, int] = {}
+        for position, id in enumerate(self._grid.push_messages(messages)):
+            if id:
+                waiting[id] = position
+            else:
+                yield position, "its node is gone"
+        late, end = f"no reply within {seconds:g} seconds", time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             for reply in self._grid.pull_messages(list(waiting)):
-                position = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if position is not None:
+                position = waiting.pop(reply.metadata.reply_to_message_id, -1)
+                if position >= 0:
                     yield position, late if reply.has_error() and reply.error.code in _EXPIRED else reply
             time.sleep(_POLL_SECONDS if waiting else 0.0)
         yield from ((position, late) for position in waiting.values())
 
-    def _look(self, ids: Collection[int] = (), needed: int = 0) -> None:
+    def _await_clients(self, ids: Collection[int], needed: int) -> None:
         """Look which devices are there, and wait until enough of some clients are, or for as long as one waits for nodes."""
-        if self._simulated:
-            return
         end = time.monotonic() + self._wait_seconds
         self._find_clients()
         while sum(id in self._node_of for id in ids) < needed and time.monotonic() < end:
@@ -196,7 +195,7 @@ class GridEngine:
             self._find_clients()
 
     def _find_clients(self) -> None:
-        """Forget devices that are gone, and ask new ones for their clients; a silent one is waited for once."""
+        """Forget devices that are gone, and ask new ones for their clients."""
         here = set(self._grid.get_node_ids())
         for node in self._clients.keys() - here:
             del self._clients[node]
@@ -204,29 +203,17 @@ class GridEngine:
             self._node_of = {id: other for id, other in self._node_of.items() if other != node}
             if lost:
                 self._note(f"SuperNode {node} is gone, with the clients {_named(lost)}")
-        new = sorted(here - self._clients.keys() - set(self._asked.values()))
-        queries = [Message(content(), node, "query", ttl=_TTL_SECONDS) for node in new]
-        self._asked |= {id: node for id, node in zip(self._grid.push_messages(queries), new, strict=True) if id}
-        end = time.monotonic() + max(_QUERY_SECONDS, self._wait_seconds)
-        heard: dict[int, Message] = {}
-        while self._asked:
-            for reply in self._grid.pull_messages(list(self._asked)):
-                if (node := self._asked.pop(reply.metadata.reply_to_message_id, -1)) != -1:
-                    heard[node] = reply
-            silent = set(new) & set(self._asked.values())
-            if not silent or time.monotonic() >= end:
-                for node in sorted(silent):
-                    self._note(f"SuperNode {node} has not said which clients it has")
-                break
-            time.sleep(_POLL_SECONDS)
-        for node, reply in sorted(heard.items()):  # which of two nodes has a client does not depend on the network
-            self._hear(node, reply)
+        new = sorted(here - self._clients.keys())
+        seconds = max(_QUERY_SECONDS, self._wait_seconds)
+        answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in new], seconds))
+        for position, node in enumerate(new):  # which of two nodes has a client does not depend on the network
+            self._hear(node, answers[position])
 
-    def _hear(self, node: int, reply: Message) -> None:
+    def _hear(self, node: int, answer: Message | str) -> None:
         """Read which clients a device has. A client that another one has is its own now, as after a restart."""
         self._clients[node] = {}
         try:
-            clients = read_clients(reply, self._identity)
+            clients = read_clients(answer, self._identity)
         except SparsekitError as error:
             self._note(f"SuperNode {node} is not used: {error}")
             return
@@ -273,15 +260,14 @@ def identity_of(spec: RunSpec) -> str:
 
 def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
     """Return as bytes which clients a device has: ids, numbers of examples to train, validate and test with, capabilities."""
-    found = list(clients)
-    sizes = [[one.id, len(one.data.train), len(one.data.val), len(one.data.test)] for one in found]
-    can = [one.capability for one in found]
-    rates = [[one.ratio, one.flops_per_second, one.uplink_bytes_per_second, one.downlink_bytes_per_second] for one in can]
-    tensors = {"sizes": torch.tensor(sizes, dtype=torch.int64), "rates": torch.tensor(rates, dtype=torch.float64)}
-    return pack(tensors, {"identity": identity})
+    rows = [
+        [one.id, *(len(split) for split in (one.data.train, one.data.val, one.data.test)), *astuple(one.capability)]
+        for one in clients
+    ]
+    return json.dumps({"identity": identity, "clients": rows}).encode()
 
 
-def read_clients(answer: Message, identity: str) -> dict[int, Client]:
+def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
     """Undo `describe_clients`, for the answer of any device.
 
     Returns:
@@ -291,27 +277,21 @@ def read_clients(answer: Message, identity: str) -> dict[int, Client]:
         DataError: it names no clients, one twice or more than a million, or has other code or another model; says what to do.
     """
     (payload,) = read(answer, 1)
-    tensors, meta = unpack(payload)
-    theirs = str(meta.get("identity"))[:100]
-    if theirs != identity:
-        raise DataError(
-            f"it has {theirs}, and the server has {identity}; install the same versions of sparsekit and torch on both, and use"
-            " the same model, with the same frozen weights, and the same data set"
-        )
-    sizes, rates = (tensors.get(name, torch.empty(0)) for name in ("sizes", "rates"))
-    count = len(sizes)
-    alike = (sizes.dtype, rates.dtype, tuple(sizes.shape), tuple(rates.shape)) == (
-        torch.int64, torch.float64, (count, 4), (count, 4),
-    )  # fmt: skip
-    if not alike or not 0 < count <= _MAX_CLIENTS:
-        raise DataError("it describes its clients badly")
     try:
-        clients = {
-            id: Client(id=id, data=ClientData(range(train), range(val), range(test)), capability=Capability(*can))
-            for (id, train, val, test), can in zip(sizes.tolist(), rates.tolist(), strict=True)
-        }
-    except ValueError as error:
-        raise DataError(f"it describes a client badly: {error}") from error
-    if len(clients) != count or int(sizes.min()) < 0 or int(sizes[:, 1:].max()) >= 2**40 or int(sizes[:, [1, 3]].min()) < 1:
-        raise DataError("it names a client twice, or a number of examples that is not allowed")
-    return clients
+        said = json.loads(payload)
+        theirs, rows = str(said["identity"])[:100], said["clients"]
+        if theirs == identity:
+            clients = {
+                id: Client(id=id, data=ClientData(range(train), range(val), range(test)), capability=Capability(*can))
+                for id, train, val, test, *can in rows[: _MAX_CLIENTS + 1]
+            }
+            sizes = [size for id, train, val, test, *_ in rows for size in (id, train - 1, val, test - 1)]
+            if not 0 < len(clients) == len(rows) <= _MAX_CLIENTS or not 0 <= min(sizes) <= max(sizes) < _MAX_EXAMPLES:
+                raise ValueError("it names a client twice, or a number that is not allowed")
+            return clients
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"it describes its clients badly: {error}") from error
+    raise DataError(
+        f"it has {theirs}, and the server has {identity}; install the same versions of sparsekit and torch on both, and use"
+        " the same model, with the same frozen weights, and the same data set"
+    )

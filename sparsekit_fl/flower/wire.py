@@ -4,7 +4,8 @@ In one array, because each costs Flower several requests; as bytes of our own, b
 because Flower's arrays know no bfloat16. Nothing is ever unpickled.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
@@ -41,17 +42,11 @@ def read(message: Message | str, count: int | None = None) -> list[bytes]:
     if message.has_error():
         raise DataError(f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})")
     try:
-        sizes, array = message.content["about"]["sizes"], message.content["body"]["body"]
-        if not isinstance(sizes, list) or not isinstance(array, Array) or array.stype != _TYPE:
-            raise DataError("the message is not one of this package")
-        ends = [0]
-        for size in sizes:
-            if type(size) is not int or size < 0:
-                raise DataError("the message has a payload of a length that is not a number")
-            ends.append(ends[-1] + size)
-        data = bytes(array.data)
-    except (KeyError, TypeError, AttributeError) as error:
+        sizes: Any = message.content["about"]["sizes"]
+        array: Any = message.content["body"]["body"]
+        data, ends = bytes(array.data), list(accumulate(sizes, initial=0))
+        if array.stype != _TYPE or min(sizes, default=0) < 0 or ends[-1] != len(data) or count not in (None, len(sizes)):
+            raise ValueError(f"{len(sizes)} payloads of {len(data)} bytes, expected {'any number' if count is None else count}")
+        return [data[begin:end] for begin, end in pairwise(ends)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a message of this package: {error!r}") from error
-    if ends[-1] != len(data) or count not in (None, len(sizes)):
-        raise DataError(f"the message has {len(sizes)} payloads of {len(data)} bytes, expected {count}")
-    return [data[begin:end] for begin, end in pairwise(ends)]

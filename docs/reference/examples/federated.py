@@ -212,10 +212,10 @@ try:
 except fl.errors.TooFewRepliesError as error:  # so many clients failed that a round would mean little
     print(error)
 
-# sparsekit_fl.errors.LostMemoryError, sparsekit_fl.errors.StorageError
+# sparsekit_fl.errors.StorageError
 try:
     fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine", resume=True)
-except (fl.errors.LostMemoryError, fl.errors.StorageError, fl.errors.ResumeError) as error:  # a damaged or full disk
+except (fl.errors.StorageError, fl.errors.ResumeError) as error:  # a damaged or full disk
     print(error)  # says how to go on
 
 # sparsekit_fl.errors.ResumeError

@@ -16,19 +16,22 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 
+import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.cli import simulate
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, write_app
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.errors import LostMemoryError
+from sparsekit_fl.client.messages import decode_reply, encode_request
 from sparsekit_fl.flower import app
-from sparsekit_fl.flower.app import DeviceMemories, serve
+from sparsekit_fl.flower.app import Node, serve
 from sparsekit_fl.flower.engine import run_id
 from sparsekit_fl.models import load_model
 from sparsekit_fl.results import RunResult
 from sparsekit_fl.rounds import run
+from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
 
 
 def test_options_survive_flowers_run_configuration() -> None:
@@ -56,19 +59,20 @@ def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_t
 
 
 def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
-    DeviceMemories(tmp_path).write(3, 1, {"local": {"count": 1}})
-    for round in (2, 4, 6):
-        store = DeviceMemories(tmp_path)
-        assert store.read(3, 1) == {"local": {"count": 1}}
-        store.write(3, round, {"local": {"count": round}})
-    assert sorted(path.stem for path in tmp_path.rglob("*.pt")) == ["3-1", "3-6"]
-    store = DeviceMemories(tmp_path)
-    store.write(3, 8, {"local": {"count": torch.tensor(8)}})
-    assert int(store.read(3, 8)["local"]["count"]) == 8
-    assert store.read(3, 6) == {"local": {"count": 6}}
-    with pytest.raises(LostMemoryError):
-        store.read(3, 1)
-    assert store.read(3, None) == {}
+    spec, clients = RunSpec.build(OwnModels(), tiny_problem(), tiny_config(rounds=9)), by_id(tiny_clients())
+    node = Node(spec, clients, Memories(tmp_path, durable=True), tmp_path)
+
+    def train(round: int, memory_round: int | None) -> list[str]:
+        request = fl.Request(round=round, client_id=3, state=spec.initial, memory_round=memory_round)
+        reply = decode_reply(node.answer(encode_request(request, spec.graph), None), request, spec.graph)
+        assert reply.stored
+        assert ("it started without memory" in reply.note) == (memory_round == 4)
+        return sorted(path.stem for path in tmp_path.glob("*.pt"))
+
+    assert train(1, None) == ["3-1"]
+    assert [train(round, 1) for round in (2, 4, 6)] == [["3-1", "3-2"], ["3-1", "3-4"], ["3-1", "3-6"]]
+    assert train(7, 4) == ["3-7"]
+    assert train(8, 7) == ["3-7", "3-8"]
 
 
 def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> None:

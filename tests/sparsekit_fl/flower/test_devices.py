@@ -1,5 +1,7 @@
 """Devices: which SuperNode has which client, what it says of them, and while they come and go."""
 
+import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +18,6 @@ from local_grid import LocalGrid, over_the_wire
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.client.packing import pack
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower import engine as module
 from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of, read_clients
@@ -73,40 +74,38 @@ def test_a_device_that_comes_back_under_another_id_has_its_clients_again_at_once
     assert sorted(clients) == [0, 1, 2]
     assert engine.workers == 2
     grid.nodes[3] = [0, 1]  # the SuperNode was started again, and Flower has not noticed that the old one is gone
-    engine._look()
+    engine._find_clients()
     assert engine._node_of == {0: 3, 1: 3, 2: 2}
     assert told(engine) == ["SuperNode 3 has taken over the clients [0, 1] from another"]
     del grid.nodes[1]
-    engine._look()
+    engine._find_clients()
     assert engine._node_of == {0: 3, 1: 3, 2: 2}
     assert told(engine) == []
     del grid.nodes[2]
-    engine._look()
+    engine._find_clients()
     assert engine._node_of == {0: 3, 1: 3}
     assert told(engine) == ["SuperNode 2 is gone, with the clients [2]"]
     assert grid.asked == [1, 2, 3]
 
 
-def test_a_silent_node_costs_one_timeout_once_and_is_used_once_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUERY_SECONDS", 0.3)
     grid = Devices({1: [0]})
     engine, _ = found(grid, wait_seconds=0.1)
     grid.nodes[2] = [1]
-    seen: list[Message] = []
-    grid._fault = lambda message, reply: seen.append(reply)  # kept back
+    grid.silent.add(2)
     seconds = []
-    for _ in range(4):
+    for _ in range(3):
         began = time.monotonic()
-        engine._look()
+        engine._find_clients()
         seconds.append(time.monotonic() - began)
     assert seconds[0] >= 0.3
     assert max(seconds[1:]) < 0.2
-    assert told(engine) == ["SuperNode 2 has not said which clients it has"]
-    (late,) = seen
-    grid._replies[late.metadata.reply_to_message_id] = late
-    grid._late[late.metadata.reply_to_message_id] = 0
-    engine._look()
-    assert engine._node_of == {0: 1, 1: 2}
+    assert told(engine) == ["SuperNode 2 is not used: no reply within 0.3 seconds"]
+    grid.nodes[3] = [1]  # it was started again
+    del grid.nodes[2]
+    engine._find_clients()
+    assert engine._node_of == {0: 1, 1: 3}
 
 
 def test_before_a_round_the_server_waits_for_its_clients_as_long_as_it_waits_for_nodes() -> None:
@@ -121,13 +120,13 @@ def test_before_a_round_the_server_waits_for_its_clients_as_long_as_it_waits_for
             grid.nodes[3] = [0, 1]
 
     grid.looked = back
-    engine._look([0, 1, 2], 2)
+    engine._await_clients([0, 1, 2], 2)
     assert engine._node_of[0] == 3
     del grid.nodes[3]
     began = time.monotonic()
-    engine._look([0, 1, 2], 1)
+    engine._await_clients([0, 1, 2], 1)
     assert time.monotonic() - began < 1, "enough are there"
-    engine._look([0, 1, 2], 3)
+    engine._await_clients([0, 1, 2], 3)
     assert time.monotonic() - began >= 3, "it gives up after a while"
 
 
@@ -154,45 +153,32 @@ def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None
     assert told(engine) == []
 
 
-SIZES, RATES = [[3, 3, 0, 1], [4, 3, 1, 1]], [[1.0, 1.0, 1.0, 1.0]] * 2
+ROW = [4, 3, 1, 1, 1.0, 1.0, 1.0, 1.0]
 
 
 def _with(column: int, value: Any) -> Any:
-    return [SIZES[0], [*SIZES[1][:column], value, *SIZES[1][column + 1 :]]]
+    return [[3, *ROW[1:]], [*ROW[:column], value, *ROW[column + 1 :]]]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rates", "message"),
+    "rows",
     [
-        ([], [], "badly"),
-        ([3, 4], RATES, "badly"),
-        (SIZES, RATES[:1], "badly"),
-        ([[3.0, 3.0, 0.0, 1.0], [4.0, 3.0, 1.0, 1.0]], RATES, "badly"),
-        (SIZES, [[1, 1, 1, 1]] * 2, "badly"),
-        (_with(0, 3), RATES, "a client twice"),
-        (_with(0, -1), RATES, "badly|not allowed|id"),
-        (_with(1, 0), RATES, "not allowed|badly"),
-        (_with(1, 2**50), RATES, "not allowed"),
-        (_with(2, -1), RATES, "not allowed|badly"),
-        (SIZES, [[2.0, 1.0, 1.0, 1.0]] * 2, "capability ratio"),
-        (SIZES, [[1.0, -1.0, 1.0, 1.0]] * 2, "badly"),
-        (SIZES, [[1.0, 1.0, float("nan"), 1.0]] * 2, "badly"),
-        (SIZES, [[1.0, 1.0, 1.0, float("inf")]] * 2, "badly"),
+        [], None, 3, [3, 4], ["ab"], [[[]]], [ROW[:3]], [[*ROW, 1.0]],
+        _with(0, 3), _with(0, -1), _with(0, 0.5), _with(0, [1]), _with(1, 0), _with(1, 2**50), _with(1, 3.0), _with(1, "3"),
+        _with(2, -1), _with(3, 0), _with(4, 2.0), _with(5, -1.0), _with(6, math.nan), _with(7, math.inf), _with(7, None),
     ],
-)
-def test_a_malformed_introduction_is_refused(sizes: Any, rates: Any, message: str) -> None:
+)  # fmt: skip
+def test_a_malformed_introduction_is_refused(rows: Any) -> None:
     LocalGrid(ClientApp())  # what Flower asks of a process that makes a message
-    numbers = torch.tensor(rates)
-    numbers = numbers.double() if numbers.is_floating_point() else numbers
-    payload = pack({"sizes": torch.tensor(sizes), "rates": numbers}, {"identity": OURS})
-    with pytest.raises(DataError, match=message):
+    payload = json.dumps({"identity": OURS, "clients": rows}).encode()
+    with pytest.raises(DataError, match="badly"):
         read_clients(over_the_wire(Message(content(payload), 1, "query")), OURS)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xff\x00", b"[" * 10**5, pack({}, {}), pack({}, {"identity": OURS})])
+@pytest.mark.parametrize("payload", [b"", b"\xff\x00", b"[" * 10**5, b"{}", b"[]", json.dumps({"identity": OURS}).encode()])
 def test_an_introduction_of_other_bytes_is_refused(payload: bytes) -> None:
     LocalGrid(ClientApp())
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="badly"):
         read_clients(over_the_wire(Message(content(payload), 1, "query")), OURS)
 
 
