@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path, save_whole
-from sparsekit_fl.results import KINDS, PARTS, RoundRecord, RoundScores, RunResult, primary_metric
+from sparsekit_fl.results import PARTS, RoundRecord, RoundScores, RunResult, primary_metric
 from sparsekit_fl.stored import number_text, score_text
 
 if TYPE_CHECKING:
@@ -38,10 +39,6 @@ loggers = Registry(
 )
 
 __all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LiveProgress", "RunView", "TensorBoard", "loggers"]
-
-
-def _no_model() -> nn.Module:
-    raise InvalidValueError("this view belongs to no run, so it has no model")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,7 +70,7 @@ class RunView:
     lower: frozenset[str] = frozenset({"loss"})
     parts: tuple[str, ...] = PARTS
     state: Callable[[], StateDict] = dict
-    model: Callable[[], nn.Module] = _no_model
+    model: Callable[[], nn.Module] = nn.Module
     stopped: str = ""
 
     def stop(self, reason: str) -> None:
@@ -134,11 +131,13 @@ class Callbacks:
 
     def tell(self, hook: str, *arguments: Any) -> None:
         """Call a hook of all by its name. The end of a run reaches each, even if another one fails."""
-        with ExitStack() as stack:
-            for one in reversed(self._all) if hook == "on_run_end" else ():
-                stack.callback(getattr(one, hook), *arguments)
-            for one in self._all if hook != "on_run_end" else ():
+        if hook != "on_run_end":
+            for one in self._all:
                 getattr(one, hook)(*arguments)
+            return
+        with ExitStack() as stack:
+            for one in reversed(self._all):
+                stack.callback(one.on_run_end, *arguments)
 
     def start(self, run: RunView, saved: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
         """Begin a run. In a resumed run, each callback gets the saved state of its class, in their order."""
@@ -163,20 +162,17 @@ _NEVER_SCORED = {
 
 
 class _Monitor(Callback):
-    """Reads one number from each evaluation and keeps its best value; `_followed` acts on it."""
+    """Keeps the best value of one number; `_followed` acts on each evaluation that has it."""
 
-    def __init__(self, monitor: str, min_delta: float) -> None:
-        part, _, rest = (monitor or "validation").partition(".")
-        metric, _, kind = rest.partition(".")
-        if part not in PARTS:
+    def __init__(self, monitor: str, min_delta: float = 0.0) -> None:
+        self._part, _, self._metric = (monitor or "validation").partition(".")
+        if self._part not in PARTS:
             raise InvalidValueError(
-                f"monitor must be PART.METRIC, as in 'validation.accuracy', got {monitor!r}; {nearest(part, PARTS)}"
+                f"monitor must be PART.METRIC, as in 'validation.accuracy', got {monitor!r}; {nearest(self._part, PARTS)}"
             )
-        if (kind or "mean") not in KINDS:
-            raise InvalidValueError(f"monitor {monitor!r} ends with {kind!r}; {nearest(kind, KINDS)}")
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise InvalidValueError(f"min_delta must be a finite number >= 0, got {min_delta!r}")
-        self._part, self._metric, self._kind, self._min_delta = part, metric, kind or "mean", min_delta
+        self._min_delta = min_delta
 
     def on_run_start(self, run: RunView) -> None:
         """Begin to count.
@@ -195,13 +191,9 @@ class _Monitor(Callback):
         self._value: float | None = None
         self._round = self._waited = 0
 
-    @property
-    def _text(self) -> str:
-        return " ".join(filter(None, [self._part, self._metric, "" if self._kind == "mean" else self._kind]))
-
     def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
         """Follow the number; an evaluation without it does not count."""
-        value = scores.over(self._part, self._kind).get(self._name)
+        value = scores.over(self._part, "mean").get(self._name)
         if value is None:
             return
         gain = math.inf if self._best is None else (self._best - value) * (1 if self._name in run.lower else -1)
@@ -228,9 +220,8 @@ class EarlyStopping(_Monitor):
     """Stop a run when a number has not improved for some evaluations in a row, or has reached a target.
 
     Args:
-        monitor: `PART.METRIC`, or `PART.METRIC.KIND`, as in `validation.accuracy`. PART is validation, personal or global, KIND
-            is mean, weighted or worst_decile. Empty takes the first metric on the clients' own validation data, so that
-            nothing is chosen by test data.
+        monitor: `PART.METRIC`, as in `validation.accuracy`: the mean over clients. PART is validation, personal or global.
+            Empty takes the first metric on the clients' own validation data, so that nothing is chosen by test data.
         patience: Number of evaluations without an improvement after which the run ends.
         min_delta: A smaller improvement does not count.
         target: End the run as soon as the number is as good as this; None for no target.
@@ -246,13 +237,14 @@ class EarlyStopping(_Monitor):
         self._patience, self._target = patience, target
 
     def _followed(self, run: RunView, better: bool) -> None:
+        text = f"{self._part} {self._metric}".strip()
         if self._target is not None and self._value is not None:
             low = self._name in run.lower
             if self._value <= self._target if low else self._value >= self._target:
-                run.stop(f"{self._text} reached {self._value:.4g}, the target is {self._target:g}")
+                run.stop(f"{text} reached {self._value:.4g}, the target is {self._target:g}")
         if self._waited >= self._patience:
             best = "was never a number" if self._best is None else f"was best in round {self._round}"
-            run.stop(f"{self._text} {best} and has not improved for {self._waited} evaluations")
+            run.stop(f"{text} {best} and has not improved for {self._waited} evaluations")
 
     def load(self, run: RunView, state: Mapping[str, Any]) -> None:
         super().load(run, state)
@@ -266,14 +258,13 @@ class BestCheckpoint(_Monitor):
 
     Args:
         monitor: As for `EarlyStopping`. `global.accuracy` needs `eval_global_every`, which scores the global model in the run.
-        min_delta: A smaller improvement does not count.
 
     Raises:
         InvalidValueError: a value that is not allowed; at the start of a run, no folder, or a number that the run never has.
     """
 
-    def __init__(self, monitor: str = "", *, min_delta: float = 0.0) -> None:
-        super().__init__(monitor, min_delta)
+    def __init__(self, monitor: str = "") -> None:
+        super().__init__(monitor)
 
     def on_run_start(self, run: RunView) -> None:
         if run.out is None:
@@ -286,12 +277,8 @@ class BestCheckpoint(_Monitor):
         path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
-        note = {"round": run.round, "monitor": self._text, "value": self._best}
+        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": self._best}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
-
-
-_GROUPS = {"cohort": "round", "dropped": "round", "round_seconds": "round"}
-_SCORED = ("train", *PARTS)
 
 
 class TensorBoard(Callback):
@@ -305,115 +292,110 @@ class TensorBoard(Callback):
 
     Raises:
         MissingDependencyError: tensorboard is not installed.
+        InvalidValueError: at the start of a run: neither this nor the run has a folder.
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
         # Before the run, so that a missing package is not an error after hours.
         need("tensorboard", "TensorBoard", extra="log")
-        self._module: Any = importlib.import_module("torch.utils.tensorboard")
         self._folder = None if folder is None else Path(folder)
         self._writer: Any = None
 
     def on_run_start(self, run: RunView) -> None:
-        """Open the files.
-
-        Raises:
-            InvalidValueError: neither this nor the run has a folder.
-        """
         folder = self._folder or (None if run.out is None else run.out / "tensorboard")
         if folder is None:
             raise InvalidValueError(
                 "TensorBoard needs a folder; give the run one (out=, --out DIR), or pass TensorBoard('DIR')"
             )
+        writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         # What a killed run wrote of rounds that are run again is dropped.
-        self._writer = self._module.SummaryWriter(str(folder), purge_step=run.round + 1 if run.round else None)
+        self._writer = writer(str(folder), purge_step=run.round + 1 if run.round else None)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         for name, value in record.numbers().items():
             if value is not None and math.isfinite(value):
-                first, _, rest = name.partition("_")
-                tag = f"{first}/{rest}" if first in _SCORED else f"{_GROUPS.get(name, 'cost')}/{name.removeprefix('round_')}"
-                self._writer.add_scalar(tag, value, record.round)
-        if record.ratios:
-            self._writer.add_scalar("round/mean_ratio", sum(record.ratios.values()) / len(record.ratios), record.round)
+                group, _, rest = name.partition("_")
+                if group not in ("train", "round", *PARTS):
+                    group, rest = "round" if name in ("cohort", "dropped") else "cost", name
+                self._writer.add_scalar(f"{group}/{rest}", value, record.round)
         self._writer.flush()
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Close the files."""
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
 
 
-class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
-    """Draw round, score, FLOPs and time left on stderr; nothing if stderr is not a terminal. Use it with `with`.
+class LiveProgress(Callback):
+    """Show round, scores, FLOPs and time left on stderr: a bar on a terminal, elsewhere a line per evaluation.
+
+    Use it with `with`, so that the bar goes whatever ends the run.
 
     Args:
-        quiet: Draw nothing.
+        quiet: Show nothing.
         label: Text at the start of the line; empty for the method's name.
         console: Console to draw on; None takes stderr.
     """
 
     def __init__(self, *, quiet: bool = False, label: str = "", console: Console | None = None) -> None:
-        self._label, self._score = label, ""
-        self._cohort, self._rounds = 1, 0
-        self._progress = progress_bar(console, shown=not quiet, refresh_per_second=4)
-        self._task = self._progress.add_task(f"{label} preparing".strip(), total=None, facts="")
+        from rich import progress
+        from rich.console import Console
 
-    def __enter__(self) -> LiveProgress:
-        # Starts a thread, so only in on_run_start: worker processes are forked before.
-        return self
+        self._console = Console(stderr=True) if console is None else console
+        self._lines = not (quiet or self._console.is_terminal)
+        self._label, self._score, self._began = label, "", time.monotonic()
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[facts]}"),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=quiet or self._lines,
+            transient=True,
+            expand=True,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task(f"{label} preparing".strip(), total=None, facts="")
+
+    def __enter__(self) -> Self:
+        return self  # the bar starts a thread, so only in on_run_start: worker processes are forked before
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._bar.stop()
 
     def on_run_start(self, run: RunView) -> None:
-        self._cohort, self._rounds = run.config.cohort, run.config.rounds
         self._label = self._label or run.method
-        self._progress.update(self._task, total=self._rounds * self._cohort, completed=run.round * self._cohort)
-        self._doing(run.round + 1)
-        self._progress.start()
+        total = run.config.rounds * run.config.cohort
+        self._bar.update(self._task, total=total, completed=run.round * run.config.cohort)
+        self._doing(run, run.round + 1)
+        self._bar.start()
 
-    def _doing(self, round: int, more: str = "") -> None:
-        text = f"{self._label} round {min(round, self._rounds)}/{self._rounds}{more}"
-        self._progress.update(self._task, description=text.strip())
+    def _doing(self, run: RunView, round: int, more: str = "") -> None:
+        rounds = run.config.rounds
+        self._bar.update(self._task, description=f"{self._label} round {min(round, rounds)}/{rounds}{more}")
 
     def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
         if isinstance(work, Evaluation):
-            self._doing(run.round, ", scoring")
+            self._doing(run, run.round, ", scoring")
         else:
-            self._progress.advance(self._task)
+            self._bar.advance(self._task)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        if record.evaluation is not None and record.evaluation.personal:
-            name = primary_metric(record.evaluation.personal)
-            self._score = score_text(name, record.evaluation.personal[name])
+        scores, flops = record.evaluation, f"{number_text('flops', record.cost.flops)} FLOPs"
+        if scores is not None and scores.personal:
+            name = primary_metric(scores.personal)
+            self._score = score_text(name, scores.personal[name])
+            if self._lines:
+                valid = f"validation {score_text(name, scores.validation[name])}" if name in scores.validation else ""
+                parts = filter(None, [self._score, valid, flops, number_text("seconds", time.monotonic() - self._began)])
+                line = f"{self._label} round {record.round}/{run.config.rounds}: {', '.join(parts)}"
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not self._score and record.accuracy is not None:
             self._score = f"training {score_text('accuracy', record.accuracy)}"
-        facts = f"{self._score}  {number_text('flops', record.cost.flops)} FLOPs".strip()
-        self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
-        self._doing(record.round + 1)
+        facts = f"{self._score}  {flops}".strip()
+        self._bar.update(self._task, completed=record.round * run.config.cohort, facts=facts)
+        self._doing(run, record.round + 1)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        self._progress.stop()
-
-
-def progress_bar(console: Console | None = None, *, shown: bool, **options: Any) -> Any:
-    """Return a `rich.progress.Progress` with text, bar, facts, elapsed time and time left; None draws on stderr."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True) if console is None else console
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=None),
-        progress.TextColumn("{task.fields[facts]}"),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        transient=True,
-        expand=True,
-        **options,
-    )
+        self._bar.stop()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import closing
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsekit.cli import command_app
-from sparsekit.errors import InvalidValueError, MissingDependencyError
-from sparsekit_fl.cli.experiment import cores
+from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError
+from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
 from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
+    from sparsekit_fl.callbacks import LiveProgress
+    from sparsekit_fl.methods.base import Method
     from sparsekit_fl.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
@@ -54,15 +58,13 @@ def _compare(
         list[str] | None,
         typer.Option(help="Number of classes every client lacks; several by commas, as in 2,4,6,8.", rich_help_panel=_AXES),
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(help="Runs at a time, each with --workers processes.", rich_help_panel="How it is run")
-    ] = 1,
     options: RunOptions,
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
 
     With --out DIR, every run has a folder in DIR: finished runs are not repeated, and interrupted ones continue. DIR also gets
     report.html, with tables and pictures; `sparsekit report DIR` writes it again.
+    To use more cores, start several of these commands at once, with the same --out and other methods or seeds.
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
@@ -82,15 +84,14 @@ def _compare(
             f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
             " 'fedprox mu=0.1'"
         )
-    if jobs < 1:
-        raise InvalidValueError(f"--jobs must be an integer >= 1, got {jobs}")
-    grid = _grid(options, seeds, heterogeneity, lack_classes, jobs)
+    grid = _grid(options, seeds, heterogeneity, lack_classes)
+    tasks = [_Task(method, run, options.out) for run in grid for method in made.values()]
     try:
-        trials = _run(made, grid, options.out, jobs=jobs, quiet=options.quiet or options.json)
-    except (RunInterrupted, KeyboardInterrupt) as error:
-        found = re.match(r"stopped by the user after round \d+ of \d+", str(error))
-        kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
-        typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
+        _experiment(grid[0])  # if the options are wrong, nothing begins
+        trials = [_ended(task, f"{number}/{len(tasks)} {task.label}") for number, task in enumerate(tasks, 1)]
+    except (RunInterrupted, KeyboardInterrupt):
+        kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line continues"
+        typer.echo(f"stopped by the user; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     comparison = comparisons_of(trials, order=list(made), target=target)[0]
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and pictures."
@@ -113,42 +114,37 @@ def _compare(
         raise typer.Exit(FAILED)
 
 
-def _distinct(texts: Sequence[str]) -> dict[str, str]:
-    """Map each method's name to the text it was given as; `all` adds those of the registry that are not named."""
+def _distinct(texts: Sequence[str]) -> dict[str, Method]:
+    """Make each method, by its name; `all` adds those of the registry that are not named."""
     from sparsekit_fl.methods import registry
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.paper.published import in_published_order
 
-    made: dict[str, str] = {}
-    for text in texts:
-        if text == ALL:
-            continue
-        name = make_method(text).name
-        if name in made:
-            raise InvalidValueError(f"method {name!r} was given twice; name each method once")
-        made[name] = text
-    for text in in_published_order(registry) if ALL in texts else ():
-        made.setdefault(make_method(text).name, text)
+    made: dict[str, Method] = {}
+    for method in (make_method(text) for text in texts if text != ALL):
+        if method.name in made:
+            raise InvalidValueError(f"method {method.name!r} was given twice; name each method once")
+        made[method.name] = method
+    for method in map(make_method, in_published_order(registry) if ALL in texts else ()):
+        made.setdefault(method.name, method)
     return made
 
 
 def _grid(
-    options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None, jobs: int
+    options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None
 ) -> list[RunOptions]:
     """Return one set of options per level and seed."""
     from sparsekit_fl.paper.presets import preset_for
 
     if seeds < 1:
         raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
-    first, every, workers = options.seed or 0, options.eval_every, options.workers
+    first, every = options.seed or 0, options.eval_every
     if every is None:
         # Curves and times to a target need points, also in a short run.
         rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
         every = max(1, min(10, rounds // 10))
-    if workers is None and jobs > 1:
-        workers = max(1, cores() // jobs)
     return [
-        options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
+        options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, eval_every=every, out=None)
         for level in _listed(heterogeneity, "--heterogeneity", str) or [options.heterogeneity]
         for lack in _listed(lack_classes, "--lack-classes", int) or [options.lack_classes]
         for seed in range(first, first + seeds)
@@ -163,24 +159,118 @@ def _listed(texts: Sequence[str] | None, flag: str, kind: type) -> list[Any]:
     return values
 
 
-def _folder(name: str, options: RunOptions) -> str:
-    lack = "" if options.lack_classes is None else f"-lack{options.lack_classes}"
-    level = "" if options.heterogeneity is None else f"-{options.heterogeneity}"
-    return re.sub(r"[^\w.+-]+", "_", name) + f"{level}{lack}-seed{options.seed}"
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """One trial: a method, the options with its seed and level, and the folder of the comparison; None keeps nothing."""
+
+    method: Method
+    options: RunOptions
+    home: Path | None
+
+    def _words(self) -> tuple[str, str]:
+        lack = self.options.lack_classes
+        return self.options.heterogeneity or "", "" if lack is None else f"lacks {lack}"
+
+    @property
+    def label(self) -> str:
+        """Method, level and seed, as in `fedavg, low, lacks 4, seed 0`."""
+        return ", ".join(filter(None, (self.method.name, *self._words(), f"seed {self.options.seed}")))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of its run, such as `fedavg-low-lack4-seed0`."""
+        words = [word.replace("lacks ", "lack") for word in self._words()]
+        parts = (re.sub(r"[^\w.+-]+", "_", self.method.name), *words, f"seed{self.options.seed}")
+        return None if self.home is None else self.home / "-".join(filter(None, parts))
 
 
-def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, *, jobs: int, quiet: bool) -> list[Trial]:
-    from sparsekit_fl.cli.progress import TrialsProgress
-    from sparsekit_fl.cli.trials import Task, run_trials
+@lru_cache(maxsize=1)
+def _experiment(options: RunOptions) -> Experiment:
+    """Load data and settings; the newest stay in memory, since neighbouring trials share them."""
+    return Experiment.of(options)
 
-    tasks = [
-        Task(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
-        for options in grid
-        for name, text in methods.items()
-    ]
-    # Closed here and not when it is collected, so that no process outlives the command.
-    with TrialsProgress(len(tasks), quiet=quiet) as board, closing(run_trials(tasks, board, jobs=jobs)) as running:
-        return list(running)
+
+def _ended(task: _Task, label: str) -> Trial:
+    """Return a trial that has ended: finished before, or run now, from its last checkpoint on.
+
+    One that fails is recorded in its folder, with the error, and stops no other.
+
+    Raises:
+        RunInterrupted, KeyboardInterrupt: it was stopped.
+        ResumeError: its folder holds a trial of other settings.
+        FolderInUseError: another command runs this trial.
+    """
+    from sparsekit_fl.callbacks import LiveProgress
+    from sparsekit_fl.checkpoint import write_atomically
+    from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted
+    from sparsekit_fl.stored import number_text
+    from sparsekit_fl.trials import TRIAL_FILE, Trial
+
+    quiet, began, described = task.options.quiet or task.options.json, time.monotonic(), dict[str, Any]()
+    try:
+        experiment = _experiment(task.options)
+        described |= _described(task.method, experiment)
+        trial = _finished(task, described, experiment)
+        how = "finished before"
+        if trial is None:
+            with LiveProgress(quiet=quiet, label=label) as progress:
+                trial = _run(task, experiment, progress)
+            how = "finished"
+    except (FolderInUseError, ResumeError, RunInterrupted):
+        raise
+    except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials continue
+        text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
+        raw = {"method": task.method.name, "seed": task.options.seed, "config": {}, "policies": {}, **described, "error": text}
+        if task.folder is not None:
+            task.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(task.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+        trial, how = Trial.of(raw), f"failed: {text}"
+    accuracy = ((trial.result or {}).get("final", {}).get("personal") or {}).get("accuracy")
+    parts = [how, "" if accuracy is None else f"accuracy {number_text('share', accuracy)}"]
+    parts.append(number_text("seconds", time.monotonic() - began) if how == "finished" else "")
+    if not quiet:
+        typer.echo(f"{label}: {', '.join(filter(None, parts))}", err=True)
+    return trial
+
+
+def _described(method: Method, experiment: Experiment) -> dict[str, Any]:
+    """Return the settings that make a trial the same one, as plain JSON values."""
+    config = {**method.configure(experiment.config).to_dict(), "experiment": experiment.described}
+    found: dict[str, Any] = json.loads(json.dumps({"config": config, "policies": method.describe()}))
+    return found
+
+
+def _finished(task: _Task, described: Mapping[str, Any], experiment: Experiment) -> Trial | None:
+    """Read a trial that is finished; None where there is something to run."""
+    from sparsekit_fl.checkpoint import differences
+    from sparsekit_fl.errors import ResumeError
+    from sparsekit_fl.stored import read_result
+    from sparsekit_fl.trials import Trial
+
+    if task.folder is None or not (task.folder / "result.json").exists():
+        return None  # a run compares a checkpoint itself
+    raw = read_result(task.folder)
+    changed = differences({name: raw[name] for name in described}, described)
+    if changed:
+        raise ResumeError(
+            f"{task.folder} holds {task.label} with other settings ({'; '.join(changed)});"
+            " pass the options it was run with, or another --out"
+        )
+    if raw["fingerprint"].get("data") not in (None, experiment.data_fingerprint):
+        raise ResumeError(f"{task.folder} holds {task.label} on other data; restore the data, or pass another --out")
+    return Trial.of(raw)
+
+
+def _run(task: _Task, experiment: Experiment, progress: LiveProgress) -> Trial:
+    from sparsekit_fl.checkpoint import holds_run
+    from sparsekit_fl.trials import TRIAL_FILE, Trial
+
+    options, folder = task.options.replaced(out=task.folder), task.folder
+    resume = folder is not None and holds_run(folder)
+    result = experiment.run(task.method, options, [progress, *options.callbacks()], resume=resume)
+    if folder is not None:
+        (folder / TRIAL_FILE).unlink(missing_ok=True)
+    return Trial.of(result.to_dict())
 
 
 compare = command_app(
@@ -192,7 +282,7 @@ compare = command_app(
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
         "sparsekit compare fedlps 'fedlps bandit=split-ucbv' --out runs/bandits",
         "sparsekit compare fedavg 'fedprox mu=0.1' 'fedprox mu=1'",
-        "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
+        "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --out runs/classes",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
     cls=DefaultsCommand,

@@ -55,8 +55,8 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
     """Read options from a file.
 
     Args:
-        path: A TOML file: `method` and the options by their names with underscores or hyphens, those of training also in a
-            table `[training]`, and any by path in a table `[set]`, or in tables of their own there; "none" is none.
+        path: A TOML file: `method` or `methods`, and options by path, as `--set` takes them; tables are a part of the path, and
+            "none" is none. The options of training go by their bare names too.
         known: Path → name and annotation of the options of a run.
 
     Returns:
@@ -64,7 +64,7 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
 
     Raises:
         InvalidValueError: the file cannot be read, is not TOML, or has a value of the wrong kind.
-        UnknownNameError: it names no option.
+        UnknownNameError: training has no such option.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -77,16 +77,8 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
     methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
     if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
         raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
-    # In a file every option of a run goes by its bare name too.
     known = {name: (name, hint) for name, hint in known.values()} | dict(known)
-    offered = [name for name in known if name not in MOMENTARY]
-    found = {}
-    for place, value in flat(raw).items():
-        option = place.removeprefix("set.") if place.startswith("set.") else place.replace("-", "_")
-        if not place.startswith("set.") and option not in offered:
-            raise UnknownNameError(f"unknown option {place!r} in {path}; {nearest(option, [*offered, 'method', 'set'])}")
-        found[option] = value
-    return methods, *by_path(found, known, where=str(path))
+    return methods, *by_path({name.replace("-", "_"): value for name, value in flat(raw).items()}, known, where=str(path))
 
 
 def text_of(value: Any) -> str:
@@ -96,6 +88,17 @@ def text_of(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def toml_of(values: Mapping[str, Any]) -> str:
+    """Numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
+    lines = []
+    for name, value in values.items():
+        text = json.dumps(
+            "none" if value is None else value, default=str, ensure_ascii=False
+        )  # of these kinds TOML has the same
+        lines.append(f"{name if name.replace('-', '_').isidentifier() else json.dumps(name)} = {text}\n")
+    return "".join(lines)
+
+
 def written(method: str, given: Mapping[str, Any]) -> str:
     """The options of a run as a TOML file that `read_file` reads.
 
@@ -103,24 +106,6 @@ def written(method: str, given: Mapping[str, Any]) -> str:
         method: As the user wrote it.
         given: Option → value; None was given as none.
     """
-    lines = [f"method = {toml_of(method)}"]
-    for name, value in given.items():
-        if name not in (*MOMENTARY, "set", "out"):
-            lines.append(f"{name} = {toml_of('none' if value is None else value)}")
-    if given.get("set"):
-        lines += ["", "[set]"]
-        for text in given["set"]:
-            path, _, value = text.partition("=")
-            lines.append(f'"{path.strip()}" = {toml_of(value.strip())}')
-    return "\n".join(lines) + "\n"
-
-
-def toml_of(value: Any) -> str:
-    """A value as TOML has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml_of, value))}]"
-    return json.dumps(str(value), ensure_ascii=False)
+    kept = {name: value for name, value in given.items() if name not in (*MOMENTARY, "set", "out")}
+    settings = dict(text.split("=", 1) for text in given.get("set") or ())
+    return toml_of({"method": method, **kept, **{path.strip(): value.strip() for path, value in settings.items()}})

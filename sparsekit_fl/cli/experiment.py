@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
@@ -154,19 +153,12 @@ def _engine(options: RunOptions) -> Engine:
         if not isinstance(error.__cause__, ModuleNotFoundError):
             raise
         raise MissingDependencyError(f"engine {name!r} needs {error.__cause__.name}; {install_hint(name)}") from error
-    takes = inspect.signature(make).parameters
-    given: dict[str, Any] = {"supernodes": options.supernodes, "ray_address": options.ray_address}
-    given = {option: value for option, value in given.items() if value is not None}
-    for option in given:
-        if option not in takes:
+    for option in ("supernodes", "ray_address"):
+        if getattr(options, option) is not None:
             raise InvalidValueError(f"{option} is not for engine {name!r}; leave it out, or add --engine flower")
-    if "workers" in takes:
-        # A GPU is shared best by one process.
-        on_cpu = options.device in (None, "cpu")
-        given["workers"] = options.workers or (min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device))))
-    elif options.workers not in (None, 1):
-        raise InvalidValueError(f"--workers is not for engine {name!r}, which runs in one process; leave it out")
-    engine: Engine = make(**given)
+    # A GPU is shared best by one process.
+    most = min(cores(), MOST_WORKERS) if options.device in (None, "cpu") else len(devices(str(options.device)))
+    engine: Engine = make(workers=options.workers or most)
     return engine
 
 

@@ -130,10 +130,8 @@ def write_app(folder: Path, options: AppOptions | None = None) -> list[Path]:
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
         "@DISTRIBUTION@": DISTRIBUTION,
-        "@CONFIG@": _table({name: value for name, value in config.items() if not name.startswith(_SET)}),
-        "@SET@": "\n".join(
-            f'"{name[len(_SET) :]}" = {toml_of(value)}' for name, value in config.items() if name.startswith(_SET)
-        ),
+        "@CONFIG@": toml_of({name: value for name, value in config.items() if not name.startswith(_SET)}),
+        "@SET@": toml_of({name[len(_SET) :]: value for name, value in config.items() if name.startswith(_SET)}),
     }
     template = files("sparsekit_fl").joinpath("flower/template")
     written = []
@@ -148,10 +146,6 @@ def write_app(folder: Path, options: AppOptions | None = None) -> list[Path]:
             path.chmod(0o755)
         written.append(path)
     return written
-
-
-def _table(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"{name if '.' not in name else toml_of(name)} = {toml_of(value)}" for name, value in values.items())
 
 
 def _command(*, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder to write it to.")]) -> None:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from sparsekit.cli import command_app
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.cli.config_file import PARTITION, text_of
 from sparsekit_fl.cli.options import FROM_PRESET, AsJson, RunOptions, default_of, known_options, path_of
-from sparsekit_fl.options import described, options_of
-
-if TYPE_CHECKING:
-    from sparsekit.registry import Registry
+from sparsekit_fl.options import Option, described, options_of
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
@@ -37,9 +33,6 @@ KINDS = {
     "callbacks": "sparsekit_fl.callbacks:loggers",
 }
 
-Row = Mapping[str, str]
-"""One option: its path, default, what is allowed, and meaning, as text."""
-
 
 def _list(
     *,
@@ -47,62 +40,55 @@ def _list(
     as_json: AsJson = False,
 ) -> None:
     """List the names that an option takes, ours and those of installed packages, or every option of a run."""
+    if kind not in (*KINDS, "options"):
+        raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'options'])}")
     if kind == "options":
         rows = _run_rows()
-        if as_json:
-            _print_json(rows)
-            return
-        _show(rows)
-        typer.echo("`sparsekit describe PATH` shows one in full, `sparsekit describe METHOD` the options of a method.")
-        return
-    if kind not in KINDS:
-        raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'options'])}")
-    found = [{"name": name, "about": about} for name, about in _describe(load_object(KINDS[kind]))]
+    else:
+        registry = load_object(KINDS[kind])
+        rows = [{"name": name, "about": _line(name, lambda name: registry[name])} for name in registry]
     if as_json:
-        _print_json(found)
-        return
-    _show(found)
+        _print_json(rows)
+    elif kind == "options":
+        _show([["option", "default", "meaning"], *([row["path"], row["default"], row["about"]] for row in rows)])
+        typer.echo("`sparsekit describe PATH` shows one in full, `sparsekit describe METHOD` the options of a method.")
+    else:
+        _show([list(row.values()) for row in rows])
 
 
 def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=1, default=text_of))
 
 
-def _show(rows: Sequence[Row]) -> None:
-    """Print one line per row; the last column is cut where the terminal ends."""
-    first, *rest = ("path", "default", "about") if "path" in rows[0] else ("name", "about")
-    lines = [[row[first], *(row[column] for column in rest)] for row in rows]
-    if len(rest) > 1:
-        lines.insert(0, ["option", "default", "meaning"])
-    widths = [max(len(line[place]) for line in lines) for place in range(len(rest))]
-    console = Console(highlight=False)
-    for line in lines:
-        text = "  ".join([cell.ljust(width) for cell, width in zip(line, widths, strict=False)])
-        about, room = re.split(r"(?<=[.]) ", line[-1], maxsplit=1)[0].rstrip("."), console.width - len(text) - 2
-        about = about if len(about) <= room or "path" not in rows[0] else re.split(r"[:;(]", about)[0].rstrip()
-        about = about if len(about) <= room else about[: max(0, room - 1)].rstrip() + "…"
-        console.print(escape(f"{text}  {about}"), no_wrap=True, crop=False)
+def _show(rows: Sequence[Sequence[str]]) -> None:
+    """Print one line per row; the first sentence of the last column, cut where the terminal ends."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for *cells, about in rows:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        room = max(20, Console().width - len(text) - 2)
+        sentence = re.split(r"(?<=[.]) ", about, maxsplit=1)[0].rstrip(".")
+        typer.echo(f"{text}  {textwrap.shorten(sentence, room, placeholder='…')}")
 
 
-def _run_rows() -> list[Row]:
-    """Return the options of a run, of training and of all partitions."""
+def _run_rows() -> list[dict[str, str]]:
+    """Return path, default, what is allowed, and meaning of each option of a run, of training and of all partitions."""
     from sparsekit_fl.problem.partition import partitions
 
-    found = []
-    for name, option in RunOptions.table.items():
-        if path_of(name) in known_options():
-            default = default_of(option) or ("preset" if name in FROM_PRESET else "")
-            found.append(_row(path_of(name), default, option.hint, option.about))
+    rows = [
+        _row(path_of(name), default_of(option) or ("preset" if name in FROM_PRESET else ""), option)
+        for name, option in RunOptions.table.items()
+        if path_of(name) in known_options()
+    ]
     for name in partitions:
         for option in options_of(partitions[name]).values():
-            if option.default is not dataclasses.MISSING:
-                about = f"{option.about} For the partition {name}."
-                found.append(_row(PARTITION + option.name, text_of(option.default), option.hint, about))
-    return found
+            if option.default is not MISSING:
+                row = _row(PARTITION + option.name, text_of(option.default), option)
+                rows.append(row | {"about": f"{option.about} For the partition {name}."})
+    return rows
 
 
-def _row(path: str, default: str, hint: Any, about: str) -> Row:
-    return {"path": path, "default": default, "allowed": described(hint, none=False), "about": about}
+def _row(path: str, default: str, option: Option) -> dict[str, str]:
+    return {"path": path, "default": default, "allowed": described(option.hint, none=False), "about": option.about}
 
 
 def _describe_name(
@@ -115,85 +101,68 @@ def _describe_name(
 ) -> None:
     """Describe a method with all its options, an option of a run, or a data set, a criterion or anything else with a name."""
     from sparsekit_fl.methods import registry
+    from sparsekit_fl.methods.make import make_method
 
-    plain = name.split()[0]
-    if plain in registry or ":" in plain:
-        _describe_method(name, as_json=as_json)
+    if name.split()[0] in registry or ":" in name:
+        method = make_method(name)
+        values, options = method.options(), options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
+        rows = [_row(one.name, text_of(values[one.name]), one) for one in options.values()]
+        if as_json:
+            _print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
+            return
+        typer.echo(f"{method.name}: {method.source}")
+        _print_wrapped(method.note)
+        for row in rows:
+            typer.echo()
+            _print_option(row)
         return
-    options = [{"kind": "options", "name": name, **row} for row in _run_rows() if row["path"] in (name, path_of(name))]
+    rows = [{"kind": "options", "name": name, **row} for row in _run_rows() if row["path"] in (name, path_of(name))]
     homes = {kind: load_object(place) for kind, place in KINDS.items()}
-    named = [{"kind": kind, "name": name, "about": _about_entry(home[name])} for kind, home in homes.items() if name in home]
-    if not named and not options:
+    named = [
+        {"kind": kind, "name": name, "about": "\n\n".join(filter(None, dict.fromkeys(_texts(home[name]))))}
+        for kind, home in homes.items()
+        if name in home
+    ]
+    if not named and not rows:
         known = [*dict.fromkeys(one for home in homes.values() for one in home), *known_options()]
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows all names")
     if as_json:
-        _print_json([*named, *options])
+        _print_json([*named, *rows])
         return
     for about in named:
         typer.echo(f"{about['kind']}: {name}\n\n{about['about']}\n")
-    for row in options:
-        _describe_option(row)
-
-
-def _describe_option(row: Row, *, indent: str = "") -> None:
-    """Print path, meaning, default and range of an option, wrapped to the terminal."""
-    console = Console(highlight=False)
-    default = f" Default: {row['default']}." if row["default"] and "Default:" not in row["about"] else ""
-    console.print(f"{indent}[bold]--set {escape(row['path'])}=VALUE[/bold]")
-    console.print(f"{indent}    {escape(row['about'])}{escape(default)} Allowed: {escape(row['allowed'])}.")
-
-
-def _about_entry(found: object) -> str:
-    return "\n\n".join(filter(None, dict.fromkeys(_texts(found))))
-
-
-def _texts(found: object) -> tuple[str, str]:
-    """Return the docstring of an entry's file, and that of the entry."""
-    home = inspect.getmodule(found)
-    own = inspect.getdoc(found if callable(found) else getattr(found, "build", found))
-    return (inspect.getdoc(home) or "" if home else "", own or "")
-
-
-def _describe_method(name: str, *, as_json: bool) -> None:
-    """Show the options of a method, each with its default and what is allowed."""
-    from sparsekit_fl.methods.make import make_method
-
-    method = make_method(name)
-    values = method.options()
-    known = options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
-    rows = [_row(name, text_of(values[name]), one.hint, one.about) for name, one in known.items()]
-    if as_json:
-        _print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
-        return
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(method.name)}[/bold]: {escape(method.source)}")
-    if method.note:
-        console.print(escape(method.note))
     for row in rows:
-        console.print()
-        _describe_option(row)
+        _print_option(row)
 
 
-def _describe(registry: Registry) -> Iterator[tuple[str, str]]:
-    """Yield name and one line for each entry; an entry that cannot be loaded says so and does not spoil the list."""
-    loaded: dict[str, object] = {}
-    failed: dict[str, str] = {}
-    for name in registry:
-        try:
-            loaded[name] = registry[name]
-        except Exception as error:  # noqa: BLE001 - plug-ins are other people's code
-            failed[name] = f"(not available: {error})"
-    homes = Counter(inspect.getmodule(found) for found in loaded.values())
-    for name in registry:
-        yield name, failed[name] if name in failed else _line(loaded[name], homes)
+def _print_option(row: Mapping[str, str]) -> None:
+    """Print path, meaning, default and range of an option, wrapped to the terminal."""
+    default = f" Default: {row['default']}." if row["default"] and "Default:" not in row["about"] else ""
+    typer.echo(f"--set {row['path']}=VALUE")
+    _print_wrapped(f"{row['about']}{default} Allowed: {row['allowed']}.", indent="    ")
 
 
-def _line(found: object, homes: Counter[ModuleType | None]) -> str:
-    """Return a first line of documentation: the class's own, or that of the file of a function or a method alone in it."""
+def _print_wrapped(text: str, *, indent: str = "") -> None:
+    for line in textwrap.wrap(text, Console().width, initial_indent=indent, subsequent_indent=indent):
+        typer.echo(line)
+
+
+def _texts(found: Any) -> tuple[str, str]:
+    """Return the docstring of the file of an entry, and that of the entry."""
+    made = found if callable(found) else getattr(found, "build", found)
+    made = made.func if isinstance(made, functools.partial) else made
+    return inspect.getdoc(inspect.getmodule(found)) or "", inspect.getdoc(made) or ""
+
+
+def _line(name: str, load: Callable[[str], Any]) -> str:
+    """Return a first line of documentation of an entry: of its file if that has its name, and else its own."""
+    try:
+        found = load(name)
+    except Exception as error:  # noqa: BLE001 - plug-ins are other people's code; a broken one does not spoil the list
+        return f"(not available: {error})"
     home, own = _texts(found)
-    speaks = isinstance(found, type) and not hasattr(found, "train")
-    alone = callable(found) and not speaks and homes[inspect.getmodule(found)] == 1
-    return (home if alone and home else own).partition("\n")[0]
+    module = getattr(inspect.getmodule(found), "__name__", "").rpartition(".")[2]
+    return (home if home and module == name.replace("-", "_") else own).partition("\n")[0]
 
 
 list_names = command_app(
@@ -216,24 +185,13 @@ describe = command_app(
     ),
 )
 
-_CLOSE = 0.8
-
 
 def method_hint(name: str) -> str | None:
-    """Say which command runs a method of this name, or of a name like it.
-
-    Args:
-        name: The word that was typed.
-
-    Returns:
-        For example `fedavg is a method; type: sparsekit run fedavg`; None if no method is meant.
-    """
+    """Say which command runs a method of this name, or of a name like it; None if no method is meant."""
     from sparsekit_fl.methods import registry
 
     if name in registry:
         return f"{name} is a method; type: sparsekit run {name}"
-    turned: Iterable[str] = [known for known in registry if sorted(known) == sorted(name)]  # letters in another order
-    close = [*turned, *difflib.get_close_matches(name, list(registry), n=1, cutoff=_CLOSE)]
-    if not close:
-        return None
-    return f"did you mean: sparsekit {close[0] if close[0] == 'fedlps' else f'run {close[0]}'}"
+    turned = [known for known in registry if sorted(known) == sorted(name)]  # letters in another order
+    close = [*turned, *difflib.get_close_matches(name, list(registry), n=1, cutoff=0.8)]
+    return f"did you mean: sparsekit {close[0] if close[0] == 'fedlps' else f'run {close[0]}'}" if close else None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import click
 
     from sparsekit_fl.callbacks import Callback
-    from sparsekit_fl.paper.presets import Preset
 
 MOST_WORKERS = 8
 
@@ -263,8 +262,8 @@ def _parameter(name: str, panel: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-class PathsCommand(TyperCommand):
-    """A command that says, of an option without a flag, by which path it is given."""
+class DefaultsCommand(TyperCommand):
+    """A command whose help ends with the presets, and which says, of an option without a flag, by which path it is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         import click
@@ -278,24 +277,18 @@ class PathsCommand(TyperCommand):
                 raise
             raise InvalidValueError(f"no such option {flag}; pass --set {path}=VALUE") from None
 
-
-class DefaultsCommand(PathsCommand):
-    """A command whose help ends with the presets, read from where they are defined."""
-
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from sparsekit_fl.paper.presets import DEFAULT, PRESETS
 
         lines = [self.epilog or "", "Defaults, by preset; a data set brings its own:"]
-        lines += [f"{name}{' (with no option)' if name == DEFAULT else ''}: {_text(PRESETS[name])}" for name in PRESETS]
+        for name, one in PRESETS.items():
+            more = "".join(f", {option.replace('_', ' ')} {value}" for option, value in one.options.items())
+            text = (
+                f"{name}{' (with no option)' if name == DEFAULT else ''}: {one.model} on {one.dataset}, {one.rounds} rounds,"
+                f" {one.cohort} of {one.clients} clients, {one.training.local_epochs} local epochs, batches of"
+                f" {one.training.batch_size}, lr {one.training.lr:g}; {one.partition or 'natural'}{more};"
+                f" capability {one.capability}"
+            )
+            lines.append(escape(text))
         self.epilog = "\n\n".join(lines)
         super().format_help(ctx, formatter)
-
-
-def _text(preset: Preset) -> str:
-    training = preset.training
-    more = "".join(f", {name.replace('_', ' ')} {value}" for name, value in preset.options.items())
-    return escape(
-        f"{preset.model} on {preset.dataset}, {preset.rounds} rounds, {preset.cohort} of {preset.clients} clients,"
-        f" {training.local_epochs} local epochs, batches of {training.batch_size}, lr {training.lr:g};"
-        f" {preset.partition or 'natural'}{more}; capability {preset.capability}"
-    )

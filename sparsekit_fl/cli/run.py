@@ -16,11 +16,13 @@ from rich.table import Table
 
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.results import RunResult
+    from sparsekit_fl.callbacks import Callback, RunView
+    from sparsekit_fl.results import RoundRecord, RunResult
 
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
 _MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
@@ -28,8 +30,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.callbacks import Callback, Callbacks, LiveProgress, RunView
-    from sparsekit_fl.cli.progress import EvaluationLines, Written
+    from sparsekit_fl.callbacks import Callbacks, LiveProgress, RunView
     from sparsekit_fl.cli.simulate import simulate
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
@@ -42,16 +43,14 @@ def _run(method_name: str, options: RunOptions) -> None:
         )
     callbacks = options.callbacks()
     experiment = Experiment.of(options)
-    quiet = options.quiet or options.json
-    with LiveProgress(quiet=quiet) as progress:
+    with LiveProgress(quiet=options.quiet or options.json) as progress:
+        own = [progress, _keeping_options(method_name, options)]
         try:
-            own: list[Callback] = [progress, EvaluationLines(quiet=quiet)]
             if experiment.engine is None:
-                view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients))
+                view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients), out=options.out)
                 progress.on_run_start(view)
                 result = simulate(method_name, options, partial(Callbacks(own).tell, "on_round_end", view))
             else:
-                own.append(Written(method_name, options))
                 result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
@@ -62,6 +61,24 @@ def _run(method_name: str, options: RunOptions) -> None:
     _show(result, options)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
+
+
+def _keeping_options(method: str, options: RunOptions) -> Callback:
+    """Return a callback that writes the options into the folder of the run, as `run.toml`, once a round is saved there."""
+    from sparsekit_fl.callbacks import Callback
+    from sparsekit_fl.checkpoint import write_atomically
+
+    class Keeping(Callback):
+        written = False
+
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+            del record
+            if run.out is not None and not self.written:
+                text = written(method, {**options.given, "seed": run.config.seed})
+                write_atomically(run.out / "run.toml", text.encode())
+                self.written = True
+
+    return Keeping()
 
 
 def _show(result: RunResult, options: RunOptions) -> None:

@@ -170,7 +170,7 @@ def _node(context: Context, run: str) -> Node:
 def serve(grid: Grid, context: Context) -> None:
     """Run all rounds of what the run configuration says, on the clients of the nodes."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
-    from sparsekit_fl.cli.progress import EvaluationLines, Written
+    from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.rounds import run
 
     options = AppOptions.of(context.run_config)
@@ -187,14 +187,13 @@ def serve(grid: Grid, context: Context) -> None:
         if not options.simulated:
             clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
             experiment = experiment.with_clients(options, list(clients.values()))
-        own = [EvaluationLines(), *([Written(options.method, options)] if options.simulated else [])]
         result = run(
             method,
             experiment.problem,
             experiment.clients,
             experiment.config,
             engine=engine,
-            callbacks=[*own, *options.callbacks()],
+            callbacks=[LiveProgress(), *options.callbacks()],
             out=options.out,
             resume=options.resume,
             experiment=experiment.described,

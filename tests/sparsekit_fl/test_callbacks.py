@@ -81,26 +81,24 @@ def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, ho
     [
         ("validation.loss", True, [0.5, 0.6, 0.4, math.nan], 3),
         ("validation.accuracy", False, [0.5, 0.4, math.nan, 0.45], 1),
-        ("personal.accuracy.worst_decile", False, [math.nan, 0.1, 0.15, 0.25], 4),
+        ("personal.accuracy", False, [math.nan, 0.1, 0.15, 0.25], 4),
     ],
 )
 def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(
     monitor: str, lower: bool, values: list[float], best: int
 ) -> None:
-    part, metric, *kind = monitor.split(".")
+    part, metric = monitor.split(".")
     view = fl.RunView(method="m", config=tiny_config(), clients=1)
     stopping = fl.callbacks.EarlyStopping(monitor, patience=9, min_delta=0.06)
     stopping.on_run_start(view)
     assert (metric in view.lower) is lower
     for view.round, value in enumerate(values, 1):
-        means = {part: {metric: value}}
-        scores = RoundScores(personal={}, worst_decile=means) if kind else RoundScores(**{"personal": {}, **means})
-        stopping.on_evaluation(view, scores)
+        stopping.on_evaluation(view, RoundScores(**{"personal": {}, part: {metric: value}}))
     assert stopping.state()["round"] == best
     json.dumps(stopping.state(), allow_nan=False)
 
 
-@pytest.mark.parametrize("monitor", ["global.accuracy", "global.loss.weighted", "validation.accuracy", "", "personal.auc"])
+@pytest.mark.parametrize("monitor", ["global.accuracy", "global.loss", "validation.accuracy", "", "personal.auc"])
 @pytest.mark.parametrize("make", [fl.callbacks.EarlyStopping, fl.callbacks.BestCheckpoint])
 def test_a_number_that_the_run_never_has_is_refused_before_the_first_round(make: Any, monitor: str, tmp_path: Path) -> None:
     without = [replace(client, data=replace(client.data, val=None)) for client in tiny_clients()]

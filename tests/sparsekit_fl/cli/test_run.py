@@ -50,8 +50,9 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     # What `tune` reads: of the clients' own validation data, never of test data.
     validation = [one["metrics"]["validation"]["accuracy"] for one in result["final"]["per_client"]]
     assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
-    assert set(result["cost"]) >= {
-        "flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"
+    assert set(result["cost"]) == {
+        "flops", "flops_paper", "flops_training", "flops_scoring", "flops_deploying", "uplink_bytes", "downlink_bytes",
+        "simulated_seconds", "simulated_seconds_training", "simulated_seconds_scoring", "wall_seconds",
     }  # fmt: skip
 
 
