@@ -180,9 +180,11 @@ class PruneJob(Job):
         pruned = replace(pruned, report=report)
         if not self.runtimes:
             return pruned
+        from sparsekit.tracing.inputs import ModelInputs
+
         if self.progress:
             _logger.info("timing both models; --time none leaves it out")
-        return pruned.measure_times(self.model, *self.args, runtimes=self.runtimes, **self.kwargs)
+        return pruned.measure_times(self.model, ModelInputs(self.args, self.kwargs), runtimes=self.runtimes)
 
     def _train(self, small: nn.Module, step: int) -> None:
         """Fine-tune after a step."""

@@ -17,6 +17,7 @@ from sparsekit.pruning.page import draw_page, draw_summary
 from sparsekit.pruning.report import PruneReport
 from sparsekit.pruning.timing import with_times
 from sparsekit.surgery.saving import save_compact
+from sparsekit.tracing.inputs import ModelInputs
 
 
 @dataclass(eq=False)
@@ -49,20 +50,20 @@ class Pruned:
             for name, axes in self.graph.kept_indices(self.mask).items()
         }
 
-    def measure_times(self, dense: nn.Module, *args: Any, runtimes: Sequence[str] = ("eager",), **kwargs: Any) -> Pruned:
+    def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, the layers that take most, and why.
 
         Args:
             dense: What was pruned.
-            *args: Example inputs; their number of examples is timed, and one example.
+            example_inputs: Inputs of one call, as `prune` takes them; their number of examples is timed, and one example.
             runtimes: What is timed besides eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
                 program of torch.export), "onnx" (ONNX Runtime). One that cannot run the models leaves a note.
-            **kwargs: Keyword inputs.
 
         Returns:
             The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
         """
-        return replace(self, report=with_times(self.report, dense, self.model, args, kwargs, runtimes=runtimes))
+        call = ModelInputs.of(example_inputs)
+        return replace(self, report=with_times(self.report, dense, self.model, call.args, call.kwargs, runtimes=runtimes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

@@ -85,7 +85,7 @@ def test_copies_are_told_from_other_operators_and_what_is_copied_whole_is_a_reas
 
 def test_a_report_with_times_survives_json_and_says_them() -> None:
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(6, 8)
-    pruned = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x)
+    pruned = sk.prune(model, {"input": x}, budget="flops=50%").measure_times(model, {"input": x})
     report = pruned.report
     assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
     assert len(report.tables()["Time"][1]) == len(report.times)
