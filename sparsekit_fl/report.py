@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,8 +12,9 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
-from sparsekit_fl.pictures import Picture, draw, pictures_of
+from sparsekit_fl.pictures import pictures_of, to_svg
 from sparsekit_fl.problem.names import lower_by_name
+from sparsekit_fl.stored import flat
 from sparsekit_fl.trials import collect
 
 PAGE = "report.html"
@@ -50,9 +50,9 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
     sections, missing = [], ""
     for number, comparison in enumerate(comparisons):
         try:
-            pictures = [(one, _svg(one)) for one in pictures_of(comparison)]
+            drawn = {title: base64.b64encode(to_svg(figure)).decode() for title, figure in pictures_of(comparison).items()}
         except MissingDependencyError as error:
-            pictures, missing = [], str(error)
+            drawn, missing = {}, str(error)
         published = published_beside(comparison)
         sections.append(
             {
@@ -63,7 +63,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
                     for part in ("final", "cost")
                     if comparison.rows
                 ],
-                "pictures": pictures,
+                "pictures": drawn,
                 "published": None if published is None else _html(published_table(published), f"published{number}"),
             }
         )
@@ -105,12 +105,6 @@ def published_table(published: Any) -> Any:
     return need("pandas").DataFrame(rows).set_index("run")
 
 
-def _svg(picture: Picture) -> str:
-    buffer = io.BytesIO()
-    draw(picture, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 def _best(comparison: Comparison) -> dict[str, list[int]]:
     """Return title of a column → rows with the best mean; wall time depends on the machine and is not marked."""
     found = {}
@@ -136,18 +130,11 @@ def _html(frame: Any, name: str, best: Mapping[str, Sequence[int]] | None = None
 
 
 def _about(comparison: Comparison) -> str:
-    """Return settings that all runs have in common, and version and date of the runs, in one line."""
-    config = comparison.config
-    about, training = config.get("experiment", {}), config.get("training", {})
-    parts = [f"{config['cohort']} clients a round"] if "cohort" in config else []
-    if training:
-        parts.append(f"{training['local_epochs']} local epochs of batches of {training['batch_size']}")
-        parts.append(f"learning rate {training['lr']:g}")
-    parts += [f"{about['partition']} partition"] if about.get("partition") else []
-    options = {name: value for name, value in about.get("partition_options", {}).items() if name != "lack_classes"}
-    parts += [f"{name.replace('_', ' ')} {value}" for name, value in options.items()]
-    parts += [f"capability {config['capability']}"] if "capability" in config else []
+    """Return the settings of the runs, and version and date, in one line; what rows differ in is in their labels."""
+    settings = {name.rpartition(".")[2]: value for name, value in flat(comparison.config).items() if value is not None}
+    rest = set(settings) - {"seed", "capability_levels", "lack_classes"}
+    parts = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name in rest]
     known = [result.get("environment") or {} for _, result in comparison.results]
-    parts += sorted({f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one})
+    versions = {f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one}
     dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})
-    return "; ".join([*parts, *([" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else [])])
+    return "; ".join([*parts, *sorted(versions), *([" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else [])])

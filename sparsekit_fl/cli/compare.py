@@ -275,7 +275,7 @@ def _run(task: _Task, experiment: Experiment, progress: LiveProgress) -> Trial:
 
 compare = command_app(
     # Finished and half-finished runs are found by themselves.
-    with_run_options(_compare, without=("resume", "init"), hidden=("deterministic",)),
+    with_run_options(_compare, without=("resume", "init")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",

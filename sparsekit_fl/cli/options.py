@@ -31,8 +31,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     ),
     "How clients train": ("local_epochs", "batch_size", "lr", "optimizer"),
     "How it is run": (
-        "seed", "eval_every", "device", "deterministic", "engine", "workers", "out", "resume", "callback",
-        "quiet", "json",
+        "seed", "eval_every", "device", "engine", "workers", "out", "resume", "callback", "quiet", "json",
     ),
 }  # fmt: skip
 """Panel of the help text → the options that have a flag; all others are given by --set and in files."""
@@ -177,15 +176,12 @@ def default_of(option: Option) -> str:
     return str(option.default)
 
 
-def with_run_options(
-    command: Callable[..., None], *, without: tuple[str, ...] = (), hidden: tuple[str, ...] = ()
-) -> Callable[..., None]:
+def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
 
     Args:
         command: The command.
         without: Options that it does not take.
-        hidden: Options of `FLAGS` that it takes by --set and from a file alone.
 
     Returns:
         What Typer reads as a command with all the options.
@@ -200,7 +196,7 @@ def with_run_options(
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     for panel, names in FLAGS.items():
-        parameters += [_parameter(name, panel) for name in names if name not in (*without, *hidden, *own)]
+        parameters += [_parameter(name, panel) for name in names if name not in (*without, *own)]
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread.__doc__ = command.__doc__
@@ -252,12 +248,9 @@ def _parameter(name: str, panel: str) -> inspect.Parameter:
     option = RunOptions.table[name]
     kind: Any = plain_type(option.hint)
     kind = list[str] if get_origin(kind) is tuple else kind
-    flag, default = flag_of(name), getattr(RunOptions, name)
-    # A flag that a file may set can be taken back.
-    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and default is not False else flag, *(["-q"] if name == "quiet" else [])]
-    unset = default_of(option)
+    default, unset = getattr(RunOptions, name), default_of(option)
     about = f"{option.about} Default: {unset}." if unset else option.about
-    asked = typer.Option(*flags, help=about, rich_help_panel=panel)
+    asked = typer.Option(flag_of(name), *(["-q"] if name == "quiet" else []), help=about, rich_help_panel=panel)
     annotation: Any = Annotated[kind if default is False else kind | None, asked]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

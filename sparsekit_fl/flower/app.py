@@ -171,7 +171,6 @@ def serve(grid: Grid, context: Context) -> None:
     """Run all rounds of what the run configuration says, on the clients of the nodes."""
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
     from sparsekit_fl.callbacks import LiveProgress
-    from sparsekit_fl.rounds import run
 
     options = AppOptions.of(context.run_config)
     try:
@@ -187,18 +186,8 @@ def serve(grid: Grid, context: Context) -> None:
         if not options.simulated:
             clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
             experiment = experiment.with_clients(options, list(clients.values()))
-        result = run(
-            method,
-            experiment.problem,
-            experiment.clients,
-            experiment.config,
-            engine=engine,
-            callbacks=[LiveProgress(), *options.callbacks()],
-            out=options.out,
-            resume=options.resume,
-            experiment=experiment.described,
-            init=options.init,
-        )
+        callbacks = [LiveProgress(), *options.callbacks()]
+        result = replace(experiment, engine=engine).run(method, options, callbacks, resume=options.resume)
     except Exception as error:
         if options.error_file is not None:
             told = {"kind": type(error).__name__, "text": str(error)}

@@ -54,7 +54,7 @@ def test_without_matplotlib_there_is_a_page_with_tables_version_and_settings(
         one["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
     save(tmp_path, *made)
     assert execute(["report", str(tmp_path)]) == 0
-    for part in ("89.5%", "sparsekit 0.2.0; 2026-11-22", "classes per client 2", "10 clients a round"):
+    for part in ("89.5%", "sparsekit 0.2.0; 2026-11-22", "classes per client 2", "cohort 10"):
         assert part in page(tmp_path)
     assert "no pictures: " in capsys.readouterr().err
 

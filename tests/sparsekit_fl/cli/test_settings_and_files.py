@@ -87,7 +87,7 @@ def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     given = ["--config", str(file)]
     plain = seen(given)
     assert (plain.deterministic, plain.seed, plain.lr, plain.clip) == (True, 7, 8.0, 2.0)
-    back = ["--no-deterministic", "--seed", "0", "--lr", "0", "--set", "training.clip=none"]
+    back = ["--set", "deterministic=false", "--seed", "0", "--lr", "0", "--set", "training.clip=none"]
     changed = seen([*given, *back])
     assert (changed.deterministic, changed.seed, changed.lr) == (False, 0, 0.0)
     # None is given too: the preset of the text tasks would clip.
@@ -99,7 +99,7 @@ def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     with pytest.raises(InvalidValueError, match="--rounds must be an integer >= 1, got 0"):
         seen([*given, "--rounds", "0"])
     # A run that is resumed reads its own file, and the line comes first there too.
-    resumed = seen(["--resume", "--out", str(tmp_path), "--seed", "0", "--lr", "0", "--no-deterministic"])
+    resumed = seen(["--resume", "--out", str(tmp_path), "--seed", "0", "--lr", "0", "--set", "deterministic=false"])
     assert (resumed.deterministic, resumed.seed, resumed.lr, resumed.clip) == (False, 0, 0.0, 2.0)
 
 
