@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.config import HETEROGENEITY
@@ -20,16 +20,8 @@ _MOST_FIRST = 6
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-@dataclass(frozen=True)
-class Column:
-    """One number of a result.
-
-    Args:
-        name: Name in JSON.
-        title: Title in tables.
-        path: Keys that lead to it in a result.
-        unit: "share", "flops", "bytes", "seconds" or "number".
-    """
+class Column(NamedTuple):
+    """One number of a result: its name in JSON, its title in tables, the keys that lead to it, and its unit as of `stored`."""
 
     name: str
     title: str
@@ -57,22 +49,14 @@ _TRAINING = (
 )
 
 
-# Kinds of means over clients: end of the name, end of the title, keys in "final".
-_KINDS = (
-    ("", "", ("personal",)),
-    ("_weighted", ", by examples", ("weighted", "personal")),
-    ("_worst_decile", ", worst tenth", ("worst_decile", "personal")),
-)
-
-
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns of a table: accuracies, costs, other metrics, means by examples, and the worst tenth of clients."""
+    """Return the columns of a table: accuracies, costs, other metrics, and the worst tenth of clients."""
     found = [*_SCORES, *_COSTS, *(_TRAINING if any(one["cost"].get("flops_scoring") for one in results) else ())]
     for name in dict.fromkeys(name for one in results for name in one["final"].get("personal", {})):
-        unit = "share" if name == "accuracy" else "number"
-        # The mean of accuracy is there already.
-        for end, title, path in _KINDS[name == "accuracy" :]:
-            found.append(Column(f"personal_{name}{end}", f"{name}{title}", ("final", *path, name), unit))
+        unit, worst = "share" if name == "accuracy" else "number", ("final", "worst_decile", "personal", name)
+        if name != "accuracy":
+            found.append(Column(f"personal_{name}", name, ("final", "personal", name), unit))
+        found.append(Column(f"personal_{name}_worst_decile", f"{name}, worst tenth", worst, unit))
     return tuple(found)
 
 
@@ -175,27 +159,23 @@ class Comparison:
         return ", ".join(filter(None, parts))
 
     @cached_property
-    def _base(self) -> tuple[Column, ...]:
-        return columns_of([result for _, result in self.results])
-
-    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the wall time."""
-        wanted = Column(TARGET, f"time to {number_text('share', self.goal).replace('.0%', '%')}", ("cost",), "seconds")
-        at = next(at for at, column in enumerate(self._base) if column.name == "wall_seconds")
-        return (*self._base[:at], wanted, *self._base[at:])
+        found = list(columns_of([result for _, result in self.results]))
+        title = f"time to {number_text('share', self.goal).replace('.0%', '%')}"
+        found.insert(len(_SCORES) + len(_COSTS) - 1, Column(TARGET, title, ("cost",), "seconds"))
+        return tuple(found)
 
     @cached_property
     def goal(self) -> float:
         """The target accuracy."""
         if self.target is not None:
             return self.target
-        by_row: dict[tuple[str, Level], list[float]] = {}
-        for trial, result in self.results:
-            accuracy = value_of(result, _SCORES[0])
-            if accuracy is not None:
-                by_row.setdefault((trial.method, trial.level), []).append(accuracy)
-        best = max((sum(own) / len(own) for own in by_row.values()), default=0.0)
+        rows = [(trial.method, trial.level, value_of(result, _SCORES[0])) for trial, result in self.results]
+        means = (
+            need("pandas").DataFrame(rows, columns=["method", "level", "y"]).groupby(["method", "level"])["y"].mean().dropna()
+        )
+        best = float(means.max()) if len(means) else 0.0
         # 90 * 0.7 is a little less than 63.
         return math.floor(round(90 * best, 9)) / 100 if best >= 0.02 else best
 
@@ -280,7 +260,7 @@ class Comparison:
         found = [f"{str(number).translate(_SIGNS)} {note}" for number, note in enumerate(self.notes, 1)]
         found += [f"failed: {self._name(trial)}: {trial.error}" for trial in self.failed]
         for trial, result in self.results:
-            scores = [value_of(result, column) for column in self._base if column.name.startswith("personal_")]
+            scores = [value_of(result, column) for column in self.columns if column.name.startswith("personal_")]
             if not any(score is not None and math.isfinite(score) for score in scores):
                 found.append(f"diverged: {self._name(trial)} has no finite score")
         return found
@@ -302,19 +282,19 @@ class Comparison:
                 for (trial, _), own in zip(self.results, numbers, strict=True)
             ],
             "failed": [{**_identity(trial), "error": trial.error} for trial in self.failed],
-            "summary": {row.label: self._summary(row) for row in self.rows},
+            "summary": {
+                row.label: {
+                    name: {
+                        "mean": _plain(row.mean[name]),
+                        "deviation": _plain(row.deviation[name]),
+                        "count": row.count[name],
+                        "of": row.of,
+                    }
+                    for name in row.mean
+                }
+                for row in self.rows
+            },
             "notes": {row.label: [self.notes[number - 1] for number in row.notes] for row in self.rows if row.notes},
-        }
-
-    def _summary(self, row: Row) -> dict[str, Any]:
-        return {
-            column.name: {
-                "mean": _plain(row.mean[column.name]),
-                "deviation": _plain(row.deviation[column.name]),
-                "count": row.count[column.name],
-                "of": row.of,
-            }
-            for column in self.columns
         }
 
 
