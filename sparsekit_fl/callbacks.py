@@ -23,7 +23,7 @@ from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path, save_whole
 from sparsekit_fl.results import PARTS, RoundRecord, RoundScores, RunResult, primary_metric
-from sparsekit_fl.stored import number_text, score_text
+from sparsekit_fl.stored import number_text, score_text, texts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -382,7 +382,9 @@ class LiveProgress(Callback):
             self._bar.advance(self._task)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        scores, flops = record.evaluation, f"{number_text('flops', record.cost.flops)} FLOPs"
+        # With the prefix of the whole run, so that all lines have one.
+        whole = record.cost.flops / record.round * run.config.rounds
+        scores, flops = record.evaluation, f"{texts('flops', [record.cost.flops, whole])[0]} FLOPs"
         if scores is not None and scores.personal:
             name = primary_metric(scores.personal)
             self._score = score_text(name, scores.personal[name])
