@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     )
     from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
-    from sparsekit_fl.methods.context import ServerContext as ServerContext
+    from sparsekit_fl.methods.server import ServerContext as ServerContext
     from sparsekit_fl.problem.datasets import datasets as datasets
     from sparsekit_fl.problem.datasets import DataSource as DataSource
     from sparsekit_fl.engine import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.base import Method as Method
     from sparsekit_fl.methods.client import sgd as sgd
-    from sparsekit_fl.methods.means import mean as mean
+    from sparsekit_fl.methods.server import mean as mean
     from sparsekit_fl.methods.submodels import units as units
     from sparsekit_fl.methods.client import Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig

@@ -17,7 +17,7 @@ from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, load_compact, save_compact
 from sparsekit_fl.checkpoint import loads, write_atomically
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.methods import make_method
 from sparsekit_fl.problem.models import InputShape, factory_spec, models
 from sparsekit_fl.problem.problem import Problem
 

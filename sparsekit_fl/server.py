@@ -17,7 +17,7 @@ from sparsekit_fl.client.packing import Kept, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.context import ClientInfo, Roster, ServerContext
+from sparsekit_fl.methods.server import ClientInfo, Roster, ServerContext
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams

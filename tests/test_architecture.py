@@ -119,8 +119,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"base", "client", "context", "exits", "keep",
-         "make", "masks", "means", "submodels"},
+        {"base", "client", "exits", "keep", "masks", "server", "submodels"},
     ),
 }  # fmt: skip
 

@@ -116,8 +116,7 @@ def _compare(
 
 def _distinct(texts: Sequence[str]) -> dict[str, Method]:
     """Make each method, by its name; `all` adds those of the registry that are not named."""
-    from sparsekit_fl.methods import registry
-    from sparsekit_fl.methods.make import make_method
+    from sparsekit_fl.methods import make_method, registry
     from sparsekit_fl.paper.published import in_published_order
 
     made: dict[str, Method] = {}

@@ -96,7 +96,7 @@ class AppOptions(
 
     def make_method(self) -> Method:
         """Return the method, with its options."""
-        from sparsekit_fl.methods.make import make_method
+        from sparsekit_fl.methods import make_method
 
         return make_method(self.method, settings=self.settings())
 

@@ -100,8 +100,7 @@ def _describe_name(
     as_json: AsJson = False,
 ) -> None:
     """Describe a method with all its options, an option of a run, or a data set, a criterion or anything else with a name."""
-    from sparsekit_fl.methods import registry
-    from sparsekit_fl.methods.make import make_method
+    from sparsekit_fl.methods import make_method, registry
 
     if name.split()[0] in registry or ":" in name:
         method = make_method(name)

@@ -33,7 +33,7 @@ def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks import Callbacks, LiveProgress, RunView
     from sparsekit_fl.cli.simulate import simulate
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
-    from sparsekit_fl.methods.make import make_method
+    from sparsekit_fl.methods import make_method
 
     method = make_method(method_name, settings=options.settings())
     if method.capability is not None and options.capability not in (None, method.capability):

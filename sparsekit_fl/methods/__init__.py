@@ -1,4 +1,4 @@
-"""Methods: one class per paper. `registry` finds them, and those of entry points, by name.
+"""Methods: one class per paper. `registry` finds them, and those of entry points, by name; `make_method` makes one from text.
 
 Each class is an attribute of this module too, by that name with underscores: `fl.methods.fedprox(mu=0.1)`. They are imported
 here and not when asked for: a submodule that is imported later would take its class's name.
@@ -6,6 +6,10 @@ here and not when asked for: a submodule that is imported later would take its c
 
 # ruff: noqa: F401 - each class goes into the table
 
+from collections.abc import Mapping
+from typing import Any
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import Registry
 from sparsekit_fl.methods.ablations import FLST as flst
 from sparsekit_fl.methods.ablations import FedLPSMagnitude as fedlps_magnitude
@@ -40,6 +44,7 @@ from sparsekit_fl.methods.oort import Oort as oort
 from sparsekit_fl.methods.per_fedavg import PerFedAvg as per_fedavg
 from sparsekit_fl.methods.prunefl import PruneFL as prunefl
 from sparsekit_fl.methods.refl import REFL as refl
+from sparsekit_fl.options import options_of, parse_value, read_settings
 
 _MADE = {name: kind for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, Method)}
 del _MADE["Method"]
@@ -50,3 +55,33 @@ registry = Registry(
     {name.replace("_", "-"): f"{kind.__module__}:{kind.__name__}" for name, kind in sorted(_MADE.items())},
     group="sparsekit_fl.methods",
 )
+
+
+def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
+    """Make a method from its name in the registry, or from `package.module:Class`; options may follow: `fedprox mu=0.1`.
+
+    Args:
+        text: What the user wrote.
+        settings: Further options: name → value; text is read by the annotation of the field.
+
+    Raises:
+        UnknownNameError: there is no such method or option; names the nearest.
+        InvalidValueError: the text does not name a method, or the value of an option is not allowed.
+    """
+    name, *own = text.split() or [text]
+    found = registry.find(name)
+    if not isinstance(found, type) or not issubclass(found, Method):
+        called = getattr(found, "__name__", type(found).__name__)
+        raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, got {called}")
+    given = {**read_settings(own), **(settings or {})}
+    known = options_of(found)  # type: ignore[arg-type]  # classes are hashable
+    for option in given:
+        if option not in known:
+            raise UnknownNameError(
+                f"method {name!r} has no option {option!r}; {nearest(option, known)};"
+                f" `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
+            )
+    for option, value in given.items():
+        if isinstance(value, str):
+            given[option] = parse_value(known[option].hint, value, name=option)
+    return found(**given)

@@ -30,8 +30,7 @@ from sparsekit_fl.client.messages import Update
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.client import Model, Result, Task, sgd
-from sparsekit_fl.methods.context import ServerContext
-from sparsekit_fl.methods.means import Over, Weights, mean
+from sparsekit_fl.methods.server import Over, ServerContext, Weights, mean
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
 
@@ -69,7 +68,7 @@ class Method(Checked):
     """How much a client counts in the mean: by its number of training examples, or all alike ("uniform")."""
 
     over: ClassVar[Over] = "all"
-    """The clients that an entry's mean is over: "all", or its "holders"; see `mean`."""
+    """The clients that an entry's mean is over; see `mean`."""
 
     needs_units: ClassVar[bool] = False
     """Whether a model without units is refused."""

@@ -15,7 +15,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.packing import mask_state
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.masks import SparseWeights, largest_weights, prunable_weights
-from sparsekit_fl.methods.means import mean_change, moved
+from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.options import Hint, Positive, Ratio
 
 

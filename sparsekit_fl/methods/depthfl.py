@@ -14,7 +14,6 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from sparsekit.graph import WeightMask, prefix_entries
@@ -24,8 +23,8 @@ from sparsekit_fl.client.fit import Adjust, Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, Update
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
-from sparsekit_fl.methods.exits import WithExits, build_with_exits
-from sparsekit_fl.methods.means import mean_change, moved
+from sparsekit_fl.methods.exits import WithExits, place_exits
+from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.problem.metrics import IGNORED
 
@@ -82,7 +81,6 @@ class DepthFL(Method):
     Both concern parameters alone; statistics become the mean. Entries that nobody holds stay.
 
     Args:
-        exits: Most outputs, with the model's own; four in the paper's ResNets, five for the five pools of a VGG.
         distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after
             three tenths of the rounds, 300 of 1000 in the baseline.
         alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
@@ -94,13 +92,12 @@ class DepthFL(Method):
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
     masked = True
 
-    exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True
     alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
         """Return the problem with exits in its model."""
-        return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
+        return replace(problem, model=partial(place_exits, problem.model, problem.example_inputs))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the first layers and exits; everything at full depth."""

@@ -22,6 +22,7 @@ from sparsekit.tracing import trace_layers
 from sparsekit_fl.client.context import part_flops
 
 _GRID = 4
+_MOST = 4  # exits: as many as the paper has in its ResNets, and as a VGG has pools between its layers
 
 
 class ExitHead(nn.Module):
@@ -127,16 +128,18 @@ def _depends(read: Tensor, before: Sequence[Layer], parameters: Mapping[str, nn.
     return all(gradient is not None for gradient in found)
 
 
-def _spread(places: Sequence[int], shares: Sequence[float], count: int) -> list[int]:
-    """Return at most `count` places whose shares of the model's work are nearest to equal parts."""
+def _spread(places: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Return at most four places whose shares of the model's work are nearest to equal parts."""
+    if len(places) <= _MOST:
+        return list(places)
     left = list(places)
-    for step in range(1, count + 1) if len(places) > count else ():
-        left.remove(min(left, key=lambda place: abs(shares[place] - step / (count + 1))))
-    return [place for place in places if place not in left] if len(places) > count else left
+    for step in range(1, _MOST + 1):
+        left.remove(min(left, key=lambda place: abs(shares[place] - step / (_MOST + 1))))
+    return [place for place in places if place not in left]
 
 
-def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) -> WithExits:
-    """Give a model exits, each one linear layer.
+def place_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithExits:
+    """Build a model and give it exits, each one linear layer, at most four besides the model's own output.
 
     They are where the resolution of the features changes, as it does at the pools of a convolutional network, or, where it
     never does, before every layer; only where each layer before takes part in what arrives there, and the layers before
@@ -144,13 +147,13 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     layer there is one only if there is no other place.
 
     Args:
-        model: Built; becomes part of the result.
+        build: Builds the model.
         inputs: One call's.
-        exits: Most outputs, with the model's own.
 
     Raises:
         InvalidValueError: no place for an exit; says what is needed.
     """
+    model = build()
     layers, private = trace_layers(model, *inputs), copy.deepcopy(model).eval()
     read, outputs = _read_by(private, layers, inputs)
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
@@ -178,7 +181,7 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     ]
     inner = [place for place in usable if place < len(layers) - 1] or usable
     changed = [place for place in inner if place - 1 in resolutions and resolutions[place - 1] != resolutions[place]]
-    chosen = _spread(changed or inner, [flops / max(1, costs.forward_flops(None)) for flops in work], exits - 1)
+    chosen = _spread(changed or inner, [flops / max(1, costs.forward_flops(None)) for flops in work])
     if not chosen:
         names = ", ".join(layer.name or "the model itself" for layer in layers)
         raise InvalidValueError(
@@ -187,8 +190,3 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
         )
     heads = [ExitHead(read[place].shape, outputs.shape, convolution=convolution[place]) for place in chosen]
     return WithExits(model, [layers[place].name for place in chosen], heads)
-
-
-def build_with_exits(model: Callable[[], nn.Module], inputs: tuple[Any, ...], exits: int) -> WithExits:
-    """Build a model and give it exits; a `partial` of this is a problem's model."""
-    return place_exits(model(), inputs, exits=exits)

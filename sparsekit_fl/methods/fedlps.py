@@ -27,7 +27,6 @@ from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, train_leaves, trained_leaves
-from sparsekit_fl.methods.context import require_accuracy
 from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
@@ -126,7 +125,7 @@ class FedLPS(Method):
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
         super().check(problem, graph)
         if self.ratios == "bandit":
-            require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
+            problem.require_accuracy(f"{type(self).__name__} learns from training accuracy")
 
     # On the server
 

@@ -61,7 +61,7 @@ class HeteroFL(Submodels):
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the holders; with a masked loss, without the rows of classes that a client does not have."""
-        return mean(server, updates, weights="uniform", over="holders", only_changed_rows=self.masked_loss)
+        return mean(server, updates, weights=self.weights, over="changed" if self.masked_loss else self.over)
 
 
 def _own_classes(loss: Loss, labels: Tensor) -> Loss:

@@ -19,83 +19,34 @@ from sparsekit_fl.methods.keep import Keep
 from sparsekit_fl.options import Fraction, Hint, Ratio
 
 _log = logging.getLogger(__name__)
-
-_DEPTH = 30.0
-"""How much lower the bias of a class is of which a client has no example: e^-30 is below float32 precision."""
+_DEPTH = 30.0  # how much lower the bias of a class is of which a client has no example: e^-30 is below float32 precision
 
 
-class LocalClassMask:
-    """A client trains and deploys an output layer without the classes of which it has no example.
-
-    A client of few classes would spend its first steps on unlearning all others, in rows of the output layer that the clients
-    of those classes must then learn again; only then would it learn its own task. Here the bias of the classes without an
-    example is lower by 30 while the client trains, so that the softmax is over its own classes, and in the model that it
-    deploys. The upload is as if it had not been lowered: the rows of those classes do not change.
-
-    A client is then never right on a class that it had no training example of. If targets are not one class per example, as
-    with tokens, or if the output layer has no bias of its own or a frozen one, nothing is changed.
-
-    Source: Li and Zhan, FedRS, KDD 2021 (restricted softmax), with a scale of 0; as a part of the personal model it is ours.
-    """
-
-    def __init__(self, client: ClientContext) -> None:
-        self._client, self._bias = client, bias_of(client.graph)
-        self._others: Tensor | None = None  # bool (classes,), True if the client has no training example
-        if self._bias is None or self._bias in client.frozen:
-            return
-        # Examples that are decoded when they are read are read once in a run, and not in every round.
-        if "classes" not in client.memory:
-            client.memory["classes"] = self._classes()
-        if client.memory["classes"] is not None:
-            self._others = torch.ones(client.graph.shapes[self._bias], dtype=torch.bool)
-            self._others[client.memory["classes"]] = False
-
-    def _classes(self) -> Tensor | None:
-        """Return the classes of the client's training examples, int64, ascending; None: targets are not classes."""
-        examples = self._client.examples("train")
-        targets = next(examples.batches(None, [(0, len(examples))])).targets
-        return None if targets.ndim != 1 or targets.is_floating_point() else targets[targets >= 0].unique().cpu()
-
-    def lowered(self, state: StateDict) -> StateDict:
-        """Return a dense state with a lower bias for the classes of which the client has no example."""
-        if self._others is None or self._bias is None or not bool(self._others.any()):
-            return state
-        return {**state, self._bias: torch.where(self._others, state[self._bias] - _DEPTH, state[self._bias])}
-
-    def restored(self, result: Result, start: StateDict) -> Result:
-        """Return a result whose rows of these classes are as they came, in the dense state `start`."""
-        if self._others is None:
-            return result
-        kept = Kept(self._client.graph, result.mask if isinstance(result.mask, UnitMask) else None)
-        state = dict(result.state)
-        for name in head(self._client.graph):
-            value = state[name].detach().cpu()
-            if name not in self._client.frozen and value.shape[0] == self._others.numel():
-                state[name] = torch.where(
-                    self._others.reshape(-1, *[1] * (value.ndim - 1)), kept.gather(name, start[name]), value
-                )
-        return replace(result, state=state)
-
-
-def head(graph: UnitGraph) -> Sequence[str]:
+def _head(graph: UnitGraph) -> Sequence[str]:
     """Return the entries of the output layer whose first axis has one position per output, such as its weight and bias."""
     return [name for name in head_entries(graph.layers) if graph.shapes[name]]
 
 
-def bias_of(graph: UnitGraph) -> str | None:
+def _bias(graph: UnitGraph) -> str | None:
     """Return the key of the bias of the output layer; None if it has none of its own."""
-    return next((name for name in head(graph) if len(graph.shapes[name]) == 1), None)
+    return next((name for name in _head(graph) if len(graph.shapes[name]) == 1), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSLocalClasses(FedLPS):
     """FedLPS whose personal patterns reach the output layer, with means over holders and arms from 1/4 to 0.4.
 
+    A client of few classes would spend its first steps on unlearning all others, in rows of the output layer that the clients
+    of those classes must then learn again; only then would it learn its own task. Here the bias of the classes of which it has
+    no example is lower by 30 while the client trains, so that the softmax is over its own classes, and in the model that it
+    deploys. The upload is as if it had not been lowered: the rows of those classes do not change.
+
     For clients of few classes each, tested only on their training classes: a client never predicts a class that it
     had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
-    of `fedlps`.
+    of `fedlps`. If targets are not one class per example, as with tokens, or if the output layer has no bias of its own or a
+    frozen one, clients train and deploy it with all classes.
 
-    Source: Li and Zhan, FedRS, KDD 2021; see `LocalClassMask`.
+    Source: Li and Zhan, FedRS, KDD 2021 (restricted softmax), with a scale of 0; as a part of the personal model it is ours.
     """
 
     called = "fedlps-local-classes"
@@ -107,16 +58,40 @@ class FedLPSLocalClasses(FedLPS):
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Check as FedLPS does; warn if the output layer has no bias of its own."""
         super().check(problem, graph)
-        if bias_of(graph) is None:
+        if _bias(graph) is None:
             _log.warning("the output layer has no bias of its own, so clients train and deploy it with all classes")
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train as FedLPS does, without the classes of which the client has no example."""
-        classes = LocalClassMask(client)
-        result = super().train(client, replace(task, state=classes.lowered(task.state)))
-        return classes.restored(result, task.state)
+        bias, start = _bias(client.graph), task.state
+        if bias is None or bias in client.frozen or (owned := _classes(client)) is None:
+            return super().train(client, task)
+        others = torch.ones(client.graph.shapes[bias], dtype=torch.bool).index_fill_(0, owned, False)
+        lowered = torch.where(others, start[bias] - _DEPTH, start[bias])
+        result = super().train(client, replace(task, state={**start, bias: lowered}))
+        kept = Kept(client.graph, result.mask if isinstance(result.mask, UnitMask) else None)
+        state = dict(result.state)
+        for name in _head(client.graph):
+            value = state[name].detach().cpu()
+            if name not in client.frozen and value.shape[0] == others.numel():
+                state[name] = torch.where(others.reshape(-1, *[1] * (value.ndim - 1)), kept.gather(name, start[name]), value)
+        return replace(result, state=state)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean over the clients that hold an entry; a row of the output layer counts only if it changed."""
         super().aggregate(server, updates)  # credits the bandits
-        return mean(server, updates, over="holders", only_changed_rows=True)
+        return mean(server, updates, over="changed")
+
+
+def _classes(client: ClientContext) -> Tensor | None:
+    """Return the classes of the client's training examples, int64, ascending; None: targets are not classes.
+
+    Examples that are decoded when they are read are read once in a run, and not in every round.
+    """
+    if "classes" not in client.memory:
+        examples = client.examples("train")
+        targets = next(examples.batches(None, [(0, len(examples))])).targets
+        several = targets.ndim != 1 or targets.is_floating_point()
+        client.memory["classes"] = None if several else targets[targets >= 0].unique().cpu()
+    found: Tensor | None = client.memory["classes"]
+    return found

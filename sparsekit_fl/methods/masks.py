@@ -18,8 +18,7 @@ from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update
-from sparsekit_fl.methods.context import require_accuracy
-from sparsekit_fl.methods.means import Over
+from sparsekit_fl.methods.server import Over
 from sparsekit_fl.options import Fraction, Hint, Share
 
 _STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
@@ -153,7 +152,7 @@ class PruneWhenAccurate(OwnMasks):
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError if the problem has no accuracy."""
         super().check(problem, graph)
-        require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
+        problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the mask that keeps `ratio` of each layer or group, inside `mask`. To be overridden."""

@@ -8,21 +8,26 @@ more clients per round than its rivals, the second would exclude everybody here,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, sgd
-from sparsekit_fl.methods.context import ClientInfo
-from sparsekit_fl.options import Count, NonNegative, Positive, Share
-from sparsekit_fl.problem.problem import Loss
+from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.options import Share
 
 _SQUARES = "mean_squared_loss"
+_DECAY, _LEAST = 0.98, 0.2  # factor of the exploring share per round, and its least value while there are untried clients
+_PENALTY = 2.0  # exponent of the time penalty
+_CLIP = 0.95  # quantile at which utilities are clipped
+_CUT_OFF = 0.95  # of the paper; its code has 0.7, later versions 0.05
+_WINDOW = 5.0  # untried clients are drawn from the best N times the wanted number
+# Percentile of the times that T starts from, and the step by which the pacer moves it, in the code as FedScale and REFL run it
+# (in the original 101, which is no penalty at all, and 10); rounds in a window of the pacer.
+_PERCENTILE, _PACE_STEP, _PACE_ROUNDS = 30.0, 5.0, 20
 
 
 def _example(values: Any, place: int) -> Any:
@@ -34,25 +39,6 @@ def _example(values: Any, place: int) -> Any:
     return values[place : place + 1] if isinstance(values, Tensor) else values
 
 
-class _RecordingLoss:
-    """A loss that also notes the squared loss of each example, until it has seen `wanted` of them."""
-
-    def __init__(self, loss: Loss, wanted: int) -> None:
-        self._loss, self._wanted = loss, wanted
-        self._seen, self._sum = 0, torch.zeros(())
-
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        if self._seen < self._wanted:
-            with torch.no_grad():
-                for place in range(len(targets)):
-                    self._sum = self._sum + self._loss(_example(outputs, place), targets[place : place + 1]).square()
-            self._seen += len(targets)
-        return self._loss(outputs, targets)
-
-    def mean_square(self) -> float:
-        return float(self._sum) / self._seen
-
-
 @dataclass(frozen=True, kw_only=True)
 class Oort(Method):
     """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
@@ -62,22 +48,12 @@ class Oort(Method):
 
     A tried client k with n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to
     [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L); where it takes longer than the preferred time T, times
-    (T / time)^penalty. T is a percentile of the times of all clients; a pacer raises it when utility stops changing. Of
-    those that score at least `cut_off` times the score at the edge of the part, the part is drawn in proportion to score.
+    (T / time)². T is a percentile of the times of all clients; a pacer raises it when utility stops changing. Of
+    those that score at least 0.95 times the score at the edge of the part, the part is drawn in proportion to score.
     An untried client counts with n, and with the time that its examples and speed let expect.
 
     Args:
         exploration: Share of the cohort that explores, at first; 0.9 in paper and code.
-        decay: Its factor per round; 0.98 in both.
-        least: Its least value while there are untried clients; 0.2 in both. Without any, everybody is exploited.
-        penalty: Exponent of the time penalty; 2 in both.
-        percentile: Percentile of the times that T starts from; 30 in the code as FedScale and REFL run it. The default of
-            the original code, 101, is no penalty at all.
-        pace_step: Step by which the pacer moves the percentile; 5, likewise (10 in the original code).
-        pace_rounds: Rounds in a window of the pacer; 20 in the code.
-        cut_off: 0.95 in the paper; its code has 0.7, later versions 0.05.
-        clip: Quantile at which utilities are clipped; 0.95 in both.
-        window: Untried clients are drawn from the best N times the wanted number; N is 5 in the code.
 
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
@@ -85,15 +61,6 @@ class Oort(Method):
     source = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
 
     exploration: Share = 0.9
-    decay: Share = 0.98
-    least: Share = 0.2
-    penalty: NonNegative = 2.0
-    percentile: Positive = 30.0
-    pace_step: NonNegative = 5.0
-    pace_rounds: Count = 20
-    cut_off: Share = 0.95
-    clip: Share = 0.95
-    window: Annotated[float, Field(ge=1)] = 5.0
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
@@ -104,15 +71,15 @@ class Oort(Method):
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
         expected = {id: _relative_time(info) * pace for id, info in roster.items()}
         seconds = {id: float(tried[str(id)]["seconds"]) if str(id) in tried else time for id, time in expected.items()}
-        preferred = self._preferred(memory, seconds)
-        scores = self._scores(server.round, tried, preferred)
-        fresh = {id: one.examples * self._late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
-        share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
+        preferred = _preferred(memory.get("percentile", _PERCENTILE), seconds)
+        scores = _scores(server.round, tried, preferred)
+        fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
+        share = max(_LEAST, memory.get("exploration", self.exploration) * _DECAY) if fresh else 0.0
         best, count = _ranked(scores), min(int(size * (1.0 - share)), len(scores))
-        edge = scores[best[min(count, len(best) - 1)]] * self.cut_off if best else 0.0
+        edge = scores[best[min(count, len(best) - 1)]] * _CUT_OFF if best else 0.0
         exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
         count = min(size - len(exploited), len(fresh))
-        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(self.window * count))]}, count, rng)
+        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(_WINDOW * count))]}, count, rng)
         memory.update(exploration=share, exploited=exploited)
         cohort = [*exploited, *explored]
         rest, missing = [id for id in roster if id not in cohort], size - len(cohort)
@@ -121,10 +88,18 @@ class Oort(Method):
         return sorted(cohort)
 
     def train(self, client: ClientContext, task: Task) -> Result:
-        """Train, and report the squared losses."""
-        loss = _RecordingLoss(client.problem.loss, len(client.client.data.train))
+        """Train, and report the mean squared loss of single examples in the first epoch."""
+        loss_of, wanted, squares = client.problem.loss, len(client.client.data.train), list[Tensor]()
+
+        def loss(outputs: Any, targets: Tensor) -> Tensor:
+            if len(squares) < wanted:
+                with torch.no_grad():
+                    for place in range(len(targets)):
+                        squares.append(loss_of(_example(outputs, place), targets[place : place + 1]).square())
+            return loss_of(outputs, targets)
+
         result = sgd(client, task, loss=loss)
-        return replace(result, metrics={_SQUARES: loss.mean_square()})
+        return replace(result, metrics={_SQUARES: float(sum(squares)) / len(squares)})
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
         """Refuse an update without the squared losses."""
@@ -143,43 +118,41 @@ class Oort(Method):
                 gained.append(utility)
         history: list[float] = memory.setdefault("history", [])
         history.append(sum(gained) / len(gained) if gained else 0.0)
-        self._pace(memory, history, server.round)
+        if server.round >= 2 * _PACE_ROUNDS and server.round % _PACE_ROUNDS == 0:
+            before, now = sum(history[-2 * _PACE_ROUNDS : -_PACE_ROUNDS]), sum(history[-_PACE_ROUNDS:])
+            percentile = memory.get("percentile", _PERCENTILE)
+            if abs(now - before) <= 0.1 * before:
+                percentile = min(100.0, percentile + _PACE_STEP)
+            elif abs(now - before) >= 5.0 * before:
+                percentile = max(_PACE_STEP, percentile - _PACE_STEP)
+            memory["percentile"] = percentile
         return super().aggregate(server, updates)
 
-    def _pace(self, memory: Memory, history: list[float], round: int) -> None:
-        step = self.pace_rounds
-        if round < 2 * step or round % step:
-            return
-        before, now = sum(history[-2 * step : -step]), sum(history[-step:])
-        percentile = memory.get("percentile", self.percentile)
-        if abs(now - before) <= 0.1 * before:
-            percentile = min(100.0, percentile + self.pace_step)
-        elif abs(now - before) >= 5.0 * before:
-            percentile = max(self.pace_step, percentile - self.pace_step)
-        memory["percentile"] = percentile
 
-    def _preferred(self, memory: Memory, seconds: Mapping[int, float]) -> float:
-        """T, the time beyond which a client is penalised."""
-        percentile = memory.get("percentile", self.percentile)
-        order = sorted(seconds.values())
-        return math.inf if percentile >= 100.0 else order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
+def _preferred(percentile: float, seconds: Mapping[int, float]) -> float:
+    """Return T, the time beyond which a client is penalised."""
+    order = sorted(seconds.values())
+    return math.inf if percentile >= 100.0 else order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
 
-    def _late(self, seconds: float, preferred: float) -> float:
-        return (preferred / seconds) ** self.penalty if seconds > preferred else 1.0
 
-    def _scores(self, round: int, tried: Mapping[str, Any], preferred: float) -> dict[int, float]:
-        if not tried:
-            return {}
-        utilities = sorted(item["utility"] for item in tried.values())
-        ceiling = utilities[min(int(len(utilities) * self.clip), len(utilities) - 1)]
-        # A little below the least utility, so that the worst client can still be drawn.
-        low = utilities[0] * 0.999
-        width = max(utilities[-1] - low, 1e-4)
-        scores = {}
-        for key, item in tried.items():
-            score = (min(item["utility"], ceiling) - low) / width + math.sqrt(0.1 * math.log(round) / item["round"])
-            scores[int(key)] = max(score * self._late(item["seconds"], preferred), 1e-9)
-        return scores
+def _late(seconds: float, preferred: float) -> float:
+    return (preferred / seconds) ** _PENALTY if seconds > preferred else 1.0
+
+
+def _scores(round: int, tried: Mapping[str, Any], preferred: float) -> dict[int, float]:
+    """Return the score of each tried client."""
+    if not tried:
+        return {}
+    utilities = sorted(item["utility"] for item in tried.values())
+    ceiling = utilities[min(int(len(utilities) * _CLIP), len(utilities) - 1)]
+    # A little below the least utility, so that the worst client can still be drawn.
+    low = utilities[0] * 0.999
+    width = max(utilities[-1] - low, 1e-4)
+    scores = {}
+    for key, item in tried.items():
+        score = (min(item["utility"], ceiling) - low) / width + math.sqrt(0.1 * math.log(round) / item["round"])
+        scores[int(key)] = max(score * _late(item["seconds"], preferred), 1e-9)
+    return scores
 
 
 def _relative_time(info: ClientInfo) -> float:

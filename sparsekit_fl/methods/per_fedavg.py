@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsekit_fl.client.fit import Batch, Batches, SgdStep, make_step
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves
-from sparsekit_fl.options import Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.tensors import foreach_copy_
 
 _LARGEST_BATCH = 256  # of an adaptation step before deployment, which sees all training examples of a client that has fewer
@@ -36,16 +36,14 @@ class PerFedAvg(Method):
     Args:
         adaptation_lr: α; None takes a tenth of the learning rate of the run. At the 0.1 of the image tasks that is 0.01, the
             adaptation rate of FL-bench; at α = β = 0.1 the initial model hardly learns on clients of two classes.
-        steps: Number of adaptation steps before deployment; one in the paper, which the initial model is trained for.
     """
 
     called = "per-fedavg"
     source = "Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948"
     weights = "uniform"
-    note = "Deployed after 1 step on the client's own data, as in its paper, unless `steps` says otherwise."
+    note = "Deployed after 1 step on the client's own data, as in its paper."
 
     adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
-    steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1
 
     def _adaptation(self, client: ClientContext, leaves: Leaves) -> SgdStep:
         """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
@@ -82,13 +80,13 @@ class PerFedAvg(Method):
         return Result.of(client, None, log, work=work)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global model after a few steps of gradient descent on the client's training data."""
+        """Return the global model after one step of gradient descent on the client's training data."""
         adapt = self._adaptation(client, load_leaves(client, state, None))
         module = client.masked.model
-        # Statistics of batch norm stay those of the server: a few steps are too few to learn new ones.
+        # Statistics of batch norm stay those of the server: one step is too few to learn new ones.
         module.eval()
-        batches = _forever(lambda: client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train))))
-        for _, batch in zip(range(self.steps), batches, strict=False):
-            adapt(client.problem.loss(module(*batch.inputs), batch.targets))
-            client.deploying.append(client.work_on(batch.size).flops)
+        batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
+        batch = next(next(iter(batches)))
+        adapt(client.problem.loss(module(*batch.inputs), batch.targets))
+        client.deploying.append(client.work_on(batch.size).flops)
         return Model(state=client.masked.narrow_state())

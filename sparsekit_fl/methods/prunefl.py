@@ -13,10 +13,8 @@ tensor per client between participations; the seconds per weight are those of a 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
@@ -29,13 +27,18 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
-from sparsekit_fl.options import Count, Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.options import Count, NonNegativeCount
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.tensors import foreach_add_
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
 _SETTLED, _SETTLED_TIMES = 0.1, 5  # of the reference code
+# Largest part of a layer's active weights that may be dropped at once, at first: it halves over the run. As the reference code.
+_SHARE = 0.3
+# Time of a round that does not depend on the mask, over the time of all prunable weights: 17.4 s of 31.1 s in the reference
+# code's configuration for VGG11.
+_OVERHEAD = 1.27
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,6 @@ class PruneFL(SparseWeights):
     Args:
         every: Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps
             are as many.
-        share: Largest part of a layer's active weights that may be dropped at once, at first: it halves over the run. 0.3 in
-            the reference code.
-        overhead: Time of a round that does not depend on the mask, over the time of all prunable weights. In the reference
-            code's configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
         initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in
             the reference code, it ends before when the density has changed by at most a tenth five times in a row.
 
@@ -58,8 +57,6 @@ class PruneFL(SparseWeights):
     source = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
 
     every: Count = 5
-    share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3
-    overhead: NonNegative = 1.27
     initial: NonNegativeCount = 10
 
     def alone(self, round: int) -> bool:
@@ -69,10 +66,6 @@ class PruneFL(SparseWeights):
     def due(self, round: int) -> bool:
         """Return whether clients send gradients in this round; never in that of the initial pruning."""
         return round % self.every == 0 and not self.alone(round)
-
-    def share_at(self, round: int, rounds: int) -> float:
-        """Return the share that may be dropped after a round of so many."""
-        return float(self.share * 0.5 ** (round / rounds))
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample as FedAvg does, but one client alone for the initial pruning."""
@@ -97,7 +90,7 @@ class PruneFL(SparseWeights):
             log, work, state = log + part.log, work + client.work(mask, part.log), part.state
             seconds = weight_seconds(client.costs, client.graph.shapes, tuple(mask), part.log.examples)
             before = mask
-            mask = search_weights(state, mask, part.extra, seconds, share=self.share, overhead=self.overhead)
+            mask = search_weights(state, mask, part.extra, seconds, share=_SHARE, overhead=_OVERHEAD)
             unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= _SETTLED else 0
             if unmoved == _SETTLED_TIMES:
                 break
@@ -105,19 +98,18 @@ class PruneFL(SparseWeights):
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
         """Refuse an update without the right mask, or without the gradients that are due."""
-        names = set(prunable_weights(server.graph))
+        names = prunable_weights(server.graph)
         who = f"the update of client {update.client_id}"
         if task.mask is not None and update.mask != task.mask:
             raise UpdateError(f"{who} has another mask than the one that it was sent")
-        if self.alone(server.round) and (update.mask is None or set(update.mask) != names):
+        if self.alone(server.round) and set(update.mask or ()) != set(names):
             raise UpdateError(f"{who} has no mask of the weights that are pruned")
         if self.due(server.round):
             require_metrics(update, _PROCESSED)
-            if not 0.0 < update.metrics[_PROCESSED] < float("inf"):
-                raise UpdateError(f"{who} says that it processed {update.metrics[_PROCESSED]} examples")
             found = {name: tuple(square.shape) for name, square in update.extra.items() if square.is_floating_point()}
-            if found != {name: tuple(server.graph.shapes[name]) for name in names}:
-                raise UpdateError(f"{who} has no gradients of the weights that are pruned, or of others too")
+            wanted = {name: tuple(server.graph.shapes[name]) for name in names}
+            if found != wanted or not 0.0 < update.metrics[_PROCESSED] < float("inf"):
+                raise UpdateError(f"{who} has no gradients of some examples for the weights that are pruned, or others too")
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean; what the round's mask drops becomes zero, where a weight that comes back starts. Search the mask."""
@@ -131,8 +123,8 @@ class PruneFL(SparseWeights):
             examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
             assert server.costs is not None, "the server of a run knows the costs"
             seconds = weight_seconds(server.costs, server.graph.shapes, tuple(mask), examples)
-            share = self.share_at(server.round, server.rounds)
-            mask = search_weights(state, mask, squares, seconds, share=share, overhead=self.overhead)
+            share = _SHARE * 0.5 ** (server.round / server.rounds)
+            mask = search_weights(state, mask, squares, seconds, share=share, overhead=_OVERHEAD)
             remember_mask(server.memory, mask)
         return state
 
@@ -203,20 +195,15 @@ def search_weights(
     gamma = sum(float(squares[name][keep].sum(dtype=torch.float64)) for name, keep in stays.items())
     time = overhead * sum(seconds[name] * keep.numel() for name, keep in stays.items())
     time += sum(seconds[name] * int(keep.sum()) for name, keep in stays.items())
-    places = {name: (~keep).reshape(-1).nonzero().reshape(-1) for name, keep in stays.items()}
-    values = torch.cat([squares[name].reshape(-1)[place].to(torch.float64) for name, place in places.items()])
-    times = torch.cat([torch.full((len(place),), seconds[name], dtype=torch.float64) for name, place in places.items()])
-    order = torch.sort(values / times, descending=True, stable=True).indices
-    values, times = values[order], times[order]
+    candidates = ~torch.cat([keep.reshape(-1) for keep in stays.values()])
+    values = torch.cat([squares[name].reshape(-1) for name in stays]).to(torch.float64)[candidates]
+    times = torch.cat([torch.full((keep.numel(),), seconds[name], dtype=torch.float64) for name, keep in stays.items()])
+    order = torch.sort(values / times[candidates], descending=True, stable=True).indices
+    values, times = values[order], times[candidates][order]
     # Γ before each candidate; once one does not raise it, no later one does.
     before = (gamma + values.cumsum(0) - values) / (time + times.cumsum(0) - times).clamp(min=1e-300)
     count = int((values / times > before).to(torch.int8).cumprod(0).sum())
-    chosen = torch.zeros(len(order), dtype=torch.bool)
-    chosen[order[:count]] = True
-    taken = torch.split(chosen, [len(place) for place in places.values()])
-    result: dict[str, Tensor] = {}
-    for (name, keep), mine in zip(stays.items(), taken, strict=True):
-        flat = keep.reshape(-1).clone()
-        flat[places[name][mine]] = True
-        result[name] = flat.reshape(keep.shape)
-    return WeightMask(result)
+    kept = ~candidates
+    kept[candidates.nonzero().reshape(-1)[order[:count]]] = True
+    parts = torch.split(kept, [keep.numel() for keep in stays.values()])
+    return WeightMask({name: part.reshape(keep.shape) for (name, keep), part in zip(stays.items(), parts, strict=True)})

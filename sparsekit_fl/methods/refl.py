@@ -14,13 +14,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from sparsekit_fl.methods.base import Method, ServerContext, StateDict, Update
-from sparsekit_fl.methods.means import mean, mean_change
-from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
+from sparsekit_fl.methods.server import mean, mean_change
+from sparsekit_fl.options import Hint, NonNegativeCount, Ratio
 
 _STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `always_available`
+_ALPHA = 0.25  # weight of the past in the moving average of round lengths, in the paper
+_BETA = 0.35  # β of the paper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class REFL(Method):
 
     A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
     the next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is
-    there at all, the server asks those who are away, which stands for waiting. The round ends when the share `target` of
+    there at all, the server asks those who are away, which stands for waiting. One client less is asked for each late update
+    that is expected within an average round. The round ends when the share `target` of
     its clients has answered, in simulated seconds; the others' updates arrive in the later round in which they are ready.
 
     In the mean, an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
@@ -37,12 +39,9 @@ class REFL(Method):
     the largest of the round's late updates. The reference code divides Λ by a further coefficient, which is 1 in its scripts.
 
     Args:
-        alpha: Weight of the past in the moving average of round lengths; 0.25 in the paper.
         target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
             moving average of the lengths themselves would only ever shrink, so it is not used.
         cool_down: Rounds before a client is asked again while others have rested; 5 in the reference code.
-        adaptive: Sample one client less for each late update that is expected within an average round.
-        beta: β, share of the boost for updates that differ; 0.35 in the paper.
         always_available: Everybody is always there; False: clients come and go. The presence of a client is a two-state chain,
             which is our stand-in for the traces of the paper: it stays as it was in the round before with a probability of its
             own, drawn once from 0.5 (a coin toss each round) to 1. The forecast for the next round is right with probability
@@ -55,11 +54,8 @@ class REFL(Method):
     source = "Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108"
     note = "Its clients are intermittently available; the other methods may ask anybody at any time."
 
-    alpha: Annotated[float, Field(ge=0, lt=1), Hint("it is the weight of the past")] = 0.25
     target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
     cool_down: NonNegativeCount = 5
-    adaptive: bool = True
-    beta: Share = 0.35
     always_available: bool = False
 
     def sample(self, server: ServerContext) -> list[int]:
@@ -80,7 +76,7 @@ class REFL(Method):
             [id for id in free if id in here and id not in rested],
         ]
         wanted = server.cohort_size
-        if self.adaptive and "window" in memory:
+        if "window" in memory:
             soon = memory["clock"] + memory["window"]
             wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))
         rng = server.rngs["sampling"]
@@ -105,7 +101,7 @@ class REFL(Method):
         fresh, late = self._arrivals(server, updates)
         weights = [1.0] * len(fresh)
         for update, boost in zip(late, _boosts(server, fresh, late), strict=True):
-            weights.append((1.0 - self.beta) / (server.round - update.round + 1) + self.beta * boost)
+            weights.append((1.0 - _BETA) / (server.round - update.round + 1) + _BETA * boost)
         return mean(server, [*fresh, *late], weights=weights)
 
     def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
@@ -119,7 +115,7 @@ class REFL(Method):
         waiting = [item for item in memory["late"] if item["arrives"] > end]
         waiting += [_packed(update, start + update.cost.seconds) for update in updates if update.cost.seconds > length]
         before = memory.get("window", length)
-        memory.update(late=waiting, clock=end, length=length, window=(1 - self.alpha) * length + self.alpha * before)
+        memory.update(late=waiting, clock=end, length=length, window=(1 - _ALPHA) * length + _ALPHA * before)
         return [update for update in updates if update.cost.seconds <= length], [Update(**item["update"]) for item in ready]
 
     def seconds(self, server: ServerContext) -> float | None:

@@ -13,7 +13,7 @@ from sparsekit.finetuning import recalibrate_batchnorm
 from sparsekit.graph import UnitGraph, UnitMask
 from sparsekit.rng import torch_generator
 from sparsekit_fl.methods.base import ClientContext, Method, ServerContext, StateDict, Task
-from sparsekit_fl.methods.means import Over, Weights
+from sparsekit_fl.methods.server import Over, Weights
 
 _LARGEST_BATCH = 256
 

@@ -72,6 +72,15 @@ class Problem:
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
 
+    def require_accuracy(self, who: str) -> None:
+        """Raise InvalidValueError unless there is the metric "accuracy"; `who` says who needs it, and for what."""
+        if "accuracy" not in self.metrics:
+            raise InvalidValueError(
+                f"{who}, and the problem has the metrics {sorted(self.metrics)};"
+                " give it one named 'accuracy', in [0, 1] and larger is better (for regression, the share of predictions within"
+                " a tolerance), or choose another method"
+            )
+
     def recipe(self) -> dict[str, Any]:
         """How another process makes the model again and reads raw inputs, as plain JSON values.
 

@@ -15,9 +15,9 @@ from personal import STATE, server_context
 
 import sparsekit_fl as fl
 from sparsekit.bandit import registry
-from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import FedLPS, utility
 from sparsekit_fl.methods.fedmp import EUCB, FedMP
+from sparsekit_fl.methods.server import ClientInfo
 
 fedmp = sys.modules[FedMP.__module__]
 

@@ -11,8 +11,7 @@ from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.methods import base, registry
-from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.methods import base, make_method, registry
 from sparsekit_fl.options import described, options_of
 
 

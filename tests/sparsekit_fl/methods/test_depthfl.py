@@ -60,7 +60,7 @@ CASES = {
 @pytest.mark.same_bits
 def test_places_and_outputs(name) -> None:
     build, inputs, places, shape = CASES[name]
-    model = place_exits(build(), inputs)
+    model = place_exits(build, inputs)
     assert model._places == places
     outputs = model.outputs(*inputs)
     assert [tuple(output.shape) for output in outputs] == [shape] * model.depth
@@ -73,7 +73,7 @@ def test_places_and_outputs(name) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
-    model = place_exits(Cnn(), (torch.zeros(2, 1, 28, 28),))
+    model = place_exits(Cnn, (torch.zeros(2, 1, 28, 28),))
     called = []
     for layer in ("conv1", "conv2", "fc1", "fc2"):
         getattr(model.model, layer).register_forward_hook(lambda *_, layer=layer: called.append(layer))
@@ -96,7 +96,7 @@ def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
 )
 def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
     with pytest.raises(InvalidValueError, match=reason):
-        place_exits(model, (inputs,))
+        place_exits(lambda: model, (inputs,))
 
 
 def long_problem() -> Problem:

@@ -24,7 +24,7 @@ EQUAL = [
     "heterofl clip=none",
     "lotteryfl threshold=1.0",
     "oort",
-    "per-fedavg adaptation_lr=0.0 steps=0",
+    "per-fedavg adaptation_lr=0.0",
     "prunefl initial=0 every=99",
     # Everybody is there and is waited for.
     "refl target=1.0 cool_down=0 always_available=true",

@@ -145,7 +145,7 @@ def _another_mask(update):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_strange_gradients, "has no gradients of the weights that are pruned"),
+        (_strange_gradients, "has no gradients of some examples for the weights that are pruned"),
         (_another_mask, "another mask than the one that it was sent"),
     ],
 )

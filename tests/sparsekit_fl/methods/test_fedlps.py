@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from personal import STATE, server_context, tiny_run, watched
+from personal import STATE, server_context, watched
 from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper
-from sparsekit_fl.methods.context import ClientInfo
 from sparsekit_fl.methods.fedlps import utility
-from sparsekit_fl.methods.local_classes import FedLPSLocalClasses, LocalClassMask
+from sparsekit_fl.methods.local_classes import FedLPSLocalClasses
+from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -84,33 +84,22 @@ def test_utility_is_the_papers_function() -> None:
 GRAPH = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).graph
 
 
-def client_of(labels: list[int], dtype: torch.dtype = torch.int64) -> Any:
-    class Examples:
-        def batches(self, order, bounds):
-            return iter([SimpleNamespace(targets=torch.tensor(labels, dtype=dtype))])
-
-        def __len__(self) -> int:
-            return len(labels)
-
-    return SimpleNamespace(graph=GRAPH, frozen=frozenset(), memory={}, examples=lambda split: Examples())
-
-
-def test_the_bias_of_classes_without_an_example_is_lower_and_nothing_else_changes() -> None:
-    state = {name: tensor.clone() for name, tensor in TinyNet().state_dict().items()}
-    state["last.bias"] = torch.tensor([1.0, 2.0, 3.0])
-    entered = LocalClassMask(client_of([0, 2, 0])).lowered(state)
-    assert entered["last.bias"].tolist() == [1.0, -28.0, 3.0]
-    assert state["last.bias"].tolist() == [1.0, 2.0, 3.0]
-    assert all(entered[name] is state[name] for name in state if name != "last.bias")
-
-
-def test_rows_of_other_classes_go_up_as_they_came() -> None:
+def test_rows_of_classes_without_an_example_train_lower_and_go_up_as_they_came(monkeypatch) -> None:
     names, narrow = ("last.bias", "last.weight", "first.bias"), UnitMask({"first": torch.arange(8) < 4})
     start = {name: torch.zeros_like(tensor) for name, tensor in TinyNet().state_dict().items()}
     start["last.bias"] = torch.tensor([1.0, 2.0, 3.0])
     state = {"last.bias": torch.tensor([1.5, -27.0, 2.0]), "last.weight": torch.ones(3, 4), "first.bias": torch.ones(4)}
-    result = fl.Result(state=state, mask=narrow, log=TrainingLog())
-    found = LocalClassMask(client_of([0, 2])).restored(result, start).state
+    entered = []
+
+    def trained(self, client, task):
+        entered.append(task.state)
+        return fl.Result(state=state, mask=narrow, log=TrainingLog())
+
+    monkeypatch.setattr(fl.methods.fedlps, "train", trained)
+    client: Any = SimpleNamespace(graph=GRAPH, frozen=frozenset(), memory={"classes": torch.tensor([0, 2])})
+    found = FedLPSLocalClasses().train(client, fl.Task(state=start)).state
+    assert entered[0]["last.bias"].tolist() == [1.0, -28.0, 3.0]
+    assert all(entered[0][name] is start[name] for name in start if name != "last.bias")
     assert [found[name].tolist() for name in names] == [[1.5, 2.0, 2.0], [[1.0] * 4, [0.0] * 4, [1.0] * 4], [1.0] * 4]
     assert state["last.bias"].tolist() == [1.5, -27.0, 2.0], "the model that is kept has the lower bias"
 
@@ -120,11 +109,12 @@ def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) ->
         model=lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3, bias=False)),
         example_inputs=(torch.zeros(2, 6),),
     )
-    tiny_run(FedLPSLocalClasses(), problem=problem, rounds=1)
+    plain, ours = (
+        [update.delta["0.weight"] for update in watched(method, problem=problem, rounds=1)[1]]
+        for method in (fl.methods.fedlps(low=0.25, high=0.4, keep="loss"), FedLPSLocalClasses())
+    )
     assert "the output layer has no bias of its own" in caplog.text
-    spec = RunSpec.build(FedLPSLocalClasses(), problem, tiny_config())
-    client: Any = SimpleNamespace(graph=spec.graph, frozen=frozenset(), memory={})
-    assert LocalClassMask(client).lowered(spec.initial) is spec.initial
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
 
 
 def one_class_less(client: fl.Client) -> fl.Client:

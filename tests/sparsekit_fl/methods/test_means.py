@@ -10,7 +10,7 @@ from sparsekit.graph import Layer, UnitGraph, UnitGroup, UnitMask, UnitSlice, We
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.heterofl import HeteroFL
-from sparsekit_fl.methods.means import mean_change
+from sparsekit_fl.methods.server import mean_change
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -108,7 +108,7 @@ def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it(
     )
     ctx = server_context(graph=graph, state=state)
     sent = [fl.Update(round=1, client_id=k, examples=10 + 20 * k, delta=delta) for k, delta in enumerate((first, second))]
-    found = mean_change(ctx, sent, over="holders", only_changed_rows=True)
+    found = mean_change(ctx, sent, over="changed")
     # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
     assert found["b"].tolist() == [3.5, 6.0, 0.0]
     assert found["w"].tolist() == [0.25] * 8

@@ -1,16 +1,20 @@
 """Oort: the contract, its scores to the digit, and fairness among equals."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import STATE, server_context
+from personal import STATE, client_context, deep_problem, server_context, training
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.context import ClientInfo
-from sparsekit_fl.methods.oort import Oort, _RecordingLoss
+from sparsekit_fl.methods.oort import Oort
+from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.testing import tiny_config
+
+oort = sys.modules[Oort.__module__]
 
 
 def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> fl.ServerContext:
@@ -52,13 +56,12 @@ def test_clients_of_high_loss_are_chosen_more_often() -> None:
 
 
 def test_scores_are_those_of_the_paper() -> None:
-    method = Oort()
     tried = {
         "0": {"utility": 10.0, "seconds": 1.0, "pace": 1.0, "round": 2},
         "1": {"utility": 20.0, "seconds": 4.0, "pace": 1.0, "round": 1},
         "2": {"utility": 15.0, "seconds": 1.0, "pace": 1.0, "round": 4},
     }
-    found = method._scores(5, tried, preferred=2.0)
+    found = oort._scores(5, tried, preferred=2.0)
     low = 10.0 * 0.999
 
     def score(utility: float, last: int) -> float:
@@ -69,15 +72,17 @@ def test_scores_are_those_of_the_paper() -> None:
     assert found[2] == pytest.approx(score(15.0, 4))
 
 
-def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still() -> None:
-    memory, _ = played(41, Oort(pace_rounds=10))
+def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still(monkeypatch) -> None:
+    monkeypatch.setattr(oort, "_PACE_ROUNDS", 10)
+    memory, _ = played(41, Oort())
     # In the first window hardly anybody is exploited yet; after rounds 30 and 40 nothing has changed.
     assert memory["percentile"] == 30 + 2 * 5
 
 
-def test_exploration_decays_to_its_least_value() -> None:
+def test_exploration_decays_to_its_least_value(monkeypatch) -> None:
     memory: dict = {}
-    method = Oort(exploration=0.9, decay=0.5, least=0.2)
+    monkeypatch.setattr(oort, "_DECAY", 0.5)
+    method = Oort(exploration=0.9)
     shares = []
     for round in range(1, 5):
         ctx = context(round, memory, clients=200)
@@ -86,11 +91,11 @@ def test_exploration_decays_to_its_least_value() -> None:
     assert shares == pytest.approx([0.45, 0.225, 0.2, 0.2])
 
 
-def test_the_statistical_utility_uses_single_examples() -> None:
-    outputs, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
-    loss = _RecordingLoss(F.cross_entropy, wanted=5)
-    assert torch.equal(loss(outputs, targets), F.cross_entropy(outputs, targets))
-    single = F.cross_entropy(outputs, targets, reduction="none")
-    assert loss.mean_square() == pytest.approx(float(single.square().mean()), rel=1e-6)
-    loss(10 * outputs, targets)
-    assert loss.mean_square() == pytest.approx(float(single.square().mean()), rel=1e-6)
+def test_the_statistical_utility_uses_single_examples_of_the_first_epoch() -> None:
+    spec, client, ctx = client_context(Oort(), deep_problem(), training(tiny_config(), local_epochs=2, batch_size=64))
+    result = spec.method.train(ctx, fl.Task(state=spec.initial))
+    model = spec.problem.model()
+    model.load_state_dict(spec.initial)
+    data = client.data.train
+    single = F.cross_entropy(model(data.inputs[0]), data.targets, reduction="none")
+    assert result.metrics["mean_squared_loss"] == pytest.approx(float(single.square().mean()), rel=1e-5)

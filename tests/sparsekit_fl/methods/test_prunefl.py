@@ -88,8 +88,3 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     assert torch.allclose(result.extra["0.weight"], model[0].weight.grad.square() * 24, rtol=1e-4)
     assert result.metrics["processed_examples"] == 24.0
     assert result.ratio == 0.5
-
-
-def test_shares_halve_over_the_run() -> None:
-    assert prunefl().share_at(0, 100) == 0.3
-    assert prunefl().share_at(100, 100) == 0.15

@@ -24,7 +24,7 @@ def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
     clients = [dataclasses.replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
     slow, fast = (
         tiny_run(f"refl {asked} cool_down=0 always_available=true", clients=clients, rounds=8)
-        for asked in ("target=1.0", "target=0.5 adaptive=false")
+        for asked in ("target=1.0", "target=0.5")
     )
     assert fast.cost.seconds < 0.8 * slow.cost.seconds
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
@@ -65,7 +65,7 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
 
 
 def test_the_average_round_is_a_moving_one() -> None:
-    method, memory = REFL(target=1.0, alpha=0.25, cool_down=0, always_available=True), {}
+    method, memory = REFL(target=1.0, cool_down=0, always_available=True), {}
     for round, seconds in ((1, 4.0), (2, 8.0)):
         ctx = context(round, memory)
         method.sample(ctx)
@@ -123,7 +123,7 @@ def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() ->
     second = 0.65 / 3 + 0.35 * (1 - math.exp(-0.25))
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
-    assert combine(REFL(beta=0.35), late, FRESH) == pytest.approx(expected)
+    assert combine(REFL(), late, FRESH) == pytest.approx(expected)
 
 
 def test_without_late_updates_it_is_the_mean() -> None:

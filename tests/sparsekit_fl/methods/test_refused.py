@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit_fl.methods import registry
-from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.methods import make_method, registry
 from sparsekit_fl.problem.metrics import log_loss
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem

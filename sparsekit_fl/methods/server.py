@@ -1,34 +1,105 @@
-"""Means of the clients' changes: over all clients, or entry by entry over those that hold it. Sums are in float64, in the order
-of the updates.
+"""`ServerContext`: what a method sees on the server, and where its state is; `mean`: how it averages what clients learned.
+
+Sums are in float64, in the order of the updates.
 """
 
+from __future__ import annotations
+
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, head_entries
+from sparsekit.measure import CostModel
+from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.client.packing import Kept
-from sparsekit_fl.methods.context import ServerContext
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.problem.data import Capability, Client
+from sparsekit_fl.streams import Streams
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """A client as the server sees it: its number of training examples, and what the device can do in this round."""
+
+    examples: int
+    capability: Capability
+
+
+class Roster(Mapping[int, ClientInfo]):
+    """Client id → `ClientInfo` of one round, from 1; a level is drawn when first read, so ten thousand clients cost nothing."""
+
+    def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
+        self._clients = clients
+        self._config = config
+        self._round = round
+        self._read: dict[int, ClientInfo] = {}
+
+    def __getitem__(self, client_id: int) -> ClientInfo:
+        if client_id not in self._read:
+            client, config = self._clients[client_id], self._config
+            capability = client.capability
+            if config.capability_levels is not None:
+                rng = Streams(config.seed).capability(self._round if config.capability == "dynamic" else 0, client_id)
+                capability = capability.at(config.capability_levels[int(rng.integers(len(config.capability_levels)))])
+            self._read[client_id] = ClientInfo(len(client.data.train), capability)
+        return self._read[client_id]
+
+    def __contains__(self, client_id: object) -> bool:
+        return client_id in self._clients
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServerContext:
+    """What a method sees on the server.
+
+    Args:
+        round: The round, counted from 1.
+        rounds: Number of rounds of the run.
+        roster: Client id → examples and capability of this round.
+        cohort_size: Number of clients to sample, C.
+        rngs: Purpose, such as "sampling", "ratio" and "mask" → its generator in this round; they draw independently.
+        memory: State of the method, which lives from round to round.
+        graph: The units of the model.
+        state: The shared global state at the start of the round.
+        costs: FLOPs of the model; None in a context that no run made.
+        parameters: State-dict keys of the shared entries that train; the others are buffers.
+    """
+
+    round: int
+    rounds: int
+    roster: Mapping[int, ClientInfo]
+    cohort_size: int
+    rngs: Mapping[str, np.random.Generator] = field(repr=False)
+    memory: Memory
+    graph: UnitGraph
+    state: StateDict
+    costs: CostModel | None = None
+    parameters: frozenset[str] = frozenset()
+
 
 Weights = Literal["examples", "uniform"]
 """How much a client counts: by its number of training examples, or equally."""
 
-Over = Literal["all", "holders"]
-"""The clients that an entry's mean is over: all, where an untrained entry counts as unchanged, or those that trained it."""
+Over = Literal["all", "holders", "changed"]
+"""The clients that an entry's mean is over: all, where an untrained entry counts as unchanged, or others; see `mean`."""
 
 
 def mean(
-    server: ServerContext,
-    updates: Sequence[Update],
-    *,
-    weights: Weights | Sequence[float] = "examples",
-    over: Over = "all",
-    only_changed_rows: bool = False,
+    server: ServerContext, updates: Sequence[Update], *, weights: Weights | Sequence[float] = "examples", over: Over = "all"
 ) -> dict[str, Tensor]:
     """Return the global state, moved by the weighted mean of the clients' changes.
 
@@ -38,24 +109,19 @@ def mean(
         weights: By the number of examples, or equal, or a number for each update. "uniform" over the holders is HeteroFL and
             FedRolex, "examples" FjORD.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
-            trained the entry; what nobody trained stays.
-        only_changed_rows: A client holds only those rows of the output layer that it changed. A client that leaves out the
-            classes of which it has no example sends their rows back unchanged; averaging these in would slow down what the
-            owners of the classes learn. The server is told nothing more: the changed rows are in the update.
+            trained the entry; what nobody trained stays. "changed": the same, but a client holds only those rows of the output
+            layer that it changed. A client that leaves out the classes of which it has no example sends their rows back
+            unchanged; averaging these in would slow down what the owners of the classes learn. The server is told nothing more:
+            the changed rows are in the update.
 
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
     """
-    return moved(server.state, mean_change(server, updates, weights=weights, over=over, only_changed_rows=only_changed_rows))
+    return moved(server.state, mean_change(server, updates, weights=weights, over=over))
 
 
 def mean_change(
-    server: ServerContext,
-    updates: Sequence[Update],
-    *,
-    weights: Weights | Sequence[float] = "examples",
-    over: Over = "all",
-    only_changed_rows: bool = False,
+    server: ServerContext, updates: Sequence[Update], *, weights: Weights | Sequence[float] = "examples", over: Over = "all"
 ) -> dict[str, Tensor]:
     """Return the weighted mean of the changes, whose arguments are those of `mean`: state-dict key → float64, dense.
 
@@ -70,7 +136,7 @@ def mean_change(
     if total == 0:
         return {}
     parts = [(update.delta, Kept(server.graph, update.mask)) for update in updates]
-    if only_changed_rows:
+    if over == "changed":
         parts = [_changed_rows(server.graph, *part) for part in parts]
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in server.state.items()}
     for (deltas, kept), weight in zip(parts, weights, strict=True):
