@@ -2,7 +2,7 @@
 
     python benchmarks/real.py scores smollm2 --out real            scores by every criterion, once for all budgets
     python benchmarks/real.py cut smollm2 --out real               what is not in real/smollm2.jsonl yet, one shot
-    python benchmarks/real.py train efficientnet-lite0 --out real  100 steps with the dense model as teacher, after each cut
+    python benchmarks/real.py train efficientnet-lite0 --out real  100 steps with fixed and learned masks, three seeds
     python benchmarks/real.py time efficientnet-lite0 --out real   milliseconds of passes, eager and in ONNX Runtime
     python benchmarks/real.py table --out real
 
@@ -11,13 +11,13 @@ fifth judges, as in `prune`, whose default is the candidate of least loss there.
 """
 
 import argparse
-import copy
 import json
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from real_arms import MASKS, Scores, fluctuation, shortgpt, torch_pruning, with_bias
 from real_nets import NETWORKS, Network, cycle
@@ -28,6 +28,7 @@ from sparsekit.allocation import PreferredMultiple, allocate, registry
 from sparsekit.criteria import Magnitude, Random
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.by_name import with_data
+from sparsekit.criteria.scored import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
@@ -136,26 +137,46 @@ def cells(name: str) -> list[tuple[str, float, str]]:
     return found
 
 
-def train(bench: Bench, small: nn.Module, steps: int = 100) -> nn.Module:
-    """Equal training for every arm: the same batches in the same order, the dense model as teacher."""
+LEARNED = {
+    "fixed": sk.LossImportance(explore=0.0),
+    "loss rule": sk.LossImportance(steps=100),
+    "gradient rule": sk.GradientImportance(lr=0.02),
+}
+"""How a mask changes in a training of 100 steps that begins with one and the same reconstructed cut."""
+
+
+def train(bench: Bench, share: float, rule: str, seed: int, steps: int = 100) -> tuple[nn.Module, dict[str, Any]]:
+    """Equal training of each rule, from the same cut, on the same batches, with the dense model as teacher."""
     network = bench.network
-    rate = 3e-4 if network.loss is None else 0.004
-    optimizer = torch.optim.AdamW(small.parameters(), lr=rate) if network.loss is None else torch.optim.SGD(
-        small.parameters(), lr=rate, momentum=0.9
+    criterion, allocation = CANDIDATES[1 if network.loss is None else 0]
+    scores = Scored(bench.scores[criterion], criterion, True)
+    pruned = sk.prune(
+        network.model, network.example, budget=bench.budget(share), batches=bench.fit, loss=network.loss, criterion=scores,
+        allocation=allocation, graph=bench.graph,
     )  # fmt: skip
-    teacher = Distillation(network.model)
-    small.train()
-    for _, batch in zip(range(steps), cycle(bench.fit)):
+    masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=LEARNED[rule])
+    first = masked.unit_mask()
+    rate = 3e-4 if network.loss is None else 0.004
+    optimizer = torch.optim.AdamW(masked.param_groups(weight_decay=0.01), lr=rate) if network.loss is None else torch.optim.SGD(
+        masked.param_groups(weight_decay=0.0), lr=rate, momentum=0.9
+    )  # fmt: skip
+    teacher, batches = Distillation(network.model), list(network.training)
+    np.random.default_rng(seed).shuffle(batches)
+    began = time.process_time()
+    masked.train()
+    for _, batch in zip(range(steps), cycle(batches)):
         if network.loss is None:
-            outputs, args, kwargs = small(**batch), (), {"input_ids": batch["input_ids"]}
+            outputs, args, kwargs = masked(**batch), tuple[Any, ...](), {"input_ids": batch["input_ids"]}
             loss = outputs.loss
         else:
-            outputs, args, kwargs = small(batch[0]), (batch[0],), {}
+            outputs, args, kwargs = masked(batch[0]), (batch[0],), {}
             loss = network.loss(outputs, batch[1])
         optimizer.zero_grad()
         teacher.combine(loss, outputs, teacher.teach(args, kwargs)).backward()
         optimizer.step()
-    return small.eval()
+    told = {"seconds": time.process_time() - began, "explored": masked.exploration_cost}
+    swapped = sum(int((keep & ~first[name]).sum()) for name, keep in masked.unit_mask().items())
+    return masked.compact().eval(), told | {"swapped": swapped, "kept": sum(masked.unit_mask().counts().values())}
 
 
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
@@ -213,19 +234,26 @@ def main() -> None:
     if options.what == "scores":
         bench.score()
         return
-    for arm, share, how in [("dense", 1.0, "as it is"), *cells(options.network)]:
+    todo = cells(options.network)
+    if options.what == "train":
+        todo = [(rule, SHARES[options.network][1], f"seed {seed}") for seed in range(3) for rule in LEARNED]
+    for arm, share, how in [("dense", 1.0, "as it is"), *todo]:
         key = {"what": options.what, "arm": arm, "share": share, "how": how}
         known = any(key == {name: row[name] for name in key} for row in read(path))
         if known or (options.shares and share not in options.shares) or not re.search(options.arms, f"{arm}, {how}"):
             continue
         torch.manual_seed(0)
         began = time.process_time()
-        small, flops = (bench.network.model, 1.0) if arm == "dense" else bench.cut(arm, share, how)
+        told: dict[str, Any] = {}
+        if arm == "dense":
+            small, flops = bench.network.model, 1.0
+        elif options.what == "train":
+            (small, told), flops = train(bench, share, arm, int(how[-1])), share
+        else:
+            small, flops = bench.cut(arm, share, how)
         seconds = time.process_time() - began
-        if options.what == "train" and arm != "dense":
-            small = train(bench, copy.deepcopy(small))
         found = milliseconds(bench, small) if options.what == "time" else bench.measure(small)
-        row = {**key, **found, "flops": flops, "seconds": seconds}
+        row = {**key, **found, "flops": flops, "seconds": seconds, **told}
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)

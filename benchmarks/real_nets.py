@@ -32,6 +32,7 @@ class Network:
         example: Positional inputs of one example.
         calibration: Batches that score, refit and choose.
         validation: Batches for choices made while this benchmark was written; neither calibration nor test.
+        training: Batches to train on after a cut.
         test: Read once for each row of the tables.
         loss: Mean over the examples of a batch.
         kept_flops: FLOPs of an example that no budget counts, such as those of an output embedding.
@@ -42,6 +43,7 @@ class Network:
     example: tuple[Tensor, ...]
     calibration: Sequence[Any]
     validation: Sequence[Any]
+    training: Sequence[Any]
     test: Sequence[Any]
     loss: Callable[..., Tensor] | None
     kept_flops: float
@@ -122,7 +124,17 @@ def smollm2(length: int = 256) -> Network:
         return {"loss": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses)))}
 
     example = (parts["calibration"][0]["input_ids"],)
-    return Network(model, example, parts["calibration"], parts["validation"], parts["test"], None, head * length, judge)
+    return Network(
+        model,
+        example,
+        parts["calibration"],
+        parts["validation"],
+        parts["calibration"],
+        parts["test"],
+        None,
+        head * length,
+        judge,
+    )
 
 
 # ------------------------------------------------------------------------------------------- EfficientNet-Lite0
@@ -173,6 +185,7 @@ def efficientnet_lite0(pixels: int = 96) -> Network:
     draw = np.random.default_rng(0).permutation(20000)
     loss = F.cross_entropy
     calibration, validation = batches("train", draw[:1280]), batches("train", draw[2000:2500])
+    training = batches("train", draw[2500:5700])
     test = batches("valid", np.arange(0, 5000, 5), 50)
 
     def judge(small: nn.Module, given: Sequence[Any]) -> dict[str, float]:
@@ -185,7 +198,7 @@ def efficientnet_lite0(pixels: int = 96) -> Network:
             "accuracy": right / total,
         }
 
-    return Network(model, (calibration[0][0][:1],), calibration, validation, test, loss, 0.0, judge)
+    return Network(model, (calibration[0][0][:1],), calibration, validation, training, test, loss, 0.0, judge)
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {"smollm2": smollm2, "efficientnet-lite0": efficientnet_lite0}
