@@ -70,6 +70,15 @@ def test_watch_mask(printed: Callable[..., str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("library", "layer"), [("transformers", "model.layers.0.mlp.up_proj"), ("lightning", "2")])
+def test_trainers(printed: Callable[..., str], library: str, layer: str) -> None:
+    pytest.importorskip(library)
+    pytest.importorskip("accelerate" if library == "transformers" else "lightning")
+    rows, columns = map(int, _numbers(rf"'{layer}.weight': \((\d+), (\d+)\)", printed("trainers", library)))
+    assert (rows, columns) == (32, 32), "half of 64 units; a hidden width of 32, or again half of 64"
+
+
+@pytest.mark.slow
 def test_wrap_module(printed: Callable[..., str]) -> None:
     out = printed("wrap_module", EPOCHS=4)
     assert float(*_numbers(r"accuracy ([\d.]+)%", out)) > 95

