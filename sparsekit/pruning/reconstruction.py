@@ -112,6 +112,11 @@ def reconstruct(
     return left
 
 
+def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
+    """Whether `reconstruct` refits some layers in sequence: whether layers in a chain of blocks read dropped units."""
+    return bool(find_chain(model, _readers(model, graph, mask)))
+
+
 def _parts(readers: Sequence[Reader], memory_bytes: int, left: dict[str, float]) -> list[list[Reader]]:
     """Readers whose sums fit into memory together; one that does not fit by itself is noted in `left` and keeps its weights."""
     parts: list[list[Reader]] = [[]]

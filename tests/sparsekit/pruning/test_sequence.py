@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.pruning import reconstruction
 from sparsekit.pruning.sequence import _streams
 
 
@@ -94,3 +95,26 @@ def test_states_that_do_not_fit_into_memory_are_left_to_layers_by_themselves() -
         sk.reconstruct(model, small, pruned.graph, pruned.mask, batches, **options)
         states.append(small.state_dict())
     assert all(torch.allclose(states[0][name], states[1][name], atol=1e-5) for name in states[0])
+
+
+def test_only_the_chosen_candidate_is_refitted_in_sequence_and_equals_the_cut_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    net, x = Net("plain").eval(), torch.randn(96, 7, 16)
+    options: dict[str, Any] = {"budget": "flops=60%", "batches": list(x.split(8)), "loss": lambda out, _: out.square().mean()}
+    options["batches"] = [(batch, batch) for batch in options["batches"]]
+    fits: list[bool] = []
+
+    def fit_in_sequence(*args: Any, **kwargs: Any) -> dict[str, float]:
+        fits.append(True)
+        return plain(*args, **kwargs)
+
+    plain = reconstruction.fit_in_sequence
+    monkeypatch.setattr(reconstruction, "fit_in_sequence", fit_in_sequence)
+    best = sk.prune(net, (x[:1],), **options)
+    chosen = next(each for each in best.report.candidates if each.chosen)
+    assert len(best.report.candidates) > 1
+    assert len(fits) == 1
+    named = sk.prune(net, (x[:1],), criterion=best.scores[chosen.criterion], allocation=chosen.allocation, **options)
+    assert all(torch.equal(mine, named.model.state_dict()[name]) for name, mine in best.model.state_dict().items())
