@@ -13,7 +13,7 @@ from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
 from sparsekit_fl.pictures import pictures_of, to_svg
-from sparsekit_fl.problem.names import lower_by_name
+from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.stored import flat
 from sparsekit_fl.trials import collect
 
@@ -110,7 +110,7 @@ def _best(comparison: Comparison) -> dict[str, list[int]]:
     found = {}
     for column in comparison.columns if len(comparison.rows) > 1 else ():
         means = [row.mean[column.name] for row in comparison.rows]
-        larger = column.path[0] == "final" and not lower_by_name(column.path[-1])
+        larger = column.path[0] == "final" and not lower_is_better(column.path[-1])
         known = [mean for mean in means if mean == mean]
         if known and column.name != "wall_seconds":
             best = (max if larger else min)(known)

@@ -62,6 +62,6 @@ MODELS: Mapping[str, str] = {
 }
 
 DATA: Mapping[str, str] = {
-    name: f"sparsekit_fl.problem.loaders:{name.replace('-', '_')}"
+    name: f"sparsekit_fl.problem.images:{name.replace('-', '_')}_loaders"
     for name in ("cifar10", "cifar100", "digits", "mnist", "tiny-imagenet")
 }

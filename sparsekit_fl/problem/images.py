@@ -15,16 +15,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from sparsekit.errors import DataError
+from sparsekit.rng import torch_generator
 from sparsekit_fl.errors import need
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.datasets import DataSource
+from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.files import cached_tensors, find_split_files
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
 _DIGITS_TRAIN = 1437  # the first four fifths
+_VALIDATION = 0.1
+
+Batches = DataLoader[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -195,3 +200,28 @@ def pixels_of(picture: Any, channels: int | None) -> np.ndarray[Any, np.dtype[np
     grey = channels == 1 or (channels is None and picture.mode == "L")
     found = np.asarray(picture.convert("L" if grey else "RGB"))
     return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
+
+
+def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:
+    """Return training batches, in another order each time, and validation batches: normalised float images and labels.
+
+    For commands that know nothing of clients. A tenth of the training examples, drawn from `seed`, is for validation; the
+    test set is not used.
+    """
+    source = datasets[name](data_dir)
+    channels, height, width = source.shape
+    train = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std)).train
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(train)))
+    held_out = max(1, int(_VALIDATION * len(order)))
+
+    def batches(rows: Tensor, *, shuffle: bool) -> Batches:
+        (images,), labels = train.batch(rows.sort().values)
+        generator = torch_generator(np.random.default_rng(seed))
+        return DataLoader(TensorDataset(images, labels), batch_size, shuffle=shuffle, generator=generator)
+
+    return batches(order[held_out:], shuffle=True), batches(order[:held_out], shuffle=False)
+
+
+digits_loaders, mnist_loaders, cifar10_loaders, cifar100_loaders, tiny_imagenet_loaders = (
+    partial(_loaders, name) for name in ("digits", "mnist", "cifar10", "cifar100", "tiny-imagenet")
+)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.names import lower_by_name
 
 __all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "whole"]
 
@@ -115,7 +114,7 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
         metric: The metric; its attribute `lower_is_better`, where it has one, decides alone.
     """
     told = getattr(metric, "lower_is_better", None)
-    return lower_by_name(name) if told is None else bool(told)
+    return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)
 
 
 def whole(metric: Metric) -> Metric:

@@ -3,16 +3,20 @@
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+from pydantic import Field
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
+from sparsekit_fl.options import Count, Hint, Positive
 from sparsekit_fl.problem.data import ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource
 
 _log = logging.getLogger(__name__)
+
+_LEAST = 10  # examples of a client, at least
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,21 +48,10 @@ class Partition(Protocol):
         ...
 
 
-def _check_clients(clients: int) -> None:
-    if isinstance(clients, bool) or not isinstance(clients, int) or clients < 1:
-        raise InvalidValueError(f"clients must be an integer >= 1, got {clients!r}")
-
-
 def hold_out(indices: Indices) -> tuple[Indices, Indices]:
     """Split at least two indices into those that stay and the last tenth, rounded half up and at least one, for validation."""
     count = min(max(1, int(len(indices) * 0.1 + 0.5)), len(indices) - 1)
     return indices[:-count], indices[-count:]
-
-
-def _dealt(train: TensorData, test: TensorData, mixed: Indices, scored: Indices) -> ClientData:
-    """The data of a client that owns rows of `train` in random order, the last tenth for validation, and `scored` of `test`."""
-    kept, held = hold_out(mixed)
-    return ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
 
 
 def _labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
@@ -88,10 +81,10 @@ def pathological(
     *,
     clients: int,
     rng: np.random.Generator,
-    classes_per_client: int = 2,
-    images_per_class: int = 100,
+    classes_per_client: Count = 2,
+    images_per_class: Annotated[int, Field(ge=2), Hint("one to train, one to validate")] = 100,
     distinct: bool = True,
-    when_short: Literal["refuse", "shrink", "redeal"] = "refuse",
+    when_short: Literal["refuse", "shrink"] = "refuse",
 ) -> list[ClientData]:
     """Deal shards of one class each to clients.
 
@@ -112,38 +105,25 @@ def pathological(
             released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
             in ten has a single class.
         when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
-            suffice, with a warning. "redeal": once fewer classes have shards left than a client draws, deal all shards
-            again, with a warning; clients then share examples.
+            suffice, with a warning.
 
     Returns:
         One ClientData per client.
 
     Raises:
         DataError: too few shards; the message says how many there are and what would do.
-        InvalidValueError: an option out of range.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
         class borders; here a shard has one class.
     """
-    _check_clients(clients)
     train, test = _labelled_pools(source, "pathological")
-    if not 1 <= classes_per_client <= source.classes:
-        raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
-    if images_per_class < 2:
-        raise InvalidValueError(f"images_per_class must be at least 2 (one to train, one to validate), got {images_per_class}")
-    if when_short not in ("refuse", "shrink", "redeal"):
-        raise InvalidValueError(f"when_short must be 'refuse', 'shrink' or 'redeal', got {when_short!r}")
     rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
     size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
-    shards = [_cut(members, size) for members in rows]
-
-    redeal = sum(map(len, shards)) < clients * classes_per_client
+    shards = [[members[start : start + size] for start in range(0, len(members) - size + 1, size)] for members in rows]
+    remaining = [[shard[place] for place in rng.permutation(len(shard))] for shard in shards]
     splits: list[ClientData] = []
     short: set[int] = set()
-    remaining = [_shuffled(shard, rng) for shard in shards]
     for _ in range(clients):
-        if redeal and sum(map(bool, remaining)) < min(classes_per_client, sum(map(bool, shards))):
-            remaining = [_shuffled(shard, rng) for shard in shards]
         owned = sorted(_draw_classes(list(map(len, remaining)), classes_per_client, rng, distinct=distinct))
         kept, held = zip(*(hold_out(remaining[label].pop()) for label in owned), strict=True)
         classes = sorted(set(owned))
@@ -203,26 +183,12 @@ def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, dist
     return drawn
 
 
-def _cut(members: Indices, size: int) -> list[Indices]:
-    return [members[start : start + size] for start in range(0, len(members) - size + 1, size)]
-
-
-def _shuffled(shards: list[Indices], rng: np.random.Generator) -> list[Indices]:
-    return [shards[i] for i in rng.permutation(len(shards))]
-
-
 def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int, when_short: str) -> int:
     def count(size: int) -> int:
         return sum(len(members) // size for members in rows)
 
     needed, available = clients * per_client, count(size)
     if available >= needed:
-        return size
-    if when_short == "redeal" and available >= per_client and sum(len(members) >= size for members in rows) >= per_client:
-        _log.warning(
-            "%s: %d shards of %d are needed and there are %d; shards are dealt again, so clients share examples",
-            name, needed, size, available,
-        )  # fmt: skip
         return size
     fitting = next((smaller for smaller in range(size - 1, 1, -1) if count(smaller) >= needed), None)
     if when_short == "shrink" and fitting is not None:
@@ -240,50 +206,47 @@ def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, s
 _ATTEMPTS = 200
 
 
-def dirichlet(
-    source: DataSource, *, clients: int, rng: np.random.Generator, alpha: float = 0.5, min_examples: int = 10
-) -> list[ClientData]:
+def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Positive = 0.5) -> list[ClientData]:
     """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution.
 
     A client that already has its even part of all examples gets no more, as is usual, so that nobody has nearly all. The
-    test examples of a class are dealt in the same shares as its training examples. A draw in which a client falls short is
-    repeated. A tenth of each client's training examples, at random, is held out for validation.
+    test examples of a class are dealt in the same shares as its training examples. A draw that gives a client less than ten
+    training and validation examples together, or no test example, is repeated. A tenth of each client's training examples, at
+    random, is held out for validation.
 
     Args:
         source: With one label per example and a test set.
         clients: Number of clients.
         rng: For every draw.
-        alpha: Concentration, > 0; the smaller, the fewer classes per client.
-        min_examples: Each client gets at least this many training and validation examples together, and one test example.
+        alpha: Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 nearly even.
 
     Returns:
         One ClientData per client; every training and test example is dealt exactly once.
 
     Raises:
         DataError: no draw gave every client enough.
-        InvalidValueError: an option out of range.
 
     Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
     """
-    _check_clients(clients)
-    if not alpha > 0:
-        raise InvalidValueError(f"alpha must be > 0, got {alpha}; 0.1 is very uneven, 100 nearly even")
-    if min_examples < 2:
-        raise InvalidValueError(f"min_examples must be at least 2 (one to train, one to validate), got {min_examples}")
     train, test = _labelled_pools(source, "dirichlet")
     rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
-    enough = len(train) >= clients * min_examples and len(test) >= clients
+    enough = len(train) >= clients * _LEAST and len(test) >= clients
     for _ in range(_ATTEMPTS if enough else 0):
         found = _deal(rows, tests, clients, alpha, rng)
-        if all(len(mine) >= min_examples and len(scored) for mine, scored in found):
+        if all(len(mine) >= _LEAST and len(scored) for mine, scored in found):
             break
     else:
         raise DataError(
             f"{len(train)} training and {len(test)} test examples of {source.name!r} cannot be dealt to {clients} clients"
-            f" with at least {min_examples} and 1 each at alpha={alpha};"
-            " use fewer clients, a larger alpha or a smaller min_examples"
+            f" with at least {_LEAST} and 1 each at alpha={alpha}; use fewer clients, or a larger alpha"
         )
-    return [_dealt(train, test, rng.permutation(mine), scored) for mine, scored in found]
+    splits = []
+    for mine, scored in found:
+        kept, held = hold_out(rng.permutation(mine))
+        splits.append(
+            ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
+        )
+    return splits
 
 
 def _deal(
@@ -306,51 +269,33 @@ def _deal(
     return [(np.concatenate(own), np.concatenate(test)) for own, test in zip(mine, scored, strict=True)]
 
 
-def natural(
-    source: DataSource,
-    *,
-    clients: int,
-    rng: np.random.Generator,
-    choose: Literal["largest", "random"] = "largest",
-    min_examples: int = 10,
-) -> list[ClientData]:
-    """Make clients of users or speakers; each splits its own examples 80/10/10 by position, the latest for testing.
+def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
+    """Make clients of the users or speakers with most examples; each splits its own 80/10/10, the latest for testing.
 
     Args:
         source: With owners; a test set of its own is not used.
-        clients: Number of owners that take part.
-        rng: For `choose="random"`; otherwise nothing is drawn.
-        choose: The owners with most examples (ties: the one listed first), or any with enough.
-        min_examples: An owner needs at least this many, and at least 3.
+        clients: Number of owners that take part; of equal ones, those that are listed first.
+        rng: Not used.
 
     Returns:
         One ClientData per chosen owner, in the order of the source.
 
     Raises:
-        DataError: the source has no owners, or too few with enough examples.
-        InvalidValueError: an option out of range.
+        DataError: the source has no owners, or too few with ten examples.
 
     Source: Caldas et al., LEAF (arXiv 1812.01097).
     """
-    _check_clients(clients)
-    if choose not in ("largest", "random"):
-        raise InvalidValueError(f"choose must be 'largest' or 'random', got {choose!r}")
-    if min_examples < 3:
-        raise InvalidValueError(f"min_examples must be at least 3 (one each to train, validate and test), got {min_examples}")
     if source.owners is None:
         raise DataError(f"{source.name!r} does not say whose each example is; use the partition 'pathological' or 'dirichlet'")
     owners = source.owners.numpy()
     sizes = np.bincount(owners)
-    fitting = np.flatnonzero(sizes >= min_examples)
+    fitting = np.flatnonzero(sizes >= _LEAST)
     if len(fitting) < clients:
         raise DataError(
-            f"{source.name!r} has {len(fitting)} owners with at least {min_examples} examples, not the {clients} asked for;"
-            f" use at most {len(fitting)} clients, or a smaller min_examples"
+            f"{source.name!r} has {len(fitting)} owners with at least {_LEAST} examples, not the {clients} asked for;"
+            f" use at most {len(fitting)} clients"
         )
-    if choose == "largest":
-        chosen = fitting[np.argsort(-sizes[fitting], kind="stable")[:clients]]
-    else:
-        chosen = rng.choice(fitting, size=clients, replace=False)
+    chosen = fitting[np.argsort(-sizes[fitting], kind="stable")[:clients]]
     order = np.argsort(owners, kind="stable").astype(np.int64)
     ends = np.cumsum(sizes)
     splits = []

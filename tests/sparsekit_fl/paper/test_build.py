@@ -166,10 +166,9 @@ def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() 
         ("mnist", 180, 20, 200),
         ("cifar10", 180, 20, 200),
         ("cifar100", 720, 80, 800),
-        ("tiny-imagenet", 720, 80, None),  # 800 on the complete data; a reduced copy has fewer to test with
     ],
 )
-def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int | None) -> None:
+def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, train: int, val: int, test: int) -> None:
     _, clients = fl.build_problem(preset_for(preset=name), data_dir=data_dir)
     again = fl.build_problem(preset_for(preset=name), data_dir=data_dir)[1]
     assert {(len(client.data.train), len(client.data.val)) for client in clients} == {(train, val)}
@@ -178,9 +177,8 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
     # Two shards of a client may be of one class, as in the data behind Table I: for about one client in ten of two shards.
     assert max(classes) == options["classes_per_client"]
     assert sum(classes) >= 0.85 * options["classes_per_client"] * len(clients)
-    if test is not None:
-        assert [len(client.data.test) for client in clients] == [owned * options["images_per_class"] for owned in classes]
-        assert max(len(client.data.test) for client in clients) == test
+    assert [len(client.data.test) for client in clients] == [owned * options["images_per_class"] for owned in classes]
+    assert max(len(client.data.test) for client in clients) == test
     assert all(torch.equal(a.data.train.index, b.data.train.index) for a, b in zip(clients, again, strict=True))
     assert clients[0].data.val.materialise().inputs[0].isfinite().all()
 
@@ -189,6 +187,7 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
     ("partition", "options", "message"),
     [
         ("dirichlet", {"alpha": "abc"}, "partition.alpha must be"),
+        ("pathological", {"images_per_class": 1}, "partition.images_per_class must be an integer >= 2, got 1; one to train"),
         ("pathological", {"distinct": "perhaps"}, "partition.distinct must be true or false"),
     ],
 )

@@ -15,9 +15,8 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem import loaders
 from sparsekit_fl.problem.files import cache_directory, cached_tensors
-from sparsekit_fl.problem.images import ImageTransform
+from sparsekit_fl.problem.images import ImageTransform, digits_loaders
 from sparsekit_fl.testing import DatasetContract
 
 
@@ -120,11 +119,11 @@ def test_digits_are_complete_and_normalised() -> None:
 
 
 def test_of_batches_a_tenth_is_for_validation_and_the_same_seed_gives_the_same() -> None:
-    train, validation = loaders.digits(batch_size=50)
+    train, validation = digits_loaders(batch_size=50)
     images, labels = next(iter(train))
     assert (images.shape, images.dtype, labels.dtype) == ((50, 1, 8, 8), torch.float32, torch.int64)
     assert [sum(len(y) for _, y in batches) for batches in (train, validation)] == [1294, 143]
-    again, other = loaders.digits(batch_size=50), loaders.digits(batch_size=50, seed=1)
+    again, other = digits_loaders(batch_size=50), digits_loaders(batch_size=50, seed=1)
     assert torch.equal(next(iter(again[0]))[0], images)
     assert not torch.equal(next(iter(other[0]))[0], images)
 

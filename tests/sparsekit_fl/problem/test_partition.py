@@ -58,11 +58,6 @@ class TestNaturalContract(Dealt):
     deal = staticmethod(natural)
 
 
-class TestRandomNaturalContract(TestNaturalContract):
-    clients = 2
-    deal = staticmethod(partial(natural, choose="random"))
-
-
 def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
     splits = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
     for hand in splits:
@@ -90,23 +85,6 @@ def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixtur
     assert "shards of 5 are used" in caplog.text
     with pytest.raises(DataError, match="larger data set"):
         pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
-
-
-@pytest.mark.parametrize("distinct", [True, False])
-def test_shards_that_ran_out_are_dealt_again_on_request_with_a_warning(
-    distinct: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"clients": 50, "images_per_class": 10, "distinct": distinct}
-    with pytest.raises(DataError, match="has 20 shards"):
-        pathological(pictures(), rng=np.random.default_rng(0), **options)
-    splits = pathological(pictures(), rng=np.random.default_rng(0), when_short="redeal", **options)
-    assert "100 shards of 10 are needed and there are 20; shards are dealt again" in caplog.text
-    own = [np.concatenate([hand.train.index, hand.val.index]) for hand in splits]
-    assert all(len(np.unique(rows)) == 20 for rows in own), "no client has a shard twice"
-    # Five deals or a few more, as one ends where too few classes are left; none gives a shard to two clients.
-    deals = np.bincount(np.concatenate(own)).max()
-    assert 5 <= deals <= 7
-    assert len(np.unique(np.concatenate(own))) == 200, "no shard is left out for good"
 
 
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
