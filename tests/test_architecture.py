@@ -84,7 +84,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "sparsekit_fl.paper.*",
         "sparsekit_fl.results",
     ),
-    "matplotlib": ("sparsekit.cli.search", "sparsekit_fl.pictures"),
+    "matplotlib": ("sparsekit_fl.pictures",),
     "optuna": ("sparsekit.bandit.*", "sparsekit.cli.tune", "sparsekit.cli.search"),
     "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),

@@ -22,7 +22,7 @@ from sparsekit.bandit.make import registry
 from sparsekit.bandit.optuna import BanditSampler
 from sparsekit.bandit.search_space import Axis, rounded, text_of
 from sparsekit.cli.commands import Commands, filled
-from sparsekit.errors import InvalidValueError, MissingDependencyError, UnknownNameError, install_hint, nearest
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
 _JOURNAL = "study.journal"
 
@@ -170,23 +170,6 @@ class Search:
     def _with_mean(self, trial: FrozenTrial) -> dict[str, Any]:
         same = [t.value for t in self.ended if t.value is not None and self.texts(t.params) == self.texts(trial.params)]
         return {**self._row(trial), "mean": sum(same) / len(same), "runs": len(same)}
-
-    def save_plot(self, path: Path) -> None:
-        """Draw the score of every trial along each axis."""
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise MissingDependencyError(f"a picture needs matplotlib; {install_hint('report')}") from error
-        import warnings
-
-        from optuna.visualization.matplotlib import plot_slice
-
-        with warnings.catch_warnings():
-            # plot_slice is experimental, and equal values have no span.
-            warnings.simplefilter("ignore")
-            plot_slice(self.study)
-        plt.gcf().savefig(path, dpi=144, bbox_inches="tight")
-        plt.close(plt.gcf())
 
 
 @contextlib.contextmanager

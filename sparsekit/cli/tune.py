@@ -74,7 +74,7 @@ def _tune(
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Trials at a time.")] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the trials, their output and a picture.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the trials and their output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print trials to stderr as they end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
@@ -118,16 +118,11 @@ def _tune(
 
 
 def _finish(search: Search, best: FrozenTrial | None, out: Path | None, *, as_json: bool) -> None:
-    """Print the outcome, and write `trials.json` and `trials.png`."""
+    """Print the outcome, and write `trials.json`."""
     report = search.report() | {"out": None if out is None else str(out)}
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
     if out is not None:
         (out / "trials.json").write_text(text + "\n", encoding="utf-8")
-        if best is not None:
-            try:
-                search.save_plot(out / "trials.png")
-            except MissingDependencyError as error:
-                typer.echo(f"warning: no picture: {error}", err=True)
     if as_json:
         typer.echo(text)
     else:

@@ -23,7 +23,6 @@ from sparsekit_fl.cli.report import show
 from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
-    from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.methods.base import Method
     from sparsekit_fl.trials import Trial
 
@@ -200,30 +199,36 @@ def _ended(task: _Task, label: str) -> Trial:
         FolderInUseError: another command runs this trial.
     """
     from sparsekit_fl.callbacks import LiveProgress
-    from sparsekit_fl.checkpoint import write_atomically
+    from sparsekit_fl.checkpoint import holds_run, write_atomically
     from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted
     from sparsekit_fl.stored import number_text
     from sparsekit_fl.trials import TRIAL_FILE, Trial
 
-    quiet, began, described = task.options.quiet or task.options.json, time.monotonic(), dict[str, Any]()
+    quiet, began, raw = task.options.quiet or task.options.json, time.monotonic(), dict[str, Any]()
+    folder, how = task.folder, "finished"
     try:
         experiment = _experiment(task.options)
-        described |= _described(task.method, experiment)
-        trial = _finished(task, described, experiment)
-        how = "finished before"
-        if trial is None:
+        config = {**task.method.configure(experiment.config).to_dict(), "experiment": experiment.described}
+        raw |= json.loads(json.dumps({"config": config, "policies": task.method.describe()}))
+        if folder is not None and (folder / "result.json").exists():
+            trial, how = _finished(task, folder, raw, experiment), "finished before"
+        else:
+            options = task.options.replaced(out=folder)
             with LiveProgress(quiet=quiet, label=label) as progress:
-                trial = _run(task, experiment, progress)
-            how = "finished"
+                resume = folder is not None and holds_run(folder)
+                result = experiment.run(task.method, options, [progress, *options.callbacks()], resume=resume)
+            trial = Trial.of(result.to_dict())
+            if folder is not None:
+                (folder / TRIAL_FILE).unlink(missing_ok=True)
     except (FolderInUseError, ResumeError, RunInterrupted):
         raise
     except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials continue
         text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
-        raw = {"method": task.method.name, "seed": task.options.seed, "config": {}, "policies": {}, **described, "error": text}
-        if task.folder is not None:
-            task.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(task.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+        raw = {"config": {}, "policies": {}, **raw, "method": task.method.name, "seed": task.options.seed, "error": text}
         trial, how = Trial.of(raw), f"failed: {text}"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
     accuracy = ((trial.result or {}).get("final", {}).get("personal") or {}).get("accuracy")
     parts = [how, "" if accuracy is None else f"accuracy {number_text('share', accuracy)}"]
     parts.append(number_text("seconds", time.monotonic() - began) if how == "finished" else "")
@@ -232,44 +237,23 @@ def _ended(task: _Task, label: str) -> Trial:
     return trial
 
 
-def _described(method: Method, experiment: Experiment) -> dict[str, Any]:
-    """Return the settings that make a trial the same one, as plain JSON values."""
-    config = {**method.configure(experiment.config).to_dict(), "experiment": experiment.described}
-    found: dict[str, Any] = json.loads(json.dumps({"config": config, "policies": method.describe()}))
-    return found
-
-
-def _finished(task: _Task, described: Mapping[str, Any], experiment: Experiment) -> Trial | None:
-    """Read a trial that is finished; None where there is something to run."""
+def _finished(task: _Task, folder: Path, described: Mapping[str, Any], experiment: Experiment) -> Trial:
+    """Read a trial that is finished, if it is the one that is wanted."""
     from sparsekit_fl.checkpoint import differences
     from sparsekit_fl.errors import ResumeError
     from sparsekit_fl.stored import read_result
     from sparsekit_fl.trials import Trial
 
-    if task.folder is None or not (task.folder / "result.json").exists():
-        return None  # a run compares a checkpoint itself
-    raw = read_result(task.folder)
-    changed = differences({name: raw[name] for name in described}, described)
+    saved = read_result(folder)
+    changed = differences({name: saved[name] for name in described}, described)
     if changed:
         raise ResumeError(
-            f"{task.folder} holds {task.label} with other settings ({'; '.join(changed)});"
+            f"{folder} holds {task.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    if raw["fingerprint"].get("data") not in (None, experiment.data_fingerprint):
-        raise ResumeError(f"{task.folder} holds {task.label} on other data; restore the data, or pass another --out")
-    return Trial.of(raw)
-
-
-def _run(task: _Task, experiment: Experiment, progress: LiveProgress) -> Trial:
-    from sparsekit_fl.checkpoint import holds_run
-    from sparsekit_fl.trials import TRIAL_FILE, Trial
-
-    options, folder = task.options.replaced(out=task.folder), task.folder
-    resume = folder is not None and holds_run(folder)
-    result = experiment.run(task.method, options, [progress, *options.callbacks()], resume=resume)
-    if folder is not None:
-        (folder / TRIAL_FILE).unlink(missing_ok=True)
-    return Trial.of(result.to_dict())
+    if saved["fingerprint"].get("data") not in (None, experiment.data_fingerprint):
+        raise ResumeError(f"{folder} holds {task.label} on other data; restore the data, or pass another --out")
+    return Trial.of(saved)
 
 
 compare = command_app(

@@ -151,26 +151,23 @@ def _curve(result: RunResult) -> str:
 def _clients(result: RunResult) -> Table:
     """Return a row for each of the clients with the worst scores."""
     from sparsekit_fl.problem.metrics import lower_is_better
-    from sparsekit_fl.results import value_of
-    from sparsekit_fl.stored import score_text
+    from sparsekit_fl.results import PARTS
+    from sparsekit_fl.stored import number_text
 
-    def text(value: float | None) -> str:
-        return "–" if value is None or not math.isfinite(value) else score_text(name, value).removeprefix(f"{name} ")
-
-    def badness(value: float | None) -> float:
-        return math.inf if value is None or not math.isfinite(value) else value if lower_is_better(name) else -value
-
-    name, every = result.final.primary_metric, result.final.per_client
-    worst = sorted(every, key=lambda one: -badness(value_of(one.personal, name)))[:_MOST_CLIENTS]
+    name, every = result.final.primary_metric, result.to_dict()["final"]["per_client"]
+    scores = {one["id"]: [one["metrics"].get(part, {}).get(name) for part in PARTS] for one in every}
+    sign = -1 if lower_is_better(name) else 1
+    ranked = sorted(every, key=lambda one: (scores[one["id"]][0] is not None, sign * (scores[one["id"]][0] or 0)))
+    worst = ranked[:_MOST_CLIENTS]
     trained = Counter(client_id for record in result.rounds for client_id in record.ratios)
     title = f"{name} by client" + (f", the {len(worst)} worst of {len(every)}" if len(worst) < len(every) else "")
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("client", "test", "validation", "global model", "ratio", "rounds trained", "test examples"):
         table.add_column(column, justify="right")
     for one in worst:
-        scores = (text(value_of(part, name)) for part in (one.personal, one.validation, one.shared))
-        ratio = "–" if one.ratio is None else f"{one.ratio:.3g}"
-        table.add_row(str(one.client_id), *scores, ratio, str(trained[one.client_id]), str(one.examples))
+        texts = [number_text("share" if name == "accuracy" else "number", score) for score in scores[one["id"]]]
+        ratio = "–" if one["ratio"] is None else f"{one['ratio']:.3g}"
+        table.add_row(str(one["id"]), *texts, ratio, str(trained[one["id"]]), str(one["examples"]))
     return table
 
 

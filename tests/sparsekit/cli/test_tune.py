@@ -39,13 +39,12 @@ def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest
     assert lines[0].endswith("  best")
 
 
-def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_folder_holds_the_trials_and_their_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute([*BASIC, "--trials", "3", "--out", str(tmp_path / "run")]) == 0
     assert f"Every trial is in {tmp_path / 'run'}" in capsys.readouterr().out
     files = {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     logs = {f"logs/000{n}.{kind}" for n in (0, 1, 2) for kind in ("out", "err")}
-    assert files - {".lock"} == {"study.journal", "trials.json", "trials.png", *logs}
+    assert files - {".lock"} == {"study.journal", "trials.json", *logs}
     assert (tmp_path / "run/logs/0001.out").read_text().startswith("score -")
 
 
@@ -57,21 +56,6 @@ def test_without_optuna_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert execute([*BASIC, "--trials", "1"]) == 2
     assert "sparsekit-torch[optuna]" in capsys.readouterr().err
-
-
-def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = ["tune", "echo score {x}", "--space", "x=0:1", "--metric", r"score (\S+)", "--trials", "2", "--out"]
-    assert execute([*line, str(tmp_path / "a"), "--json", "--quiet"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["best"] is not None
-    assert "sparsekit-torch[report]" in captured.err
-    assert execute([*line, str(tmp_path / "b"), "--quiet"]) == 0
-    captured = capsys.readouterr()
-    assert "best: echo score" in captured.out
-    assert "picture" not in captured.out
 
 
 def test_a_search_that_is_ended_or_killed_says_how_to_resume_and_loses_nothing(tmp_path: Path) -> None:
