@@ -73,9 +73,9 @@ def round_seconds(marks: Sequence[float]) -> list[float]:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of results, or the rows of a stored one (.csv); none where there is no file."""
     if path.suffix == ".csv":
-        from sparsekit_fl.stored import read_rows
+        from stored_tables import read_rows
 
-        return list(read_rows(path)) if path.exists() else []
+        return read_rows(path) if path.exists() else []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 

@@ -1,12 +1,21 @@
-"""Write the CSV tables of results/, small enough to keep next to the pages that quote them. `stored.py` reads them."""
+"""The CSV tables of results/, small enough to keep next to the pages that quote them: written, read, and drawn as a report.
+
+    python benchmarks/stored_tables.py results/mnist.csv PAGES      writes PAGES/report.html
+
+A row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; those of a round begin
+with `rounds.`. Of a round, a table has the costs and the accuracy, to four digits, and no clients, cohorts or ratios.
+"""
 
 import csv
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.stored import flat
+from sparsekit_fl.comparison import Comparison, comparisons_of
+from sparsekit_fl.stored import SCHEMA_NUMBER, flat
+from sparsekit_fl.trials import Trial
 
 RUN = ("method", "seed", "note", "config", "final", "cost", "environment")
 COSTS = ("flops", "flops_paper", "simulated_seconds")
@@ -71,3 +80,49 @@ def _cell(value: Any) -> str:
         except ValueError:
             return value
     return json.dumps(value, separators=(",", ":"))
+
+
+def read_rows(path: Path | str) -> list[dict[str, Any]]:
+    """Read what `write_rows` wrote, without what is None."""
+    import pandas
+
+    frame = pandas.read_csv(path, dtype=str, keep_default_na=False).replace("", None).ffill()
+    rows = [{column: _value(cell) for column, cell in row.items()} for row in frame.to_dict("records")]
+    return [{str(column): value for column, value in row.items() if value is not None} for row in rows]
+
+
+def _value(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def read_results(path: Path | str) -> dict[str, dict[str, Any]]:
+    """Return the name of each run → its result as far as the table has it, as `result.json` has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in read_rows(path):
+        nested: dict[str, Any] = {}
+        for column, value in row.items():
+            inner, (*steps, last) = nested, column.split(".")
+            for step in steps:
+                inner = inner.setdefault(step, {})
+            inner[last] = value
+        record = nested.pop("rounds")
+        run = found.setdefault(nested["run"], {"schema": SCHEMA_NUMBER, **nested, "rounds": []})
+        run["rounds"].append({"evaluation": None, **record})
+    return found
+
+
+def read_comparisons(path: Path | str) -> list[Comparison]:
+    """Return the comparisons of a table, with methods in published order."""
+    from sparsekit_fl.paper.published import in_published_order
+
+    trials = [Trial.of(result) for result in read_results(path).values()]
+    return comparisons_of(trials, order=in_published_order(dict.fromkeys(trial.method for trial in trials)))
+
+
+if __name__ == "__main__":
+    from sparsekit_fl.report import write_report
+
+    print(*write_report(read_comparisons(sys.argv[1]), sys.argv[2]))

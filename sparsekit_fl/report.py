@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import MissingDependencyError
 from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
@@ -20,13 +20,12 @@ from sparsekit_fl.trials import collect
 PAGE = "report.html"
 
 
-def read_comparisons(*folders: Path | str, target: float | None = None, order: Sequence[str] = ()) -> list[Comparison]:
-    """Read everything in folders, a comparison for each protocol.
+def read_comparisons(*folders: Path | str, target: float | None = None) -> list[Comparison]:
+    """Read everything in folders, a comparison for each protocol, with methods in published order.
 
     Args:
-        folders: Folders of comparisons or runs, or stored tables (.csv).
+        folders: Folders of comparisons or runs.
         target: Accuracy whose simulated time is a column; None takes nine tenths of the best method's.
-        order: Methods in the order of tables; then come others in published order.
 
     Raises:
         DataError: nothing there, or a file that is not what it should be.
@@ -34,8 +33,7 @@ def read_comparisons(*folders: Path | str, target: float | None = None, order: S
     """
     check_target(target)
     trials = collect(*folders)
-    rest = in_published_order(dict.fromkeys(trial.method for trial in trials))
-    return comparisons_of(trials, order=[*order, *rest], target=target)
+    return comparisons_of(trials, order=in_published_order(dict.fromkeys(trial.method for trial in trials)), target=target)
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Path, str]:
@@ -75,19 +73,6 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(template.render(title=title, sections=sections, source=source), encoding="utf-8")
     return path, missing
-
-
-def report_folder(folders: Sequence[Path], out: Path | None) -> Path:
-    """Return where the page of these folders goes.
-
-    Raises:
-        InvalidValueError: there are several, or a file, and `out` is None.
-    """
-    if out is None and (len(folders) > 1 or folders[0].suffix == ".csv"):
-        raise InvalidValueError(
-            "a report of several folders, or of a stored table, needs a folder of its own; pass --out FOLDER"
-        )
-    return out or folders[0]
 
 
 def published_table(published: Any) -> Any:

@@ -1,14 +1,8 @@
-"""Results in files and in words, without torch: `result.json`, the CSV table of a comparison, and numbers with their units.
+"""Results in files and in words, without torch: `result.json`, and numbers with their units."""
 
-In a CSV table, a row is an evaluated round of a run. Columns are paths in `result.json`, such as `config.training.lr`; those of
-a round begin with `rounds.`. Of a round, the table has the costs and the accuracy, to four digits. It leaves out clients,
-cohorts, ratios and fingerprints.
-"""
-
-import csv
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,64 +51,6 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found.update(flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value})
     return found
-
-
-def read_table(path: Path | str) -> dict[str, dict[str, Any]]:
-    """Read the results of runs.
-
-    Returns:
-        The name of each run → its result as far as the table has it, in the form of `read_result`.
-
-    Raises:
-        DataError: the file cannot be read, or is not such a table.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        for row in map(_nested, read_rows(path)):
-            record = row.pop("rounds")
-            run = found.setdefault(row["run"], {"schema": SCHEMA_NUMBER, **row, "rounds": []})
-            run["rounds"].append({"evaluation": None, **record})
-        if not all({"method", "seed", "config", "final", "cost"} <= run.keys() for run in found.values()) or not found:
-            raise ValueError("it has no run, or lacks columns")
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a table of results: {error!r}") from error
-    return found
-
-
-def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for column, value in row.items():
-        *path, last = column.split(".")
-        inner = nested
-        for step in path:
-            inner = inner.setdefault(step, {})
-        inner[last] = value
-    return nested
-
-
-def read_rows(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Read a CSV file in which an empty or missing cell repeats the cell above it, row by row, without what is None.
-
-    Raises:
-        DataError: the file cannot be read.
-        KeyError: the first row has an empty cell.
-    """
-    above: dict[str, str] = {}
-    try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                above = {column: cell or above[column] for column, cell in row.items()}
-                values = {column: _value(cell) for column, cell in above.items()}
-                yield {column: value for column, value in values.items() if value is not None}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not a table of results: {error}") from error
-
-
-def _value(cell: str) -> Any:
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:

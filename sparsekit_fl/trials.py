@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.config import HETEROGENEITY
-from sparsekit_fl.stored import flat, read_result, read_table
+from sparsekit_fl.stored import flat, read_result
 
 TRIAL_FILE = "trial.json"
 """Next to a run's own files: what was to be run, and the error of a run that failed."""
@@ -81,7 +81,7 @@ def collect(*folders: Path | str) -> list[Trial]:
     """Read all trials in folders and their subfolders. A run that is there twice counts once.
 
     Args:
-        folders: Folders of runs or of comparisons, or stored tables (.csv).
+        folders: Folders of runs or of comparisons.
 
     Raises:
         DataError: no such folder, a damaged file, no result at all, or different results of one method, seed and setting.
@@ -101,9 +101,6 @@ def collect(*folders: Path | str) -> list[Trial]:
 
 
 def _found(root: Path) -> Iterator[tuple[Path, Trial]]:
-    if root.suffix == ".csv":
-        yield from ((root, Trial.of(result)) for result in read_table(root).values())
-        return
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
     homes = sorted({path.parent for name in ("result.json", TRIAL_FILE) for path in root.rglob(name)})

@@ -241,6 +241,7 @@ def _finished(task: _Task, folder: Path, described: Mapping[str, Any], experimen
     """Read a trial that is finished, if it is the one that is wanted."""
     from sparsekit_fl.checkpoint import differences
     from sparsekit_fl.errors import ResumeError
+    from sparsekit_fl.spec import data_fingerprint
     from sparsekit_fl.stored import read_result
     from sparsekit_fl.trials import Trial
 
@@ -251,7 +252,7 @@ def _finished(task: _Task, folder: Path, described: Mapping[str, Any], experimen
             f"{folder} holds {task.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    if saved["fingerprint"].get("data") not in (None, experiment.data_fingerprint):
+    if saved["fingerprint"].get("data") not in (None, data_fingerprint(experiment.clients)):
         raise ResumeError(f"{folder} holds {task.label} on other data; restore the data, or pass another --out")
     return Trial.of(saved)
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
@@ -39,13 +38,6 @@ class Experiment:
     config: RunConfig
     engine: Engine | None
     described: Mapping[str, Any]
-
-    @cached_property
-    def data_fingerprint(self) -> str:
-        """Tells these data from others."""
-        from sparsekit_fl.spec import data_fingerprint
-
-        return data_fingerprint(self.clients)
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
         """Run a method in the folder that the options name; with `resume` go on with what is there."""

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.cli import command_app
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def _report(
     *,
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run, or stored tables (.csv)."),
+        typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run."),
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself, if it is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself.")] = None,
     target: Annotated[
         float | None,
         typer.Option(help="Accuracy whose simulated time is a column, as in 0.9. Default: nine tenths of the best."),
@@ -39,11 +40,12 @@ def _report(
     published numbers are next to them.
     """
     from sparsekit_fl.paper.published import published_beside
-    from sparsekit_fl.report import published_table, read_comparisons, report_folder, write_report
+    from sparsekit_fl.report import published_table, read_comparisons, write_report
 
-    home = report_folder(folders, out)
+    if out is None and len(folders) > 1:
+        raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
     comparisons = read_comparisons(*folders, target=target)
-    path, missing = write_report(comparisons, home)
+    path, missing = write_report(comparisons, out or folders[0])
     if as_json:
         typer.echo(json.dumps([comparison.to_dict() for comparison in comparisons], indent=1, allow_nan=False))
         return

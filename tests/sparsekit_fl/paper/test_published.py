@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from saved_results import compared, result
+from stored_tables import read_comparisons
 
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
-from sparsekit_fl.report import read_comparisons
 
 
 def _beside(*results: dict[str, Any]) -> list[tuple[Any, Any]]:
