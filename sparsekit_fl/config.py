@@ -86,7 +86,7 @@ class TrainingConfig(Checked):
         super().__post_init__()
         absent = [name for name in _SGD if getattr(self, name) is None]
         if absent:
-            own = {} if self.optimizer == "sgd" else optimizer_defaults(self.optimizer)
+            own = {} if self.optimizer == "sgd" else _optimizer_defaults(self.optimizer)
             for name in absent:
                 object.__setattr__(self, name, own.get(name, _SGD[name]))
 
@@ -191,9 +191,7 @@ class RunConfig(Checked):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` is the inverse."""
         raw = dataclasses.asdict(self)
-        if self.capability_levels is not None:
-            raw["capability_levels"] = list(self.capability_levels)
-        return raw
+        return raw if self.capability_levels is None else {**raw, "capability_levels": list(self.capability_levels)}
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:
@@ -218,48 +216,30 @@ def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
-    """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return an optimizer by its name in `torch.optim`, in any case, or as `package.module:Class`.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is not an optimizer, or needs a closure.
+    """
     import torch  # here: help texts need no torch
 
-    found = {}
-    for name, kind in vars(torch.optim).items():
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
-            closure = inspect.signature(kind.step).parameters.get("closure")
-            if closure is None or closure.default is None:
-                found[name.lower()] = kind
-    return found
-
-
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimiser by its name in `torch.optim`, in any case, or as `package.module:Class`.
-
-    Raises:
-        UnknownNameError: torch has none of that name.
-        InvalidValueError: it is no optimiser, or needs a closure.
-    """
-    import torch
-
-    if ":" not in name:
-        names = optimizer_names()
-        if name.lower() == "lbfgs":
-            raise InvalidValueError("optimizer 'lbfgs' needs a closure that computes the loss anew; choose one that does not")
-        if name.lower() not in names:
-            raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), names)}, or package.module:Class")
-        return names[name.lower()]
-    found = load_object(name)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    base, kinds = torch.optim.Optimizer, {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    known = {key.lower(): kind for key, kind in kinds.items() if issubclass(kind, base) and kind is not base}
+    found = load_object(name) if ":" in name else known.get(name.lower())
+    if found is None:
+        raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), known)}, or package.module:Class")
+    if not (isinstance(found, type) and issubclass(found, base)):
         raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is not None:
+        raise InvalidValueError(f"optimizer {name!r} needs a closure that computes the loss again; choose one that does not")
     return found
 
 
-def optimizer_defaults(name: str) -> dict[str, float]:
-    """Return the numbers that an optimizer takes where none are given, by argument.
-
-    Raises:
-        UnknownNameError: torch has none of that name.
-        InvalidValueError: it is no optimizer, or needs a closure.
-    """
+def _optimizer_defaults(name: str) -> dict[str, float]:
+    """Return the numbers that an optimizer takes where none are given, by argument."""
     parameters = inspect.signature(optimizer_class(name)).parameters
     # A few take the learning rate as a tensor too, but none has one as a default.
     return {key: float(one.default) for key, one in parameters.items() if isinstance(one.default, int | float)}

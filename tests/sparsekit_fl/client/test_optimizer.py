@@ -5,7 +5,7 @@ import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.fit import SgdStep, TorchStep, check_training, make_step
-from sparsekit_fl.config import TrainingConfig, factor, optimizer_names
+from sparsekit_fl.config import TrainingConfig, factor, optimizer_class
 
 TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 
@@ -25,7 +25,7 @@ TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 def test_a_step_is_torchs_own(name, options):
     mine, torchs = ([torch.nn.Parameter(torch.tensor(value)) for value in ([1.0, -2.0, 3.0], [[0.3]])] for _ in range(2))
     step = make_step(TrainingConfig(optimizer=name, **options), mine)
-    kind = torch.optim.SGD if name in {"sgd", "torch.optim:SGD"} else optimizer_names()[name.lower()]
+    kind = optimizer_class(name)
     other = kind(torchs, **options)
 
     def loss(leaves):
