@@ -67,7 +67,7 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple
     generator = torch.Generator().manual_seed(1000 + seed)
     taken = turned = 0
     for x, y in cell.batches(steps, generator):
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss = F.cross_entropy(masked(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -99,7 +99,7 @@ def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str,
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
     options: dict[str, Any] = {"ratio": ratio, "generator": torch.Generator().manual_seed(3000 + seed)}
     if arm == "paper":
-        options["learning"] = sk.GradientImportance(explore=EXPLORE)
+        options["learning"] = sk.GradientImportance()
     elif arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options["explore"] = 0.0
     if arm in FIXED:

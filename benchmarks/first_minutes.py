@@ -36,7 +36,7 @@ masked = sk.LearnableMask(model, (x[:2],), ratio=0.5)
 optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 for _ in range(3):
     optimizer.zero_grad()
-    (nn.functional.cross_entropy(masked(x), y) + masked.penalty()).backward()
+    (nn.functional.cross_entropy(masked(x), y)).backward()
     optimizer.step()
 masked.eval()
 assert torch.allclose(masked.compact().eval()(x), masked(x), atol=1e-5)

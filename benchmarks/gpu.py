@@ -147,7 +147,7 @@ def crossings(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
         model, x, y = build(name)
         model, x, y = model.to(device), x.to(device), y.to(device)
         masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0)
-        step = plain_step(masked, masked.param_groups(importance_lr=0.0), x, y)
+        step = plain_step(masked, masked.parameters(), x, y)
         _seconds(step, device, 3)
         with _sync_warnings(device) as places:
             for _ in range(4):

@@ -98,7 +98,7 @@ def our_step(
 ) -> tuple[Callable[[], None], LearnableMask]:
     """One step of FedLPS on its learnable mask."""
     # The pattern is looked at in every step but must not change here: changes are timed on their own.
-    masked = LearnableMask(model, graph=graph, learning=GradientImportance(explore=0.0, lr=0.0))
+    masked = LearnableMask(model, graph=graph, learning=GradientImportance(lr=0.0))
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())

@@ -37,7 +37,7 @@ def train(masked: sk.LearnableMask, x: Tensor, y: Tensor) -> list[Tensor]:
     seen = []
     for _ in range(STEPS):
         batch = torch.randint(0, len(x), (64,), generator=generator)
-        loss = F.cross_entropy(masked(x[batch]), y[batch]) + masked.penalty()
+        loss = F.cross_entropy(masked(x[batch]), y[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -157,7 +157,7 @@ class RunSpec:
         """The narrow model of this process, on the device of the options. All clients use it, one after the other."""
         with torch_scope(Streams(self.config.seed).model()):
             model = self.problem.model().to(self.config.device)
-        return LearnableMask(model, graph=self.graph, learning=GradientImportance(explore=0.0))
+        return LearnableMask(model, graph=self.graph, learning=GradientImportance())
 
     def model(self, state: StateDict) -> nn.Module:
         """Make a module that holds a whole dense state."""

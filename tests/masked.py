@@ -25,7 +25,7 @@ from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training import learnable
-from sparsekit.training.widening import DenseModel, Probe, straight_through_gates, widened
+from sparsekit.training.widening import DenseModel, Probe, widened
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
@@ -78,7 +78,6 @@ def train_step(masked: LearnableMask, optimizer: Optimizer, x: Any, y: Tensor | 
         loss = torch.stack([(each - 0.5).square().mean() for each in find_tensors(outputs) if each.requires_grad]).sum()
     else:
         loss = F.cross_entropy(outputs, y)
-    loss = loss + 0.1 * masked.penalty()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -201,23 +200,14 @@ class MaskedModel:
                 yield name, ~kept[name].to(device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.run_gated(torch.zeros(self.graph.units, device=next(self.module.parameters()).device), args, kwargs)
+        return self._call(self._gated(), args, kwargs, self.mask)
 
-    def run_gated(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(straight_through_gates(self.graph, self.mask, scores, 0.0), args, kwargs)
+    def _gated(self) -> dict[str, Tensor]:
+        gates = {name: keep.float() for name, keep in self.mask.items()}
+        return self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
 
-    def _run(self, gates: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
-        return self._call(gated, args, kwargs, self.mask)
-
-    def call(
-        self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], gates: Mapping[str, Tensor] | None = None
-    ) -> tuple[Any, list[Probe]]:
-        if gates is not None:
-            return self._run(gates, args, kwargs), []
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        gates = {name: self.mask[name].float() for name in self.graph.groups}
-        gated = self.graph.gate(parameters, gates)
+    def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
+        parameters, gated = dict(self.module.named_parameters(remove_duplicate=False)), self._gated()
         probes = []
         for name in groups:
             for number, piece in enumerate(self.graph.groups[name].slices):
@@ -247,15 +237,16 @@ class MaskedModel:
     def kept_units(self) -> Tensor:
         return self.kept.nonzero().reshape(-1)
 
-    def gate_gradient(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+    def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
         parameters = dict(self.module.named_parameters())
         sums = []
         for group in self.graph.groups.values():
             total = next(iter(parameters.values())).new_zeros(group.size)
             for piece in group.slices:
                 leaf = parameters.get(piece.name)
-                if piece.gated and leaf is not None and leaf in gradients:
-                    product = gradients[leaf] * leaf.detach()
+                gradient = None if leaf is None else leaf.grad if gradients is None else gradients.get(leaf)
+                if piece.gated and leaf is not None and gradient is not None:
+                    product = gradient * leaf.detach()
                     other = [dim for dim in range(product.dim()) if dim != piece.dim]
                     total += (product.sum(other) if other else product)[piece.index].sum(1)
             sums.append(total)

@@ -48,12 +48,11 @@ def learning_of(
                 " start=criterion to choose the first mask by it"
             )
         return learning
-    explore = 0.1 if explore is None else explore
     if criterion is None:
-        return LossImportance(explore=explore, steps=steps)
-    if steps is not None:
-        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= or steps=")
-    return GradientImportance(explore=explore)
+        return LossImportance(explore=0.1 if explore is None else explore, steps=steps)
+    if explore is not None or steps is not None:
+        raise InvalidValueError("explore= and steps= are for learning from the loss; leave them out, or criterion=")
+    return GradientImportance()
 
 
 def costs_of(

@@ -63,7 +63,7 @@ def load_entries(
         masked.widths.set(mask.counts())
     masked._rule.load(masked, remembered)
     masked.mask_changed = False
-    # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
+    # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
     state[prefix + "scores"] = masked.scores
     for name, tensor in masked.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import is_exporting, is_followed, outside_compiler
+from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
@@ -30,12 +30,12 @@ from sparsekit.training.checkpoint import load_entries, saved_entries
 from sparsekit.training.first_cut import MaskFromPruned, first_cut, first_scores, warn_without_data
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import NarrowModel, Rules
-from sparsekit.training.optimizers import OptimizerSet, param_groups, watch
+from sparsekit.training.optimizers import OptimizerSet, watch
 from sparsekit.training.rule import Learning, Rule
 from sparsekit.training.unit_vectors import UnitVectors, split_units
 from sparsekit.training.widening import WidePasses
 from sparsekit.training.widths import Widths
-from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers, warn_of_eval_mode
+from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, guard_wrappers
 
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
@@ -44,24 +44,21 @@ class LearnableMask(MaskFromPruned):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
-    narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. By default
-    importance is measured in units of the loss while the network trains, and dropped units take the places of kept ones where
-    they would lower the loss; at the end the mask has `converged`. The dense weights of dropped units are kept.
+    narrow network; `parameters()` are the narrow weights, for any torch optimiser. By default, importance estimates each
+    unit's effect on the loss during training; dropped units replace kept ones when this lowers the loss, until the mask has
+    `converged`. The dense weights of dropped units are kept.
 
     ```python
     x, y = next(iter(loader))
     masked = LearnableMask(model, (x[:2],), ratio=0.25)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
     for x, y in loader:
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss = F.cross_entropy(masked(x), y)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
     small = masked.compact()
     ```
 
-    Clip the gradients of `weights()`, not those of all parameters.
-
-    Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
-    as usual, but the importance of units that are read only there then learns from the regulariser alone.
+    Parts of the model may be checkpointed, with `use_reentrant=False`.
 
     Args:
         model: Any module; copied.
@@ -84,7 +81,8 @@ class LearnableMask(MaskFromPruned):
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it, every call of
             `recompute_mask` draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
-            training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
+            training passes run on a wider network, where dropped units have gradients too. The outputs are the same. Not
+            with `criterion`.
         steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
             mask has settled by then. Without it, it settles after three rounds of exploration in a row that bring nothing.
         learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
@@ -143,11 +141,9 @@ class LearnableMask(MaskFromPruned):
         self.model = self.narrow_model.module
         self.mask_changed = False
         """Whether the mask has changed since an optimizer may have been loaded."""
-        self.scores = nn.Parameter(learning.targets(graph, self.vectors.magnitudes()) if graph.groups else torch.zeros(0))
-        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
-
-        It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
-        """
+        # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
+        initial = learning.targets(graph, self.vectors.magnitudes()) if graph.groups else torch.zeros(0)
+        self.register_buffer("scores", initial)
         cut = None
         if batches is not None:
             cut = first_cut(
@@ -158,10 +154,9 @@ class LearnableMask(MaskFromPruned):
         scale: Scale = "relative"
         if start is not None and cut is None:
             scores, scale = first_scores(start, model, graph, generator)
-            with torch.no_grad():
-                self.scores.copy_(scores)
+            self.scores.copy_(scores)
         if limit is not None and cut is None:
-            self.widths.set(self.widths.within_budget(self.scores.detach(), {}, scale))
+            self.widths.set(self.widths.within_budget(self.scores, {}, scale))
         self._rule: Rule = learning.rule(self)
         self._rule.recompute_mask(self)
         if cut is not None:
@@ -207,6 +202,8 @@ class LearnableMask(MaskFromPruned):
         compiling = torch.compiler.is_compiling()
         if is_exporting():  # a strict exporter looks no further than this line
             raise UnsupportedModelError(EXPORT_INSTEAD)
+        if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
+            return self.narrow_model.run(args, kwargs)
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -216,7 +213,6 @@ class LearnableMask(MaskFromPruned):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
             warnings.warn(_UNCOMPILED, stacklevel=2)
-        check_transforms(self.scores)
         return self._rule.call(self, args, kwargs)
 
     def recompute_mask(self) -> None:
@@ -265,7 +261,7 @@ class LearnableMask(MaskFromPruned):
             self.ratio = ratio
         self.mask_changed = False
         for optimizer in self.optimizers:
-            for leaf in self.leaves():
+            for leaf in self.weights():
                 optimizer.state.get(leaf, {}).clear()
         if mask is not None:
             self._rule = Rule()
@@ -277,11 +273,9 @@ class LearnableMask(MaskFromPruned):
             importance = self.learning.targets(self.graph, magnitudes)
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
-        with torch.no_grad():
-            self.scores.copy_(importance)
-        self.scores.grad = None
+        self.scores.copy_(importance)
         counts = self.widths.counts()
-        first = mask_from_scores(self.graph, split_units(self.graph, self.scores.detach()), counts, source="importance")
+        first = mask_from_scores(self.graph, split_units(self.graph, self.scores), counts, source="importance")
         self.narrow_model.load(state, first)
         self.vectors.reload(magnitudes)
         self._rule = self.learning.rule(self)
@@ -300,14 +294,6 @@ class LearnableMask(MaskFromPruned):
             gradients: Weight → gradient; None reads `.grad` of the weights.
         """
         self._rule.update_importance(self, gradients)
-
-    def penalty(self) -> Tensor:
-        """What learning adds to the loss: 0, or with `GradientImportance` importance pulled towards its target.
-
-        Returns:
-            A scalar that is differentiable in the importance and not in the weights.
-        """
-        return self._rule.penalty(self)
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
@@ -333,38 +319,8 @@ class LearnableMask(MaskFromPruned):
         return self.narrow_model.named_parameters()
 
     def weights(self) -> list[nn.Parameter]:
-        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
+        """The narrow weights, as a list: `parameters()`."""
         return list(self.model.parameters())
-
-    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for an optimiser that keep importance out of weight decay.
-
-        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
-        the gradients of importance.
-
-        ```python
-        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
-        optimizer.step()
-        ```
-
-        Args:
-            importance_lr: Learning rate of the importance; None takes the optimiser's own.
-            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
-
-        Returns:
-            Two groups: the weights, then the importance.
-
-        Raises:
-            InvalidValueError: a number below 0, infinite or NaN.
-        """
-        return param_groups(self.weights(), self.scores, importance_lr, weight_decay)
-
-    def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers follow the mask, and the importance."""
-        return [*self.weights(), self.scores]
 
     def add_optimizer(self, optimizer: HasState) -> None:
         """Let the state of `optimizer` follow the mask from now on.
@@ -406,8 +362,6 @@ class LearnableMask(MaskFromPruned):
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
         self.optimizers.just_loaded.discard(optimizer)
-        if not self.narrow_model.module.training:
-            warn_of_eval_mode(self)
         # A fused optimiser divides by the scale of a GradScaler itself.
         self._rule.update_importance(self, None, getattr(optimizer, "grad_scale", None))
 
@@ -425,12 +379,12 @@ class LearnableMask(MaskFromPruned):
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        own = (self.scores, self.scores.grad)
+        scores = self.scores
 
         def moved(tensor: Tensor) -> Tensor:
             result: Tensor = fn(tensor)
             # Steps of importance are smaller than bfloat16 and float16 can tell apart.
-            short = result.dtype.itemsize < 4 and any(tensor is mine for mine in own)
+            short = tensor is scores and result.dtype.itemsize < 4
             return tensor.to(result.device, torch.float32) if short else result
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.rule import Learning, MaskedModule, Rule, check_explore, resized_mask
+from sparsekit.training.rule import Learning, MaskedModule, Rule, resized_mask
 from sparsekit.training.swap_statistics import SwapStatistics
 from sparsekit.training.widening import Probe, read, widened
 
@@ -63,7 +63,10 @@ class LossImportance(Learning):
     num_std_errors: float = 1.0
 
     def __post_init__(self) -> None:
-        check_explore(self.explore)
+        if not 0.0 <= self.explore <= 1.0:
+            raise InvalidValueError(
+                f"explore must be in [0, 1], got {self.explore}; it is a share of extra work, 0.1 is 10 % more"
+            )
         for name, least in (("steps", 1), ("samples_per_unit", 4)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
@@ -82,10 +85,7 @@ class LossImportanceRule(Rule):
 
     def __init__(self, settings: LossImportance, masked: MaskedModule) -> None:
         self.settings = settings
-        self.statistics = SwapStatistics(
-            masked.graph, masked.scores.detach(), settings.max_swap_fraction, settings.num_std_errors
-        )
-        masked.scores.requires_grad_(False)  # importance is measured, not stepped
+        self.statistics = SwapStatistics(masked.graph, masked.scores, settings.max_swap_fraction, settings.num_std_errors)
         self.counters = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
         self.seen: dict[str, float] = {}
         """Group → exploring steps of this round."""
@@ -234,7 +234,7 @@ class LossImportanceRule(Rule):
                 self._change(masked, self._resized(masked, none))
 
     def _resized(self, masked: MaskedModule, mask: UnitMask) -> UnitMask:
-        return resized_mask(masked.graph, mask, masked.scores.detach(), masked.widths.counts())
+        return resized_mask(masked.graph, mask, masked.scores, masked.widths.counts())
 
     def _weigh_exploration(self, masked: MaskedModule) -> None:
         """Leave exploration out of a training that is too short for it."""
@@ -276,9 +276,9 @@ class LossImportanceRule(Rule):
         for name, group in masked.graph.groups.items():
             most = int(self.settings.max_swap_fraction * counts[name] / self.counters["rounds"])
             limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
-        masked.widths.set(masked.widths.within_budget(masked.scores.detach().clamp_min(0.0), limits))
+        masked.widths.set(masked.widths.within_budget(masked.scores.clamp_min(0.0), limits))
         self._target = masked.widths.target
-        mask = resized_mask(masked.graph, masked.narrow_model.mask, masked.scores.detach(), masked.widths.counts())
+        mask = resized_mask(masked.graph, masked.narrow_model.mask, masked.scores, masked.widths.counts())
         self._change(masked, mask, afresh=True)
 
     def _change(self, masked: MaskedModule, mask: UnitMask, *, afresh: bool = False) -> None:

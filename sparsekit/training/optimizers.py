@@ -12,7 +12,6 @@ before the climb. So the mask is frozen while a closure runs within a step; if s
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import InvalidValueError
 from sparsekit.surgery.optimizer_state import HasState, refuse_history
 
 
@@ -65,7 +64,7 @@ class OptimizerSet:
         Raises:
             InvalidValueError: it steps no parameter of `masked`.
         """
-        if hasattr(optimizer, "param_groups") and not any(holds(optimizer, leaf) for leaf in masked.leaves()):
+        if hasattr(optimizer, "param_groups") and not any(holds(optimizer, leaf) for leaf in masked.weights()):
             raise InvalidValueError(
                 f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
             )
@@ -139,22 +138,6 @@ def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
     return bool(state) and not (fresh and fits)
 
 
-def param_groups(
-    leaves: list[nn.Parameter], scores: nn.Parameter, importance_lr: float | None, weight_decay: float | None
-) -> list[dict[str, Any]]:
-    """The parameter groups of `LearnableMask.param_groups`."""
-    for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
-        if value is not None and not 0.0 <= value < math.inf:
-            raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
-    weights: dict[str, Any] = {"params": leaves}
-    importance: dict[str, Any] = {"params": [scores], "weight_decay": 0.0}
-    if weight_decay is not None:
-        weights["weight_decay"] = weight_decay
-    if importance_lr is not None:
-        importance["lr"] = importance_lr
-    return [weights, importance]
-
-
 _masks: weakref.WeakSet[Any] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizer → number of its parameter groups when it was last searched for leaves."""
@@ -164,10 +147,8 @@ def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if _seen.get(optimizer) != len(optimizer.param_groups):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for masked in list(_masks):
-            if any(id(leaf) in held for leaf in masked.leaves()):
-                _refuse_broken_kernels(optimizer)
-                if optimizer not in masked.optimizers:
-                    _meet(optimizer, masked)
+            if optimizer not in masked.optimizers and any(id(leaf) in held for leaf in masked.weights()):
+                _meet(optimizer, masked)
         _seen[optimizer] = len(optimizer.param_groups)
 
 
@@ -194,34 +175,3 @@ def watch(masked: Any) -> None:
     """Add every optimizer that holds leaves of a learnable mask to it, at the optimizer's first step."""
     _find_optimizers()
     _masks.add(masked)
-
-
-_TRIED = 64
-"""Several vectors of every instruction set: torch 2.13 on a CPU steps the rest of a tensor and leaves whole vectors out."""
-
-
-def _refuse_broken_kernels(optimizer: Optimizer) -> None:
-    """Check that the fused kernel of an SGD steps tensors of the dtype of its parameters.
-
-    Raises:
-        UnsupportedModelError: it leaves entries as they are, as SGD with `fused=True` does in torch 2.13 on a CPU with bfloat16
-            or float16 parameters.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            for dtype, device in {(p.dtype, p.device) for p in group["params"] if p.dtype.itemsize < 4}:
-                if not _steps(dtype, device):
-                    raise UnsupportedModelError(
-                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {dtype} on {device};"
-                        " use foreach=True, or parameters in float32 under torch.autocast"
-                    )
-
-
-@functools.cache
-def _steps(dtype: torch.dtype, device: torch.device) -> bool:
-    parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device=device))
-    parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
-    return bool((parameter.detach() == -1).all())

@@ -12,7 +12,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.index import wide
 
 Target = Literal["standardised", "absolute"]
-Reduction = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +22,18 @@ class ImportanceRegularizer:
         strength: λ in the paper.
         target: "standardised": sigmoid of the absolute sums after each group's mean and deviation are removed;
             "absolute": sigmoid of the absolute sums, as in the paper (close to 1 for every unit of a wide network).
-        reduction: "sum" over the units of a group, or their "mean".
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term; the standardised target is ours.
     """
 
     strength: float = 1.0
     target: Target = "standardised"
-    reduction: Reduction = "sum"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.strength < float("inf"):
             raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength}")
         if self.target not in ("standardised", "absolute"):
             raise InvalidValueError(f"target must be 'standardised' or 'absolute', got {self.target!r}")
-        if self.reduction not in ("sum", "mean"):
-            raise InvalidValueError(f"reduction must be 'sum' or 'mean', got {self.reduction!r}")
 
     def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
         """The target of every unit, a constant for the gradient.
@@ -53,14 +48,6 @@ class ImportanceRegularizer:
         if self.target == "standardised":
             magnitudes = standardise(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
         return torch.sigmoid(wide(magnitudes))
-
-    def weights(self, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
-        """λ, or λ divided by the size of the unit's group: float (J,), of the dtype and on the device of `like`."""
-        with torch.inference_mode(False):
-            counts = torch.tensor(sizes, dtype=torch.long)
-            per_group = torch.full(counts.shape, self.strength) if self.reduction == "sum" else self.strength / counts
-            weights = per_group.to(torch.get_default_dtype()).repeat_interleave(counts)
-            return weights if like is None else weights.to(like)
 
 
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.

@@ -30,7 +30,8 @@ class MaskedModule(nn.Module, ABC):
     """The narrow module."""
     criterion: Criterion
     generator: torch.Generator | None
-    scores: nn.Parameter
+    scores: Tensor
+    """Importance of every unit, float (J,), in the order of the graph's groups."""
     widths: Widths
     """How many units of each group stay."""
     optimizers: OptimizerSet
@@ -67,11 +68,11 @@ class MaskedModule(nn.Module, ABC):
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
-        return {name: part.clone() for name, part in split_units(self.graph, self.scores.detach()).items()}
+        return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
 
     def importance_vector(self) -> Tensor:
         """The present importance of all units, float (J,), in the order of the graph's groups; a copy."""
-        return self.scores.detach().clone()
+        return self.scores.clone()
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:
         """Set the importance of some or all groups.
@@ -80,7 +81,7 @@ class MaskedModule(nn.Module, ABC):
             ForeignMaskError: an unknown group or another number of units.
             InvalidValueError: a value is NaN or infinite.
         """
-        parts = split_units(self.graph, self.scores.detach())
+        parts = split_units(self.graph, self.scores)
         for name, values in importance.items():
             if name not in parts or values.shape != parts[name].shape:
                 expected = {group.name: group.size for group in self.graph.groups.values()}
@@ -134,10 +135,6 @@ class Rule:
             scale: The factor of a GradScaler that they still contain.
         """
 
-    def penalty(self, masked: MaskedModule) -> Tensor:
-        """Return what the rule adds to the loss: a scalar."""
-        return masked.scores.new_zeros(())
-
     def state(self) -> dict[str, Tensor]:
         """Return its memory, to be saved."""
         return {}
@@ -152,7 +149,6 @@ class Rule:
 class Learning(ABC):
     """The settings of a rule: what `LearnableMask(learning=…)` takes."""
 
-    explore: float
     regularizer: ImportanceRegularizer = ImportanceRegularizer()
 
     def targets(self, graph: UnitGraph, magnitudes: Tensor) -> Tensor:
@@ -162,12 +158,6 @@ class Learning(ABC):
     @abstractmethod
     def rule(self, masked: MaskedModule) -> Rule:
         """Return a new rule for `masked`."""
-
-
-def check_explore(explore: float) -> None:
-    """Raise InvalidValueError unless `explore` is in [0, 1]."""
-    if not 0.0 <= explore <= 1.0:
-        raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
 
 
 def resized_mask(graph: UnitGraph, mask: UnitMask, scores: Tensor, counts: Mapping[str, int]) -> UnitMask:

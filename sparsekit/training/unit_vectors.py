@@ -5,12 +5,9 @@ all units have length J, in the order of the graph's groups.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from sparsekit.criteria.weights import own_slices, unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
@@ -80,25 +77,6 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
     return wide(weight).new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
 
 
-class _GateGradient(torch.autograd.Function):
-    """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, scores: Tensor, readers: list[Reader], units: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(leaf)
-        ctx.readers, ctx.units, ctx.total = readers, units, scores.numel()
-        return leaf.view_as(leaf)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (leaf,) = ctx.saved_tensors
-        flat = wide(leaf).new_zeros(ctx.total + 1)
-        for reader, units in zip(ctx.readers, ctx.units, strict=True):
-            flat.index_add_(0, units, reader.products(leaf, gradient))
-        return gradient, flat[:-1], None, None
-
-
 class UnitVectors:
     """Vectors over the units of a narrow model, from which importance is learned; they follow its mask.
 
@@ -159,11 +137,9 @@ class UnitVectors:
         """bool (J,)."""
         self.kept_units = kept.nonzero().reshape(-1).to(device)
         """int64 (kept,), ascending."""
-        self._consumer_units = [self._narrow_units(reader).to(device) for reader in self._consumers]
-        producers = [self._narrow_units(reader) for reader in self._producers]
-        self._all_consumer_units = _cat(self._consumer_units, device)
-        self._all_producer_units = _cat(producers, device)
-        self._gated: list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]] | None = None
+        self._consumer_units, self._producer_units = (
+            _cat([self._narrow_units(reader) for reader in readers], device) for readers in (self._consumers, self._producers)
+        )
         # Kept units have weights that read dropped units; they do not change before the next change of the mask.
         self._still = full - self._narrow_magnitudes()
 
@@ -185,25 +161,7 @@ class UnitVectors:
 
         Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
         """
-        return self._sums([_products(reader, gradients) for reader in self._consumers], self._all_consumer_units)
-
-    def gated_leaves(self) -> list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]]:
-        """Leaves with gated entries: (module parameter name, leaf, readers, unit of each position; J where none)."""
-        if self._gated is None:
-            by_leaf: dict[int, tuple[str, nn.Parameter, list[Reader], list[Tensor]]] = {}
-            names = {id(leaf): name for name, leaf in self.narrow_model.module.named_parameters()}
-            for reader, units in zip(self._consumers, self._consumer_units, strict=True):
-                found = by_leaf.setdefault(id(reader.leaf), (names[id(reader.leaf)], reader.leaf, [], []))
-                found[2].append(reader)
-                found[3].append(units)
-            self._gated = list(by_leaf.values())
-        return self._gated
-
-    def run_gated(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the narrow model; scores, float (J,), get the gradient of each kept unit's gate."""
-        apply: Any = _GateGradient.apply
-        gated = {name: apply(leaf, scores, readers, units) for name, leaf, readers, units in self.gated_leaves()}
-        return functional_call(self.narrow_model.module, gated, args, kwargs)
+        return self._sums([_products(reader, gradients) for reader in self._consumers], self._consumer_units)
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
@@ -229,7 +187,7 @@ class UnitVectors:
         values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
         if vectors:
             values.append(torch.cat(vectors).abs_())
-        return self._sums(values, self._all_producer_units)
+        return self._sums(values, self._producer_units)
 
     def mask_unchanged(self, scores: Tensor) -> bool:
         """Whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, eager, parameters_of, reset_flat_weights
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, StateDict, cut_axes, gate, gather, narrow_shape, places, scatter_, wide
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, narrow_shape, places, scatter_, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
@@ -112,16 +112,6 @@ class DenseModel:
             return self._module(*args, **kwargs)
 
 
-def straight_through_gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, explore: float) -> dict[str, Tensor]:
-    """Return gates of 0 or 1 by the mask, with a straight-through gradient to the scores: group name → (units,)."""
-    gates: dict[str, Tensor] = {}
-    parts = torch.split(scores, [group.size for group in graph.groups.values()])
-    for name, score in zip(graph.groups, parts, strict=True):
-        hard = mask[name].to(score)
-        gates[name] = hard + (hard + explore * (1.0 - hard)) * (score - score.detach())
-    return gates
-
-
 class Probe(NamedTuple):
     """An entry that reads the units of a widened group, as one pass had it; `entry.grad` is its gradient after `backward()`."""
 
@@ -190,17 +180,8 @@ class Widening:
                     entry.probes.append((f"{group}.{number}", group, piece.dim, table, dropped))
             self._entries[key] = entry
 
-    def call(
-        self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any], gates: Mapping[str, Tensor] | None = None
-    ) -> tuple[Any, list[Probe]]:
-        """Run `model`, which has the sizes of `mask`.
-
-        With `gates`, group name → float (units,) of all groups, these are multiplied with the entries, in place of gates of 0
-        for dropped units, and statistics of dropped units stay as they are.
-
-        Returns:
-            The outputs, and without `gates` the entries that read the units of the groups.
-        """
+    def call(self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Probe]]:
+        """Run `model`, which has the sizes of `mask`: the outputs, and the entries that read the units of the groups."""
         narrow_model = self._narrow_model
         state: dict[str, Tensor] = {}
         probes: list[Probe] = []
@@ -210,13 +191,10 @@ class Widening:
             if entry is not None:
                 value = gather(narrow_model.dense_view()[key], entry.axes)
                 value = value if entry.axes else value.clone()
-                for *_, dim, _, dropped in entry.probes if gates is None else ():
+                for *_, dim, _, dropped in entry.probes:
                     value.index_fill_(dim, dropped.to(value.device), 0.0)
                 value = scatter_(tensor, value, entry.at)
-                if gates is not None:
-                    for _, group, dim, table, _ in entry.probes:
-                        value = gate(value, dim, table, gates[group])
-                elif isinstance(tensor, nn.Parameter) and value.requires_grad:
+                if isinstance(tensor, nn.Parameter) and value.requires_grad:
                     value.retain_grad()
                     probes += [Probe(*probe[:4], value, tensor, entry.at) for probe in entry.probes]
             state.update(dict.fromkeys(names, value))
@@ -225,8 +203,7 @@ class Widening:
             for key, names, tensor in narrow_model.tensors():
                 if key in self._entries and not isinstance(tensor, nn.Parameter):
                     value, entry = state[names[0]], self._entries[key]
-                    if gates is None:
-                        scatter_(value, narrow_model.writable(key), entry.axes)
+                    scatter_(value, narrow_model.writable(key), entry.axes)
                     tensor.copy_(gather(value, entry.at))
         return result, probes
 
@@ -240,13 +217,11 @@ class WidePasses:
         self._widenings: dict[tuple[str, ...], Widening] = {}
         self._version = -1
 
-    def call(
-        self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], gates: Mapping[str, Tensor] | None = None
-    ) -> tuple[Any, list[Probe]]:
-        """Run the sparse model with the dropped units of `groups` behind gates, of 0 where no `gates` are given.
+    def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
+        """Run the sparse model with the dropped units of `groups` behind gates of 0.
 
         Returns:
-            The outputs, the same as without them; and without `gates` the entries that read units of the groups.
+            The outputs, the same as without them, and the entries that read units of the groups.
         """
         narrow, groups = self._narrow_model, tuple(groups)
         if self._version != narrow.version:
@@ -258,7 +233,7 @@ class WidePasses:
         if groups not in self._models or self._models[groups][0] != sizes:
             model = DenseModel(narrow.module, narrow.graph, widening.mask, narrow.sizes, narrow.rules)
             self._models[groups] = sizes, model
-        return widening.call(self._models[groups][1], args, kwargs, gates)
+        return widening.call(self._models[groups][1], args, kwargs)
 
     def release(self) -> None:
         """Let go of what the last passes ran on, after their step."""

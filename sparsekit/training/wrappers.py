@@ -4,8 +4,6 @@ torch calls a global hook when a module becomes a part of another one, which is 
 """
 
 import functools
-import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sparsekit._torch import DropoutNd, NormBase, in_transform, is_transformed
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.tracing.blocks import refuse_meta
 
@@ -23,28 +20,6 @@ EXPORT_INSTEAD = (
     " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
 )
 """What to say to exporters, each of which ends somewhere else."""
-
-_DEPEND_ON_MODE = (NormBase, DropoutNd)
-
-
-class EvalModeWarning(UserWarning):
-    """A learnable mask is trained while its model is in eval mode: batch norms do not follow, dropout drops nothing."""
-
-
-def warn_of_eval_mode(mask: Any) -> None:
-    """Warn, once for each learnable mask, where an optimiser steps a model that was left in eval mode.
-
-    Batch norms alone in eval mode are somebody's decision, and no reason to warn.
-    """
-    if mask in _warned or not any(isinstance(part, _DEPEND_ON_MODE) for part in mask.model.modules()):
-        return
-    _warned.add(mask)
-    warnings.warn(
-        "an optimiser steps a LearnableMask whose model is in eval mode: its batch norms do not follow the data and training"
-        " may diverge; call masked.train() before you train, and masked.eval() before you score",
-        EvalModeWarning,
-        stacklevel=6,
-    )
 
 
 def check_model(model: nn.Module) -> None:
@@ -64,26 +39,6 @@ def check_model(model: nn.Module) -> None:
                 f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
                 f" wrap what is inside of it, model.{inner}"
             )
-
-
-def check_transforms(scores: Tensor) -> None:
-    """Refuse to be differentiated inside torch.func.
-
-    Args:
-        scores: The importance, whose gradient is computed from that of the weights.
-
-    Raises:
-        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot.
-    """
-    if in_transform() and (is_transformed(scores) or torch.is_grad_enabled()):
-        raise UnsupportedModelError(
-            "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
-            " values to read the mask from; for gradients per example call backward() on one example at a time, or, for"
-            " those of the weights alone, masked.unit_mask() and then torch.func over masked.model, the narrow module"
-        )
-
-
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def train_submodel(
     ```
 
     If the server chose the mask (HeteroFL), `submodel.model` is a plain module with fewer units. If clients learn their masks
-    (FedLPS), it is a `sparsekit.LearnableMask`: add `model.penalty()` to the loss of your loop, for the importance regulariser.
+    (FedLPS), it is a `sparsekit.LearnableMask`, which learns importance as any torch optimiser steps its `parameters()`.
 
     Args:
         message: From the server.
@@ -107,7 +107,7 @@ def train_submodel(
     if mask is None and asked["learned"]:
         model.load_state_dict(state)
         ratio = min(ratio, capability)
-        term = regularizer or ImportanceRegularizer(target="standardised", reduction="sum")
+        term = regularizer or ImportanceRegularizer(target="standardised")
         learning = sk.GradientImportance(regularizer=term)
         learned = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
         if _IMPORTANCE in context.state:

@@ -241,8 +241,8 @@ class FedLPS(Method):
     def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         """Load the client's mask, with its importance."""
         rate = client.training.lr if self.importance_lr is None else self.importance_lr
-        term = ImportanceRegularizer(strength=self.strength, target=self.target, reduction="sum")
-        rule = GradientImportance(regularizer=term, explore=0.0, lr=rate, refresh_every=self.refresh_every)
+        term = ImportanceRegularizer(strength=self.strength, target=self.target)
+        rule = GradientImportance(regularizer=term, lr=rate, refresh_every=self.refresh_every)
         importance = client.memory.get("importance")
         client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
         if importance is None and self.target == "absolute":

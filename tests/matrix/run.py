@@ -50,25 +50,23 @@ def _model(cell: Cell, device: str) -> tuple[nn.Module, Tensor]:
     return model.to(device, dtype), x.to(device, dtype)
 
 
-def _optimizer(cell: Cell, weights: list[nn.Parameter], importance: nn.Parameter, *, plain: bool) -> torch.optim.Optimizer:
-    """Importance has a small rate of its own, so that its order changes where the cell says and nowhere else."""
-    groups = [{"params": weights}, {"params": [importance], "lr": 1e-4, "weight_decay": 0.0}]
+def _optimizer(cell: Cell, weights: list[nn.Parameter], *, plain: bool) -> torch.optim.Optimizer:
     loop: dict[str, Any] = {cell.implementation: True} if cell.implementation and not plain else {"foreach": False}
     match cell.kind:
         case "SGD":
-            return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3, **loop)
+            return torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=1e-3, **loop)
         case "Adam" | "AdamW":
-            return getattr(torch.optim, cell.kind)(groups, lr=0.02, eps=1e-2, weight_decay=1e-3, **loop)
+            return getattr(torch.optim, cell.kind)(weights, lr=0.02, eps=1e-2, weight_decay=1e-3, **loop)
         case "RMSprop":
-            return torch.optim.RMSprop(groups, lr=0.005, eps=1e-2, momentum=0.5, **loop)
+            return torch.optim.RMSprop(weights, lr=0.005, eps=1e-2, momentum=0.5, **loop)
         case "Adafactor":
-            return torch.optim.Adafactor(groups, lr=0.05, **loop)
+            return torch.optim.Adafactor(weights, lr=0.05, **loop)
         case "LBFGS":
-            return torch.optim.LBFGS([*weights, importance] if _learns(cell) else weights, lr=0.1, max_iter=2)
+            return torch.optim.LBFGS(weights, lr=0.1, max_iter=2)
         case "AdamW8bit":
             from torchao.optim import AdamW8bit
 
-            return AdamW8bit(groups if _learns(cell) else weights, lr=0.02, eps=1e-2, block_size=256)
+            return AdamW8bit(weights, lr=0.02, eps=1e-2, block_size=256)
     raise AssertionError(cell.kind)
 
 
@@ -95,9 +93,9 @@ def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> Le
     # Importance is learned by its gradient, which the reference has too.
     criterion = None if _learns(cell) else Magnitude()
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
-    return learnable_mask(
-        model, (x,), ratio=0.5, execution=execution, criterion=criterion, learning=GradientImportance(explore=0.0)
-    )
+    # A small rate, so that the order of importance changes where the cell says and nowhere else.
+    rule = GradientImportance(lr=1e-4, refresh_every=1)
+    return learnable_mask(model, (x,), ratio=0.5, execution=execution, criterion=criterion, learning=rule)
 
 
 def distance(
@@ -115,7 +113,7 @@ def distance(
         The norm of the difference of all dense weights over the norm of what training has changed.
     """
     masked, reference = _masked(cell, device, backend), _masked(cell, device, backend, plain=True)
-    optimizer, plain = (_optimizer(cell, mask.weights(), mask.scores, plain=mask is reference) for mask in (masked, reference))
+    optimizer, plain = (_optimizer(cell, mask.weights(), plain=mask is reference) for mask in (masked, reference))
     _, x = _model(cell, device)
     first = reference.dense_state()
     scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1024.0) if "float16" in cell.precision.split() else None
@@ -183,7 +181,7 @@ def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str, bac
     buffer.seek(0)
     saved = torch.load(buffer, map_location="cpu", weights_only=True)
     masked = _masked(cell, device, backend)
-    optimizer = _optimizer(cell, masked.weights(), masked.scores, plain=False)
+    optimizer = _optimizer(cell, masked.weights(), plain=False)
     masked.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     return masked, optimizer

@@ -56,7 +56,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _masked() -> LearnableMask:
     return LearnableMask(
-        _dense(), (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, learning=GradientImportance(explore=0.0)
+        _dense(), (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, learning=GradientImportance(lr=0.5, refresh_every=1)
     )
 
 

@@ -27,7 +27,7 @@ def check(cell: Cell, device: str, backend: str) -> None:
     if cell.kind == "AdamW8bit" and importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     torch.compiler.reset()
-    reason = expected(cell, device)
+    reason = expected(cell)
     if reason != "equal":
         with pytest.raises((SparsekitError, RuntimeError), match=reason):
             distance(cell, device=device, backend=backend)

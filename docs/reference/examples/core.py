@@ -79,7 +79,7 @@ assert isinstance(rule, sk.LayerRule)
 masked = sk.LearnableMask(model, (x[:2],), ratio=0.25)
 optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 for _ in range(3):
-    loss = nn.functional.cross_entropy(masked(x), y) + masked.penalty()
+    loss = nn.functional.cross_entropy(masked(x), y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -18,7 +18,7 @@ def train(msg: Message, context: Context):
     capability = context.node_config.get("capability", 1.0)
     with train_submodel(msg, context, Net(), EXAMPLE, capability=capability) as submodel:
         model, epochs = submodel.model, context.run_config["local-epochs"]
-        loss, accuracy = train_fn(model, trainloader, epochs, msg.content["config"]["lr"], penalty=model.penalty)
+        loss, accuracy = train_fn(model, trainloader, epochs, msg.content["config"]["lr"])
     metrics = {"train_loss": loss, "train_acc": accuracy, "num-examples": len(trainloader.dataset)}
     return submodel.reply(metrics)
 

@@ -31,8 +31,8 @@ WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "mask
 @pytest.mark.parametrize("criterion", [None, Magnitude()], ids=["learned", "fixed"])
 def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, device: str) -> None:
     model, x, y = convolutions(device=device)
-    masked = LearnableMask(model, (x[:2],), ratio=0.5, criterion=criterion, learning=GradientImportance(explore=0.0))
-    optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=0.01, momentum=0.9)
+    masked = LearnableMask(model, (x[:2],), ratio=0.5, criterion=criterion, learning=GradientImportance(lr=0.0))
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
         train_step(masked, optimizer, x, y)
     with Operators() as operators:
@@ -48,8 +48,8 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -
     found = []
     for place in ("cpu", device):
         model, x, y = convolutions(device=place)
-        masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=GradientImportance(explore=0.0))
-        optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
+        masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=GradientImportance(lr=1e-4))
+        optimizer = torch.optim.Adam(masked.parameters(), lr=0.01, eps=1e-2)
         average = MovingAverage(masked, decay=0.5)
         for step in range(5):
             masked.ratio = 0.25 if step > 2 else 0.5

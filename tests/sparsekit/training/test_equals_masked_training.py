@@ -14,7 +14,6 @@ from zoo_base import Lambda
 from zoo_norms import KEPT
 
 import sparsekit as sk
-from sparsekit.criteria import Learned
 
 pytestmark = pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.UnprunableWarning")
 
@@ -43,8 +42,8 @@ def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.Le
     ],
 )  # fmt: skip
 def test_importance_that_is_learned_by_gradients(name: str, optimizer: str) -> None:
-    options = {"ratios": {20: 0.3, 35: 0.8}, "shaken": 10, "changes": 5, "ratio": 0.5, "criterion": Learned()}
-    alike(name, optimizer, steps=50, **options)
+    options = {"ratios": {20: 0.3, 35: 0.8}, "shaken": 10, "changes": 5, "ratio": 0.5}
+    alike(name, optimizer, steps=50, learning=sk.GradientImportance(lr=0.05), **options)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +81,24 @@ def test_widths_that_move_within_a_budget(name: str) -> None:
     )
 
 
-DENSE_PASSES: dict[str, Any] = {
-    "steps": 12, "ratios": {8: 0.25}, "shaken": 4, "tolerance": 1e-9, "prune_norms": True, "ratio": 0.5, "criterion": Learned(),
-}  # fmt: skip
+NORMS: dict[str, Any] = {"ratios": {8: 0.25}, "prune_norms": True, "ratio": 0.5}
+BY_GRADIENTS = {"steps": 12, "learning": sk.GradientImportance(), "shaken": 4, "tolerance": 1e-9} | NORMS
+BY_LOSS = {"learning": SWAPPING} | SWAPS | NORMS
 
 
 @pytest.mark.parametrize(
-    ("name", "explore"), [("gpt-tied", 1.0), ("convnext", 0.0), ("pool-former", 1.0), ("standardised", 0.0)]
+    ("name", "rule"),
+    [("gpt-tied", BY_LOSS), ("convnext", BY_GRADIENTS), ("pool-former", BY_LOSS), ("standardised", BY_GRADIENTS)],
 )
-def test_norms_over_kept_units_and_dense_passes(name: str, explore: float) -> None:
-    compact, masked = alike(name, explore=explore, **DENSE_PASSES)
+def test_norms_over_kept_units(name: str, rule: dict[str, Any]) -> None:
+    compact, masked = alike(name, "slowly", **rule)
     (example, _) = batches_like(build(name, KEPT)[1])(torch.Generator().manual_seed(2))
     torch.testing.assert_close(compact.compact()(*example), masked.compact()(*example), rtol=1e-9, atol=1e-9)
     assert all("forward" not in vars(module) for module in masked.compact().modules())
 
 
-@pytest.mark.parametrize("explore", [0.0, 1.0])
-def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(explore: float) -> None:
+@pytest.mark.parametrize("rule", [BY_GRADIENTS, BY_LOSS])
+def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(rule: dict[str, Any]) -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     plain = Lambda(lambda m, x: m.head((h := m.stem(x)) + m.block(h)), stem=nn.Linear(3, 6), block=block, head=nn.Linear(6, 2))
@@ -108,8 +108,7 @@ def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(explore: flo
     )
     rows = batches_like((torch.zeros(4, 3),))
     expected, found = (
-        train_alike(model.double(), rows, OPTIMIZERS["momentum"], explore=explore, **DENSE_PASSES)[0].state_dict()
-        for model in (plain, saving)
+        train_alike(model.double(), rows, OPTIMIZERS["slowly"], **rule)[0].state_dict() for model in (plain, saving)
     )
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-9)

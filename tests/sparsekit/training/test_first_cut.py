@@ -43,7 +43,7 @@ def step(masked: sk.LearnableMask, batches: Batches, steps: int) -> None:
     masked.train()
     for x, y in (batches * steps)[:steps]:
         optimizer.zero_grad()
-        (F.cross_entropy(masked(x), y) + masked.penalty()).backward()
+        F.cross_entropy(masked(x), y).backward()
         optimizer.step()
 
 

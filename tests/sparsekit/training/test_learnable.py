@@ -15,25 +15,21 @@ from masked import convolutions, train_step
 from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, LossImportance, UnitMask, compact
-from sparsekit.criteria.orders import Learned
-from sparsekit.errors import (
-    ForeignMaskError,
-    UnsupportedModelError,
-)
+from sparsekit.errors import ForeignMaskError
 
 
-@pytest.mark.parametrize(("lr", "every"), [(None, 1), (0.1, 1), (0.1, 4)], ids=["optimiser", "paper's rule", "rule"])
-def test_compact_training_equals_a_hand_written_dense_loop(lr: float | None, every: int) -> None:
+@pytest.mark.parametrize("every", [1, 4])
+def test_compact_training_equals_a_hand_written_dense_loop(every: int) -> None:
     """The reference knows nothing of narrow tensors: dense leaves, columns zeroed, dropped entries put back by hand."""
     torch.manual_seed(0)
     first, second = nn.Linear(4, 6).double(), nn.Linear(6, 2).double()
     model = nn.Sequential(first, nn.ReLU(), second)
-    rule = GradientImportance(explore=0.0, lr=lr, refresh_every=every)
+    rule = GradientImportance(lr=0.1, refresh_every=every)
     masked = LearnableMask(model, (torch.zeros(1, 4, dtype=torch.float64),), ratio=0.5, learning=rule)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     moving = {name: torch.zeros_like(p) for name, p in values.items()}
-    scores, score_moving = masked.importance()["0"], torch.zeros(6, dtype=torch.float64)
+    scores = masked.importance()["0"]
     masks, before = set(), {}
     read_under = torch.zeros(6, dtype=torch.bool)
     for step in range(50):
@@ -51,8 +47,7 @@ def test_compact_training_equals_a_hand_written_dense_loop(lr: float | None, eve
             target = torch.sigmoid((sums - sums.mean()) / sums.std(correction=0))
         if step % every == 0 or not torch.equal(keep, read_under):  # the gates' gradient after a change of the mask too
             task, read_under = (leaves["2.weight"].grad * values["2.weight"]).sum(0), keep
-        score_moving = (0.9 if lr is None else 0.0) * score_moving + task + 2 * (scores - target)
-        scores = scores - 0.1 * score_moving
+        scores = scores - 0.1 * (task + 2 * (scores - target))
         kept = {"0.weight": keep[:, None], "0.bias": keep, "2.weight": keep[None, :], "2.bias": torch.ones(2, dtype=torch.bool)}
         before = before or kept
         for name in values:
@@ -61,7 +56,7 @@ def test_compact_training_equals_a_hand_written_dense_loop(lr: float | None, eve
             moving[name] = torch.where(kept[name], 0.9 * moving[name] + leaves[name].grad, moving[name])
             values[name] = torch.where(kept[name], values[name] - 0.1 * moving[name], values[name])
         before = kept
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss = F.cross_entropy(masked(x), y)
         optimizer.zero_grad()
         loss.backward()
         if step % 2:
@@ -80,42 +75,36 @@ def test_a_frozen_layer_is_cut_but_not_trained() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].requires_grad_(False)
     model[2].weight.requires_grad_(False)
-    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, explore=1.0, criterion=Learned())
+    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, learning=LossImportance(explore=1.0))
     flags = [p.requires_grad for p in model.parameters()]
     assert [p.requires_grad for p in masked.model.parameters()] == flags
     optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.1)
     before = masked.dense_state()
     for _ in range(3):
         optimizer.zero_grad()
-        (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
-        assert masked.scores.grad is not None
+        masked(torch.randn(4, 3)).square().mean().backward()
         optimizer.step()
     moved = {name for name, tensor in masked.dense_state().items() if not torch.equal(tensor, before[name])}
     assert moved == {"2.bias", "4.weight", "4.bias"}
     assert [p.requires_grad for p in masked.compact().parameters()] == flags
 
 
-def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out() -> None:
+def test_gradients_of_single_examples_by_torch_func_are_those_of_the_narrow_module() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    parameters = {name: parameter.detach() for name, parameter in masked.named_parameters()}
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=1.0)
+    found = {}
+    for module in (masked, masked.model):
+        values = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
-    def loss(values, example):
-        return torch.func.functional_call(masked, values, (example[None],)).square().sum()
+        def loss(values, example, module=module):
+            return torch.func.functional_call(module, values, (example[None],)).square().sum()
 
-    for transform in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))):
-        with pytest.raises(UnsupportedModelError, match=r"torch\.func over masked\.model"):
-            transform(parameters, x)
-    masked.unit_mask()
-    narrow = {name: parameter.detach() for name, parameter in masked.model.named_parameters()}
-
-    def inner(values, example):
-        return torch.func.functional_call(masked.model, values, (example[None],)).square().sum()
-
-    each = torch.func.vmap(torch.func.grad(inner), in_dims=(None, 0))(narrow, x)
-    assert each["0.weight"].shape == (5, *narrow["0.weight"].shape)
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
+        found[module] = {name.removeprefix("model."): gradient for name, gradient in each.items()}
+    assert found[masked]["0.weight"].shape == (5, 4, 6)
+    assert all(torch.equal(value, found[masked.model][name]) for name, value in found[masked].items())
     with torch.no_grad():
         assert torch.func.vmap(masked)(x[:, None]).shape == (5, 1, 3)
 
@@ -123,7 +112,7 @@ def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out() -> No
 @pytest.mark.same_bits
 def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
     model, x, y = convolutions()
-    rule = GradientImportance(explore=0.0, lr=0.5)
+    rule = GradientImportance(lr=0.5)
     used = LearnableMask(model, (x,), ratio=0.75, learning=GradientImportance())
     for seed, importance in enumerate((None, torch.rand(used.graph.units)), start=1):
         model, _, _ = convolutions(seed=seed)
@@ -144,11 +133,10 @@ def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
         assert torch.equal(small.eval()(x), new.compact().eval()(x))
 
 
-@pytest.mark.parametrize("lr", [5.0, None])
-def test_a_mask_that_is_given_stays_until_the_next_load(lr: float | None) -> None:
+def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     model, x, y = convolutions()
     state = convolutions(seed=1)[0].state_dict()
-    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=lr))
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=5.0))
     given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
     masked.load(state, mask=given)
     assert masked.converged
@@ -171,7 +159,7 @@ OWN: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "exa
 @pytest.mark.parametrize(
     "options",
     [
-        {"learning": GradientImportance(explore=1.0), "ratio": 0.5},
+        {"learning": GradientImportance(), "ratio": 0.5},
         {"learning": LossImportance(explore=1.0, samples_per_unit=4), "budget": "params=60%"},
     ],
 )
@@ -204,7 +192,7 @@ class Chain(nn.Module):
 def test_a_mask_can_be_copied_after_a_dense_pass(again: Callable[[LearnableMask], LearnableMask]) -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.LSTM(3, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 2)])
-    masked = LearnableMask(Chain(model), (torch.randn(2, 5, 3),), prune_norms=True, ratio=0.5, explore=1.0, criterion=Learned())
+    masked = LearnableMask(Chain(model), (torch.randn(2, 5, 3),), prune_norms=True, ratio=0.5, explore=1.0)
     x = torch.randn(2, 5, 3)
     masked(x).sum().backward()
     twin = again(masked)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from masked import batches_like, classifier, convolutions, train_alike, train_step
 from torch import Tensor
 
-from sparsekit import LearnableMask, criteria
+from sparsekit import GradientImportance, LearnableMask, criteria
 from sparsekit.allocation import mask_from_scores, ratio_counts
 from sparsekit.criteria import Learned, ScoringContext
 from sparsekit.graph.graph import UnitGraph
@@ -58,6 +58,9 @@ class ByWeights:
         return {name: context.importance[name] + context.weights[f"{name}.bias"].abs() for name in graph.groups}
 
 
+RULE = GradientImportance(lr=0.5, refresh_every=1)
+
+
 def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
     return mask_from_scores(graph, scores, ratio_counts(graph, 0.5))
 
@@ -65,7 +68,7 @@ def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_the_mask_follows_the_scores_and_not_the_importance(dtype: torch.dtype) -> None:
     model, x, y = classifier()
-    masked = LearnableMask(model, (x,), criterion=Opposite(dtype), ratio=0.5)
+    masked = LearnableMask(model, (x,), criterion=Opposite(dtype), ratio=0.5, learning=GradientImportance(lr=0.5))
     seen = []
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
     for _ in range(8):
@@ -82,13 +85,13 @@ def test_compact_and_masked_execution_follow_a_learned_criterion_alike(criterion
         return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
     model, x, _ = classifier()
-    train_alike(model, batches_like((x,)), make, steps=20, tolerance=1e-9, ratio=0.5, criterion=criterion, explore=0.0)
+    train_alike(model, batches_like((x,)), make, steps=20, tolerance=1e-9, ratio=0.5, criterion=criterion, learning=RULE)
 
 
 def test_a_criterion_with_a_memory_is_asked_once_a_step() -> None:
     model, x, y = classifier()
     criterion = Smoothed()
-    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5)
+    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5, learning=RULE)
     assert criterion.asked == 1
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.5, momentum=0.9)
     for _ in range(10):

@@ -1,28 +1,26 @@
 """What wraps a learnable mask trains and averages the right units, or is refused."""
 
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from masked import convolutions, train_step
+from masked import convolutions
 from ranks import found_by_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sparsekit import LearnableMask
-from sparsekit.criteria.orders import Learned
+from sparsekit import GradientImportance, LearnableMask
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.training import wrappers
 
 
 def masked_model(seed: int = 0) -> LearnableMask:
     model, x, _ = convolutions(torch.float64, seed=seed)
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.2, criterion=Learned())
+    return LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=0.5, refresh_every=1))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -42,18 +40,6 @@ def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pyte
     assert len(hooks) == 1
 
 
-def test_training_a_model_that_was_left_in_eval_mode_warns_once() -> None:
-    model, x, _ = convolutions()
-    masked = LearnableMask(model.eval(), (x,), ratio=0.5)
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
-    with pytest.warns(wrappers.EvalModeWarning, match=r"call masked\.train\(\) before you train"):
-        train_step(masked, optimizer, x, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", wrappers.EvalModeWarning)
-        train_step(masked, optimizer, x, None)
-        train_step(masked.train(), optimizer, x, None)
-
-
 def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
     masked = masked_model(seed=rank)
     ddp = DistributedDataParallel(masked)
@@ -64,7 +50,7 @@ def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
         for step in range(steps):
             torch.manual_seed(100 * rank + step)
             optimizer.zero_grad()
-            (ddp(torch.randn(8, 2, 6, 6, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
+            ddp(torch.randn(8, 2, 6, 6, dtype=torch.float64)).square().mean().backward()
             optimizer.step()
             masks.append(masked.unit_mask()["0"])
 
