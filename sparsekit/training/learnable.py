@@ -362,7 +362,10 @@ class LearnableMask(MaskFromPruned):
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
         self.optimizers.just_loaded.discard(optimizer)
-        # A fused optimiser divides by the scale of a GradScaler itself.
+        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+        if overflow is not None and bool(overflow):  # a fused optimiser skips such a step itself
+            return
+        # And divides by the scale of a GradScaler.
         self._rule.update_importance(self, None, getattr(optimizer, "grad_scale", None))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
