@@ -18,7 +18,7 @@ from sparsekit import LearnableMask
 from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
-from sparsekit.graph.index import StateDict, along
+from sparsekit.graph.index import StateDict, along, wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import first_value
@@ -241,12 +241,12 @@ class MaskedModel:
         parameters = dict(self.module.named_parameters())
         sums = []
         for group in self.graph.groups.values():
-            total = next(iter(parameters.values())).new_zeros(group.size)
+            total = wide(next(iter(parameters.values()))).new_zeros(group.size)
             for piece in group.slices:
                 leaf = parameters.get(piece.name)
                 gradient = None if leaf is None else leaf.grad if gradients is None else gradients.get(leaf)
                 if piece.gated and leaf is not None and gradient is not None:
-                    product = gradient * leaf.detach()
+                    product = wide(gradient) * wide(leaf.detach())
                     other = [dim for dim in range(product.dim()) if dim != piece.dim]
                     total += (product.sum(other) if other else product)[piece.index].sum(1)
             sums.append(total)
