@@ -22,8 +22,7 @@ from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.engine import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Model, Result, Task, sgd
-from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.client import Keep, Model, Result, Task, keep_model, kept_model, sgd
 from sparsekit_fl.methods.local import Local
 from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource

@@ -119,7 +119,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"base", "client", "exits", "keep", "masks", "server", "submodels"},
+        {"base", "client", "exits", "masks", "server", "submodels"},
     ),
 }  # fmt: skip
 

@@ -41,7 +41,6 @@ registry = Registry(
         "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
         "random": "sparsekit.criteria.orders:Random",
         "scored": "sparsekit.criteria.scored:Scored",
-        "rolling": "sparsekit_fl.methods.fedrolex:Rolling",  # of the federated layer, by name alone
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
     },

@@ -26,8 +26,7 @@ from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import Leaves, pull_towards, train_leaves, trained_leaves
-from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, pull_towards, train_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
 

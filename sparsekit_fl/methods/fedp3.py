@@ -16,8 +16,8 @@ import torch
 
 from sparsekit.graph import Layer, StateDict, UnitGraph, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, sgd
+from sparsekit_fl.methods.client import keep_model, kept_model
 from sparsekit_fl.methods.fedper import check_head
-from sparsekit_fl.methods.keep import keep_model, kept_model
 from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.methods.submodels import prefix
 from sparsekit_fl.options import Count, Ratio

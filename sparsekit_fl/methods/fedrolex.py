@@ -7,49 +7,30 @@ indices and all clients weigh alike; the direction is a matter of numbering, and
 window, and the inputs of a layer are the units that the layer before it kept.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from sparsekit.criteria import ScoringContext
-from sparsekit.errors import MissingImportanceError
-from sparsekit_fl.methods.base import UnitGraph
+from sparsekit.allocation import mask_from_scores, ratio_counts
+from sparsekit_fl.methods.base import ServerContext, Task
 from sparsekit_fl.methods.heterofl import HeteroFL
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """Keep the window {round, …, round + count − 1} modulo the group's size."""
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Score each unit by minus its distance from the start of this round's window.
-
-        Args:
-            graph: The units.
-            context: A `RoundView`, whose round places the window.
-
-        Returns:
-            Group name → float64 (units,), no two equal.
-
-        Raises:
-            MissingImportanceError: the context has no round.
-
-        Source: Alam et al., FedRolex, NeurIPS 2022; the step of one unit a round is the paper's.
-        """
-        round = getattr(context, "round", None)
-        if round is None:
-            raise MissingImportanceError("Rolling needs the round; pass RoundView(round=1)")
-        return {
-            name: -((torch.arange(group.size, dtype=torch.float64) - round) % group.size)
-            for name, group in graph.groups.items()
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(HeteroFL):
-    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J."""
+    """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J.
+
+    Source: Alam et al., FedRolex, NeurIPS 2022; the step of one unit a round is the paper's.
+    """
 
     source = "Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548"
-    criterion = Rolling()
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the window {round, …, round + count − 1} modulo the size of each group."""
+        ratio, graph = self.ratio_of(server, client_id), server.graph
+        # The nearer to the start of the window, the higher the score.
+        scores = {
+            name: -((torch.arange(group.size, dtype=torch.float64) - server.round) % group.size)
+            for name, group in graph.groups.items()
+        }
+        return Task(mask=mask_from_scores(graph, scores, ratio_counts(graph, ratio), source="the window"), ratio=ratio)

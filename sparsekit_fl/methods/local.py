@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task, UnitGraph, sgd
-from sparsekit_fl.methods.keep import Keep, keep_model, kept_model
+from sparsekit_fl.methods.client import Keep, keep_model, kept_model
 
 
 @dataclass(frozen=True, kw_only=True)

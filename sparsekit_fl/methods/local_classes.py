@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, head_entries
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import ClientContext, Problem, Result, ServerContext, Task, Update, mean
+from sparsekit_fl.methods.client import Keep
 from sparsekit_fl.methods.fedlps import FedLPS
-from sparsekit_fl.methods.keep import Keep
 from sparsekit_fl.options import Fraction, Hint, Ratio
 
 _log = logging.getLogger(__name__)

@@ -18,30 +18,19 @@ from sparsekit_fl.methods.server import Over, Weights
 _LARGEST_BATCH = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundView(ScoringContext):
-    """What a criterion may look at in a federated run.
-
-    Args:
-        round: The server round, counted from 1; 0 is before training.
-    """
-
-    round: int
-
-
 def units(side: ServerContext | ClientContext, criterion: Criterion, ratio: float, state: StateDict | None = None) -> UnitMask:
     """Return the mask of the units that a criterion ranks first.
 
     Args:
         side: The context of the server, or of a client; random criteria draw from its generator "mask".
-        criterion: Computes importance; it sees the round and the weights.
+        criterion: Computes importance; it sees the weights.
         ratio: Share of the units that stays in each group, in (0, 1].
         state: The weights, dense; None: the global state, on the server.
     """
     if state is None:
         assert isinstance(side, ServerContext), "on a client, pass the state that training starts from"
         state = side.state
-    context = RoundView(round=side.round, weights=state, generator=torch_generator(side.rngs["mask"]))
+    context = ScoringContext(weights=state, generator=torch_generator(side.rngs["mask"]))
     return make_mask(criterion, side.graph, ratio, context)
 
 

@@ -150,7 +150,6 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
             "model": name,
             "classes": source.classes,
             "takes": {"kind": takes.kind, "shape": list(takes.shape)},
-            "transform": {"mean": list(source.mean), "std": list(source.std)} if takes.kind == "image" else {},
         },
     )
     return problem, source

@@ -86,7 +86,7 @@ class Problem:
 
         Returns:
             `about`; `factory`, the model's code as `package.module:function` where that can be imported; `example_inputs`, the
-            shape and dtype of each; `classifies`.
+            shape and dtype of each.
         """
         shapes = [
             {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
@@ -96,7 +96,6 @@ class Problem:
             "about": dict(self.about),
             "factory": _importable(self.model),
             "example_inputs": shapes,
-            "classifies": "accuracy" in self.metrics,
         }
 
 

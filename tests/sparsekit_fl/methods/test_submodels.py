@@ -17,7 +17,7 @@ import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.methods import efd, fedavg, heterofl
-from sparsekit_fl.methods.keep import _sample, keep_model
+from sparsekit_fl.methods.client import _sample, keep_model
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import load_model
 from sparsekit_fl.testing import tiny_clients, tiny_problem

@@ -4,16 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from personal import client_context, deep_problem, training, watched
+from personal import client_context, deep_problem, server_context, training, watched
 
+import sparsekit_fl as fl
 from sparsekit import UnitMask, trace_units
-from sparsekit.allocation import make_mask
 from sparsekit.allocation.shares import keep_count
-from sparsekit.testing.criteria import CriterionContract, example_context
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, rcr_dyn
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.fedrolex import Rolling
-from sparsekit_fl.methods.submodels import RoundView
+from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.testing import TinyNet, tiny_config
 
 WIDTHS = {
@@ -48,10 +46,10 @@ def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
-    criterion = fedrolex.criterion
+    roster = {0: ClientInfo(examples=10, capability=fl.Capability(ratio=ratio))}
     counts = torch.zeros(8, dtype=torch.int64)
     for round in range(1, 9):
-        counts += make_mask(criterion, graph, ratio, RoundView(round=round))["first"]
+        counts += fedrolex().assign(server_context(round=round, roster=roster, graph=graph), 0).mask["first"]
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
 
 
@@ -113,12 +111,3 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
                     value -= 0.1 * velocity[name]
     for name, value in model.state_dict().items():
         assert torch.allclose(ours.state[name], value, atol=1e-6), name
-
-
-class TestRolling(CriterionContract):
-    @pytest.fixture
-    def criterion(self) -> Rolling:
-        return Rolling()
-
-    def context(self, seed: int = 0) -> RoundView:
-        return RoundView(round=3 + seed, **vars(example_context(seed)))
