@@ -69,8 +69,9 @@ def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
     raise UnsupportedModelError(
         f"save_pretrained of this compact {model} would write a config with the widths of the dense model, which"
         " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
-        " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
-        f" sparsekit.load_compact. Where you have changed the config yourself: {model}.save_pretrained(model, folder)"
+        " config that fits. Otherwise, sparsekit.save_pretrained(small, folder) and sparsekit.load_pretrained(folder) take"
+        " layers of any widths, and so does sparsekit.save_compact. Where you have changed the config"
+        f" yourself: {model}.save_pretrained(model, folder)"
     )
 
 

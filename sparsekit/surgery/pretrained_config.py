@@ -66,7 +66,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     raise UnsupportedModelError(
         f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}"
         " (some classes derive the size of a head from their number, so that no head can go). Leave such groups out with"
-        " sparsekit.graph.edit.without, or save the model with sparsekit.save_compact"
+        " sparsekit.graph.edit.without, or save the model with sparsekit.save_pretrained"
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, ScoringContext
-from sparsekit.errors import UnsupportedModelError
+from sparsekit.errors import CompactFileError, UnsupportedModelError
 from sparsekit.graph.edit import only, tie_layers
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
@@ -144,6 +144,27 @@ def test_what_save_pretrained_writes_is_loaded_in_another_process(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == ["llama 6 2", "qwen2 6 2", "bert 6 4", "vit 6 4"]
+
+
+@pytest.mark.parametrize("name", ["llama-with-cache", "qwen2", "gpt2", "bert"])
+def test_layers_of_different_widths_are_saved_and_loaded_and_compute_the_same(name: str, tmp_path: Path) -> None:
+    model, inputs = _built(name)
+    graph, _ = trace(model, example_kwargs=inputs)
+    mask = random_mask(graph, 0.6, 0)
+    first = next(iter(graph.groups))
+    mask = sk.UnitMask({each: torch.ones_like(keep) if each == first else keep for each, keep in mask.items()})
+    small = sk.compact(model, graph, mask)
+    sk.save_pretrained(small, tmp_path)
+    again = sk.load_pretrained(tmp_path)
+    assert type(again) is type(model)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, small(**inputs).logits)
+        if model.can_generate():
+            prompt = {"input_ids": inputs["input_ids"], "max_new_tokens": 6, "do_sample": False, "use_cache": True}
+            assert torch.equal(again.generate(**prompt), small.generate(**prompt))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Strange"]}')
+    with pytest.raises(CompactFileError, match="Strange"):
+        sk.load_pretrained(tmp_path)
 
 
 def test_heads_that_a_configuration_cannot_count_are_named() -> None:
