@@ -16,6 +16,7 @@ import argparse
 import copy
 import math
 import os
+import platform
 import signal
 import time
 import warnings
@@ -35,7 +36,6 @@ from nets import VisionTransformer, densenet121, mobilenet_v2, resnet50, vgg16
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.measure.clock import device_name
 from sparsekit_fl.problem.models import NextWordLstm
 
 TOKENS = 128
@@ -186,7 +186,7 @@ def timed(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[str, 
 
 def measure(options: argparse.Namespace) -> None:
     """Cut and time what is not in the file yet."""
-    about = {"device": device_name(torch.device(options.device))}
+    about = {"device": f"{options.device}, {platform.processor() or platform.machine()}, torch {torch.__version__}"}
     for name in options.models:
         dense = None
         for share in options.shares:

@@ -31,7 +31,7 @@ from prune_arms import ARMS
 from prune_cells import SCHEDULES, TASKS, Cell, accuracy, flops_of, load, train
 
 import sparsekit as sk
-from sparsekit.measure.latency import measure_latency
+from sparsekit.measure.clock import measure_latency
 
 KEY = ("task", "schedule", "arm", "budget", "seed")
 

@@ -23,7 +23,6 @@ from sparsekit.layers import LayerRule
 from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.budget import METRICS
 from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.measure.latency import measure_table
 from sparsekit.measure.memory import measure_memory
 from sparsekit.measure.shapes import without_data
 from sparsekit.measure.volumes import Axes, CostTracker, Meter, Sum, Volumes
@@ -77,7 +76,7 @@ class CostModel:
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
         products: Those of `other_flops` that shrink with groups, such as attention maps with their heads.
-        meters: Metrics that are no arithmetic over the weights: "memory" and "latency_ms" where somebody asked for them.
+        meters: Metrics that are not arithmetic over the weights: "memory" if it was asked for.
     """
 
     graph: UnitGraph
@@ -275,13 +274,13 @@ def cost_model(
 ) -> CostModel:
     """Measure once what numbers of units cost; asking for costs is arithmetic from then on.
 
-    FLOPs, parameters and bytes are exact and always there. The others take passes of the model and must be asked for.
+    FLOPs, parameters and bytes are exact and always there. "memory" takes passes of the model and must be asked for.
 
     Args:
         model: The dense model; not changed.
         *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
         graph: Its units; None for costs of the whole model alone.
-        metrics: What is needed, such as `budget.metrics`.
+        metrics: What else is needed: "memory".
         rules: Rules for layers of your own, as given to `trace_units`.
         **example_kwargs: Keyword inputs.
 
@@ -302,13 +301,14 @@ def measure_costs(
     graph: UnitGraph | None,
     metrics: Iterable[str] = (),
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
-    runtime: str = "eager",
 ) -> CostModel:
     """The same for inputs of any names, those of the options of `cost_model` among them."""
     chosen = tuple(metrics)
     for name in chosen:
         if name not in METRICS:
             raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
+        if name == "latency_ms":
+            raise InvalidValueError("milliseconds do not follow from the widths; prune() meets latency_ms by measuring models")
     if graph is None:
         graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
     run = partial(_trace, graph=graph)
@@ -316,9 +316,4 @@ def measure_costs(
         *_, costs = without_data(model, args, kwargs, run)
     else:  # unlike a deep copy, this one takes computed weights, as of weight norm
         costs = run(copy_with(model, {}).eval(), args, kwargs)
-    meters: dict[str, Meter] = {}
-    if "memory" in chosen:
-        meters["memory"] = measure_memory(model, args, kwargs, graph, rules)
-    if "latency_ms" in chosen:
-        meters["latency_ms"] = measure_table(model, args, kwargs, graph, rules, runtime)
-    return replace(costs, meters=meters) if meters else costs
+    return replace(costs, meters={"memory": measure_memory(model, args, kwargs, graph, rules)}) if "memory" in chosen else costs

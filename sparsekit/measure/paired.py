@@ -1,4 +1,4 @@
-"""Time before and after a cut: passes of both models in turns, by several means, and where the time of the smaller one goes."""
+"""Time before and after a cut: passes of both models in turns, by several runtimes, and by layers."""
 
 import contextlib
 import math
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparsekit._torch import DispatchMode, operator_packet
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.layers import find_rule
 from sparsekit.measure.budget import RUNTIMES
@@ -21,8 +20,6 @@ from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 _WARM, _TURNS = 2, 100
 """Turns that are not counted, and at most counted."""
-_COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten.cat)
-"""Operators that do nothing but copy."""
 
 
 @dataclass(frozen=True)
@@ -113,32 +110,6 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
             if number:
                 least.update((name, min(least.get(name, math.inf), 1000 * value)) for name, value in spent.items())
     return least
-
-
-class _Copies(DispatchMode):
-    """Adds up the seconds of operators that do nothing but copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.seconds, self._timed = 0.0, stopwatch(device)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator_packet(func) not in _COPIES:
-            return func(*args, **(kwargs or {}))
-        made = []
-        self.seconds += self._timed(lambda: made.append(func(*args, **(kwargs or {}))))
-        return made[0]
-
-
-def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 3) -> float:
-    """Milliseconds of a forward pass in which tensors are joined or laid out again: the least of all passes."""
-    found = []
-    with torch.no_grad(), evaluated(model):
-        for _ in range(passes):
-            with _Copies(device_of(model, args, kwargs)) as copies:
-                model(*args, **kwargs)
-            found.append(1000 * copies.seconds)
-    return float(min(found))
 
 
 def measure_turns(

@@ -93,7 +93,9 @@ class Cutter:
     progress: bool
     tried: Sequence[CandidateReport] = ()
     scores: Mapping[str, Scored] = field(default_factory=dict)
-    _dense_pass: Callable[[], object] | None = None
+    dense_pass: Callable[[], object] | None = None
+    """A pass of the dense model in the runtime of the budget, where it limits milliseconds."""
+    dense_ms: float = 0.0
     _prior: tuple[nn.Module | None, Mapping[str, Tensor]] = (None, {})
 
     def best(
@@ -198,33 +200,32 @@ class Cutter:
             check_runs(small, self.call)
             return mask, small
 
-        def timed(budget: Budget | None) -> tuple[tuple[UnitMask, nn.Module], float]:
-            found = to(budget)
-            runtime = "eager" if self.budget is None else self.budget.runtime
+        def at(share: float) -> tuple[tuple[UnitMask, nn.Module], Callable[[], float]]:
+            """Cut to a share of the dense FLOPs."""
+            assert target is not None
+            limits: dict[str, Any] = {name: getattr(target, name) for name in target.metrics if name != "latency_ms"}
+            limits["flops"] = min(limits.get("flops", float("inf")), max(1.0, share * costs.dense_costs()["flops"]))
+            mask, small = to(Budget(**limits))
             args, kwargs = self.call.args, self.call.kwargs
-            with torch.no_grad(), evaluated(self.dense, found[1]):
-                self._dense_pass = self._dense_pass or prepare(self.dense, runtime, args, kwargs)
-                small_pass = prepare(found[1], runtime, args, kwargs)
-                pair = time_turns(self._dense_pass, small_pass, stopwatch(device_of(self.dense, args, kwargs)))
-            # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
-            share = self.budget is not None and isinstance(self.budget.latency_ms, str)
-            return found, costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
+            with torch.no_grad(), evaluated(small):
+                small_pass = prepare(small, target.runtime, args, kwargs)
+
+            def measure() -> float:
+                assert self.dense_pass is not None
+                with torch.no_grad(), evaluated(self.dense, small):
+                    pair = time_turns(self.dense_pass, small_pass, stopwatch(device_of(self.dense, args, kwargs)))
+                # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
+                of_dense = self.budget is not None and isinstance(self.budget.latency_ms, str)
+                return self.dense_ms / pair.faster if of_dense else pair.after_ms
+
+            return (mask, small), measure
 
         after: float | None = None
         measured: dict[str, Any] = {}
         if limit_ms is None:
             mask, small = to(target)
         else:
-            assert target is not None
-            (mask, small), after = meet_latency(target, limit_ms, timed)
-            meter = costs.meters["latency_ms"]
-            measured = {
-                "latency_ms before": costs.dense_costs()["latency_ms"],
-                "latency_ms after": after,
-                "latency_ms after, by the table": meter.at(mask.counts()),
-                "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
-                "error of the table, small model": meter.at(mask.counts()) / after - 1,
-            }
+            (mask, small), after = meet_latency(limit_ms, self.dense_ms, at)
         if small is not model:
             measured |= self._reconstruct(model, small, graph, mask, sequential=not judged)
         return Cut(candidate, mask, small, scores, after, measured)

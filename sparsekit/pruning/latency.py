@@ -1,51 +1,59 @@
-"""meet_latency(): ask a table of layer times for other milliseconds until the measured ones meet the budget."""
+"""meet_latency(): bisect the FLOPs of a narrow model until its measured milliseconds meet the budget."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from sparsekit.measure.budget import Budget, BudgetError
+from sparsekit.measure.budget import BudgetError
 
 T = TypeVar("T")
 
-_TRIES = 6
+_TRIES = 8
 _CLOSE = 0.95
+_INSIDE = 0.1
+"""Of the bracket, the part at both ends in which no share is tried."""
 
 
-def meet_latency(budget: Budget, limit_ms: float, cut: Callable[[Budget], tuple[T, float]]) -> tuple[T, float]:
-    """Ask the table for other milliseconds until the narrow model, measured, is within the limit and near it.
+def meet_latency(limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[T, Callable[[], float]]]) -> tuple[T, float]:
+    """Cut to other shares of the FLOPs until the narrow model, measured, is within the limit and near it.
 
     Args:
-        budget: In absolute numbers.
         limit_ms: What a pass may take.
-        cut: Called with a budget; returns what it cuts and the measured milliseconds.
+        dense_ms: What a pass of the dense model takes.
+        cut: Called with a share of the dense FLOPs; returns what it cuts, and a function that measures its milliseconds.
 
     Returns:
         What came nearest to the limit without exceeding it, and its milliseconds.
 
     Raises:
-        BudgetError: nothing that the table offers was measured within the limit.
+        BudgetError: no model was measured within the limit, or none can be made.
     """
-    requested = limit_ms
+    low, high, share = 0.0, 1.0, min(1.0, limit_ms / dense_ms)
     best: tuple[T, float] | None = None
-    fastest = float("inf")
+    fastest, refused = float("inf"), None
     for _ in range(_TRIES):
-        changed: dict[str, Any] = {"latency_ms": requested}
         try:
-            found, measured = cut(replace(budget, **changed))
-            if measured <= limit_ms:  # not by luck
-                measured = max(measured, cut(replace(budget, **changed))[1])
-        except BudgetError:
-            if best is None and fastest == float("inf"):
-                raise
-            break
+            found, measure = cut(share)
+        except BudgetError as error:  # so few FLOPs cannot be reached
+            low, refused = share, error
+            share = (low + high) / 2
+            continue
+        measured = measure()
+        if measured <= limit_ms:  # not by luck
+            measured = max(measured, measure())
         fastest = min(fastest, measured)
-        if measured <= limit_ms and (best is None or measured > best[1]):
-            best = found, measured
-        if best is not None and best[1] >= _CLOSE * limit_ms:
+        if measured > limit_ms:
+            high = share
+        else:
+            low = share
+            if best is None or measured > best[1]:
+                best = found, measured
+        if share == 1.0 == low or (best is not None and best[1] >= _CLOSE * limit_ms):
             break
-        # A little less than the rule of three, since times vary from run to run.
-        requested *= min(2.0, 0.98 * limit_ms / measured)
+        # The rule of three, kept within the bracket: time has a part that FLOPs do not explain.
+        edge = _INSIDE * (high - low)
+        share = min(max(0.98 * share * limit_ms / measured, low + edge), high - edge if high < 1.0 else 1.0)
+    if best is None and fastest == float("inf") and refused is not None:
+        raise refused
     if best is None:
         raise BudgetError(
             f"the budget cannot be met: latency_ms ≤ {limit_ms:.3g} was requested, and the fastest narrow model measured took"

@@ -26,7 +26,9 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
+from sparsekit.measure.clock import device_of, evaluated, median_ms
 from sparsekit.measure.cost import measure_costs
+from sparsekit.measure.paired import prepare
 from sparsekit.pruning.calibration import Calibration
 from sparsekit.pruning.cutting import Candidate, Cut, Cutter, criterion_name, inside
 from sparsekit.pruning.reconstruction import Reconstruct
@@ -162,8 +164,8 @@ def prune(
     shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)
-    metrics, runtime = ((), "eager") if wanted is None else (wanted.metrics, wanted.runtime)
-    costs = measure_costs(model, call.args, call.kwargs, graph, metrics, rules, runtime)
+    metrics = () if wanted is None else wanted.metrics
+    costs = measure_costs(model, call.args, call.kwargs, graph, [name for name in metrics if name != "latency_ms"], rules)
     dense = costs.dense_costs()
     notes = [] if calibration is not None else _notes_without_data(model, candidates[0].criterion)
     cutter = Cutter(
@@ -178,6 +180,10 @@ def prune(
         generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
         progress=progress,
     )
+    if wanted is not None and wanted.latency_ms is not None:
+        with torch.no_grad(), evaluated(model):
+            cutter.dense_pass = prepare(model, wanted.runtime, call.args, call.kwargs)
+            cutter.dense_ms = dense["latency_ms"] = median_ms(cutter.dense_pass, device_of(model, call.args, call.kwargs))
     small, units, mask = model, graph, UnitMask.full(graph)
     history: list[Mapping[str, float]] = []
     tried: Sequence[CandidateReport] = ()
@@ -200,7 +206,7 @@ def prune(
             units,
             _limits_of_rest(shares, graph, units),
             target,
-            limit_ms=float(target.latency_ms) if last and target is not None and target.latency_ms is not None else None,
+            limit_ms=float(target.latency_ms) if target is not None and target.latency_ms is not None else None,
             dry=dry_run and last,
         )
         candidates = [cut.candidate]  # later steps go the same way
@@ -218,9 +224,7 @@ def prune(
             small = trained if isinstance(trained, nn.Module) else small
             judge(f"after fine-tuning{when}")
     assert cut is not None
-    if cut.latency_ms is not None:
-        measured["latency_ms after"] = cut.latency_ms
-    report = _report(cutter, cut, shares, small, mask, history, measured, tried, notes)
+    report = _report(cutter, dense, cut, shares, small, mask, history, measured, tried, notes)
     return Pruned(model if dry_run else small, mask, graph, report, scores)
 
 
@@ -307,6 +311,7 @@ def _notes_without_data(model: nn.Module, criterion: Criterion) -> list[str]:
 
 def _report(
     cutter: Cutter,
+    dense: Mapping[str, float],
     cut: Cut,
     limits: Limits,
     small: nn.Module,
@@ -317,7 +322,6 @@ def _report(
     notes: list[str],
 ) -> PruneReport:
     costs, budget, graph, counts = cutter.costs, cutter.budget, cutter.costs.graph, mask.counts()
-    dense = costs.dense_costs()
     # Preferred multiples give way where a budget asks for less.
     free = free_counts(graph, limits, 1 if isinstance(cutter.multiple_of, PreferredMultiple) else cutter.multiple_of)
     groups, layers = describe(costs, counts)

@@ -51,7 +51,7 @@ class Pruned:
         }
 
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
-        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, the layers that take most, and why.
+        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the layers that take most.
 
         Args:
             dense: What was pruned.
@@ -60,7 +60,7 @@ class Pruned:
                 program of torch.export), "onnx" (ONNX Runtime). One that cannot run the models leaves a note.
 
         Returns:
-            The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
+            The same with `times` and `slowest` in its report.
         """
         call = ModelInputs.of(example_inputs)
         return replace(self, report=with_times(self.report, dense, self.model, call.args, call.kwargs, runtimes=runtimes))

@@ -9,7 +9,7 @@ from zoo_base import Lambda
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair
+from sparsekit.measure.paired import measure_layers, measure_pair
 from sparsekit.pruning.report import PruneReport
 
 
@@ -68,19 +68,6 @@ def test_layers_take_no_longer_than_the_whole() -> None:
     times = measure_layers(model, (torch.zeros(32, 64),), {})
     assert set(times) == {"", "0", "2.0"}
     assert times["0"] + times["2.0"] <= 1.5 * times[""], "the least of each, so not of one pass"
-
-
-def test_copies_are_told_from_other_operators_and_what_is_copied_whole_is_a_reason() -> None:
-    model = Lambda(
-        lambda m, x: m.two(m.one(torch.cat([x] * 400, 1).t().contiguous().t()[:, :8]).relu()),
-        one=nn.Linear(8, 64),
-        two=nn.Linear(64, 4),
-    )
-    x = torch.zeros(2000, 8)
-    assert measure_copies(nn.ReLU(), (x,), {}) == 0
-    assert 0 < measure_copies(model, (x,), {}) < 10_000
-    notes = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x).report.notes
-    assert any("copies: tensors that are joined or laid out again" in note for note in notes), notes
 
 
 def test_a_report_with_times_survives_json_and_says_them() -> None:
