@@ -28,6 +28,7 @@ def meet_latency(limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[
         BudgetError: no model was measured within the limit, or none can be made.
     """
     low, high, share = 0.0, 1.0, min(1.0, limit_ms / dense_ms)
+    before = 1.0, dense_ms
     best: tuple[T, float] | None = None
     fastest, refused = float("inf"), None
     for _ in range(_TRIES):
@@ -49,9 +50,12 @@ def meet_latency(limit_ms: float, dense_ms: float, cut: Callable[[float], tuple[
                 best = found, measured
         if share == 1.0 == low or (best is not None and best[1] >= _CLOSE * limit_ms):
             break
-        # The rule of three, kept within the bracket: time has a part that FLOPs do not explain.
+        # The line through the last two, kept within the bracket.
+        slope = (measured - before[1]) / (share - before[0]) if share != before[0] else 0.0
+        aim = share + (0.98 * limit_ms - measured) / slope if slope > 0.0 else (low + high) / 2
         edge = _INSIDE * (high - low)
-        share = min(max(0.98 * share * limit_ms / measured, low + edge), high - edge if high < 1.0 else 1.0)
+        before = share, measured
+        share = min(max(aim, low + edge), high - edge if high < 1.0 else 1.0)
     if best is None and fastest == float("inf") and refused is not None:
         raise refused
     if best is None:
