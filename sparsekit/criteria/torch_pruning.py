@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd, tree_map_only
+from sparsekit._torch import ConvNd
 from sparsekit.criteria.base import ScoringContext
-from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite, example_count, split_batch
+from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite
 from sparsekit.errors import InvalidValueError, MissingDependencyError, MissingImportanceError, install_hint
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -75,11 +74,11 @@ def _library() -> Any:
 
 @dataclass(frozen=True)
 class TorchPruning(DataDriven):
-    """Score units by an importance object of Torch-Pruning: magnitude, LAMP, FPGM, Taylor, Hessian, activation, or your own.
+    """Score units by an importance object of Torch-Pruning: magnitude, LAMP, FPGM, Taylor, or your own.
 
     Classes that read gradients (`GroupTaylorImportance`) get those of the batches, summed into `.grad`, as after a
-    `backward()` on each. Classes with `accumulate_grad` (`GroupHessianImportance`) get those of every single example. Classes
-    with `compute_importance` (`ActivationImportance`) get a forward pass on each batch. The model's gradients are restored.
+    `backward()` on each. The model's gradients are restored. Classes that watch other passes (`GroupHessianImportance`,
+    `ActivationImportance`) are refused: `Fisher` and `Activation` are their like here.
 
     Args:
         importance: Called on a group; returns one number for each channel of its first layer.
@@ -100,25 +99,24 @@ class TorchPruning(DataDriven):
         """Call the importance object on every group: float64, the mean over a unit's channels, as there for heads."""
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
+        if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
+            raise InvalidValueError(f"{type(self.importance).__name__} needs passes of its own; take Fisher or Activation")
         model = self._model(context, graph)
         before = {parameter: parameter.grad for parameter in model.parameters()}
-        attributes = {module: set(vars(module)) for module in model.modules()}
         try:
             if self.batches is not None:
                 for parameter in before:
                     parameter.grad = None
-                if not any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
-                    # Classes that read no gradients need no loss.
-                    with contextlib.suppress(MissingImportanceError):
-                        return {name: self._one(group, model) for name, group in graph.groups.items()}
-                self._prepare(model)
+                # Classes that read no gradients need no loss.
+                with contextlib.suppress(MissingImportanceError):
+                    return {name: self._one(group, model) for name, group in graph.groups.items()}
+                with self._passes(model, [p for p in before if p.is_floating_point()]) as passes:
+                    for batch in passes:
+                        call_model(model, batch, self.loss).backward()
             return {name: self._one(group, model) for name, group in graph.groups.items()}
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
-            for module, names in attributes.items():
-                for name in set(vars(module)) - names:  # activations that the object has noted on the layers
-                    delattr(module, name)
 
     def _one(self, group: UnitGroup, model: nn.Module) -> Tensor:
         assert self.importance is not None
@@ -138,37 +136,3 @@ class TorchPruning(DataDriven):
                 " with sparsekit.graph.edit.without, or take another class"
             )
         return check_finite(group.name, found.detach().cpu().double().reshape(group.size, -1).mean(1), name)
-
-    def _prepare(self, model: nn.Module) -> None:
-        """Bring gradients or activations to where the importance object looks for them."""
-        by_example = getattr(self.importance, "accumulate_grad", None)
-        watching = getattr(self.importance, "compute_importance", None)
-        parameters = [] if watching is not None else [p for p in model.parameters() if p.is_floating_point()]
-        if by_example is not None:
-            self.importance.zero_grad()  # type: ignore[union-attr]
-        with self._passes(model, None if watching is not None else parameters) as passes:
-            for batch in passes:
-                if watching is not None:
-                    args, kwargs, _ = split_batch(batch, keep_target=False)
-                    with watching(model):
-                        model(*args, **kwargs)
-                    continue
-                for part in (batch,) if by_example is None else _examples(batch):
-                    call_model(model, part, self.loss).backward()
-                    if by_example is not None:
-                        by_example(model)
-                        for parameter in parameters:
-                            parameter.grad = None
-        if by_example is not None:
-            for parameter in parameters:  # where the object puts what it has accumulated
-                parameter.grad = torch.zeros_like(parameter)
-
-
-def _examples(batch: Any) -> list[Any]:
-    """The batch one example at a time."""
-    count, plain = example_count(batch), dict(batch) if isinstance(batch, Mapping) else batch
-
-    def row(place: int, t: Tensor) -> Tensor:
-        return t[place : place + 1] if t.dim() and t.shape[0] == count else t
-
-    return [tree_map_only(Tensor, lambda t, place=place: row(place, t), plain) for place in range(count)]

@@ -1,7 +1,7 @@
 """LossImportance: units are swapped by their importance in units of the loss; docs/concepts/masks.md states the rule.
 
 Most steps are plain steps of the narrow network. Every fourth also computes the gradients of the kept units' gates from those
-of the weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of one group.
+of the weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of some groups.
 `swap_statistics.py` turns these samples into estimates and swaps.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.rule import Learning, MaskedModule, Rule, resized_mask
@@ -88,8 +89,8 @@ class LossImportanceRule(Rule):
         self.statistics = SwapStatistics(masked.graph, masked.scores, settings.max_swap_fraction, settings.num_std_errors)
         self.counters = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
         self.seen: dict[str, float] = {}
-        """Group → exploring steps of this round."""
-        self._bundles = {name: names for names in masked.graph.tied_sets for name in names}
+        """First group of a bundle → exploring steps of this round."""
+        self._bundles = _find_bundles(masked.graph)
         self._target: object = None
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
@@ -132,7 +133,8 @@ class LossImportanceRule(Rule):
             warnings.warn("no optimiser has stepped this mask; call masked.update_importance() after backward()", stacklevel=5)
         if not learning or self._group is None:
             return masked.narrow_model.run(args, kwargs)
-        result, probes = masked.wide_passes.call(self._bundles[self._group], args, kwargs)
+        bundle = next(names for names in self._bundles if names[0] == self._group)
+        result, probes = masked.wide_passes.call(bundle, args, kwargs)
         self._probes.append(probes)
         return result
 
@@ -157,12 +159,12 @@ class LossImportanceRule(Rule):
             self._sampling = self._group is not None or self.counters["step"] % _EVERY == 0
 
     def _count_costs(self, masked: MaskedModule) -> dict[str, float]:
-        """First of the groups of equal counts with dropped units → extra work of a pass with them, in narrow passes."""
+        """First group of a bundle with dropped units → extra work of a pass with the bundle, in narrow passes."""
         mask, groups = masked.narrow_model.mask, masked.graph.groups
         own = masked.widths.pass_flops(mask)
         return {
             names[0]: masked.widths.pass_flops(widened(mask, names)) / own - 1.0
-            for names in dict.fromkeys(self._bundles.values())
+            for names in self._bundles
             if not all(bool(mask[name].all()) for name in names)
             and any(piece.gated for name in names for piece in groups[name].slices)
         }
@@ -240,7 +242,7 @@ class LossImportanceRule(Rule):
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
         costs = self._count_costs(masked)
-        passes = _ROUNDS * settings.samples_per_unit * len(costs)  # an exploring step looks at one set of groups
+        passes = _ROUNDS * settings.samples_per_unit * len(costs)  # an exploring step looks at one bundle
         work = _ROUNDS * settings.samples_per_unit * sum(costs.values())
         if not settings.steps or self.converged:
             return
@@ -316,3 +318,19 @@ class LossImportanceRule(Rule):
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._begin_step()
         self.statistics.apply(function)
+
+
+def _find_bundles(graph: UnitGraph) -> list[tuple[str, ...]]:
+    """Sets of groups that one exploring step looks at together: no entry is touched by two of them, so that their costs add up
+    and none sees another's dropped units. In a chain of layers there are two, every other layer's. Tied groups stay together.
+    """
+    found: list[tuple[list[str], set[str]]] = []
+    for names in graph.tied_sets:
+        entries = {piece.name for name in names for piece in graph.groups[name].slices}
+        bundle = next((each for each in found if not each[1] & entries), None)
+        if bundle is None:
+            found.append((list(names), entries))
+        else:
+            bundle[0].extend(names)
+            bundle[1].update(entries)
+    return [tuple(names) for names, _ in found]

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import classifier, convolutions, planted, train_step
+import zoo
+from masked import batches_like, classifier, convolutions, planted, train_step
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
-from sparsekit.training.loss_importance import LossImportance, LossImportanceRule
+from sparsekit.training.loss_importance import LossImportance, LossImportanceRule, _find_bundles
 from sparsekit.training.swap_statistics import SwapStatistics
 
 EAGER = LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
@@ -281,7 +283,7 @@ def test_a_step_without_finite_gradients_is_not_a_sample(factor: float) -> None:
 
 
 def test_the_number_of_steps_that_is_asked_for_is_enough_for_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exploring step looks at one group, so many groups need many steps, whatever `explore` would pay for."""
+    """Whatever `explore` would pay for."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
     x, y = torch.randn(16, 8), torch.randint(2, (16,))
@@ -306,3 +308,29 @@ def test_the_number_of_steps_that_is_asked_for_is_enough_for_two_rounds(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert train(enough) >= 2
+
+
+@pytest.mark.parametrize("name", ["vgg-small", "residual", "gpt", "lstm-stacked"])
+def test_groups_that_are_explored_together_share_no_weights_and_read_what_each_alone_reads(name: str) -> None:
+    model, args, _ = zoo.build(name)
+    masked = LearnableMask(model.double(), map_tensors(lambda x: x.double() if x.is_floating_point() else x, args), ratio=0.5)
+    bundles = _find_bundles(masked.graph)
+    assert sorted(itertools.chain(*bundles)) == sorted(masked.graph.groups)
+    assert all(any({*tied} <= {*bundle} for bundle in bundles) for tied in masked.graph.tied_sets)
+    (example, _) = batches_like(args)(torch.Generator().manual_seed(0))
+
+    def read(groups: tuple[str, ...]) -> dict[str, Tensor]:
+        outputs, probes = masked.wide_passes.call(groups, example, {})
+        sum(each.square().sum() for each in find_tensors(outputs)).backward()
+        return {probe.key: probe.entry.grad for probe in probes}
+
+    for bundle in bundles:
+        touched = [{piece.name for piece in masked.graph.groups[group].slices} for group in bundle]
+        ties = [set(tied) for tied in masked.graph.tied_sets]
+        for (one, first), (other, second) in itertools.combinations(zip(bundle, touched, strict=True), 2):
+            assert not first & second or any({one, other} <= tied for tied in ties)
+        together = read(bundle)
+        for tied in masked.graph.tied_sets:
+            if set(tied) <= set(bundle):
+                for key, gradient in read(tied).items():
+                    torch.testing.assert_close(together[key], gradient, rtol=1e-9, atol=1e-12)
