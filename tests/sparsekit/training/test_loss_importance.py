@@ -303,7 +303,7 @@ def test_the_number_of_steps_that_is_asked_for_is_enough_for_two_rounds(monkeypa
     with pytest.warns(
         UserWarning, match=r"allows 0\.\d rounds of swaps.* do not earn their cost back; \d+ steps would do"
     ) as told:
-        assert train(60) == 0
+        assert train(30) == 0
     enough = int(re.search(r"(\d+) steps would do", str(told[0].message))[1])  # type: ignore[index]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
