@@ -67,14 +67,11 @@ def read_recipe(out: Path) -> dict[str, Any]:
     """
     path = out / "models" / "model.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}; restore it, or pass model= (--model)") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: it must hold an object; restore it, or pass model= (--model)")
-    return found
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; restore it, or pass model= (--model)") from error
 
 
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
@@ -90,49 +87,41 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     Raises:
         DataError: it cannot be read, holds no tensors, or none that fits.
     """
-    found = source if isinstance(source, Mapping) else _read(Path(source))
+    given = source if isinstance(source, Mapping) else _read(Path(source))
     where = "the state" if isinstance(source, Mapping) else str(source)
-    found = {
+    found = {  # a model with exits has a prefix
         _INNER + name if name not in fresh and _INNER + name in fresh else name: tensor
-        for name, tensor in found.items()
+        for name, tensor in given.items()
         if isinstance(tensor, Tensor)
     }
-    taken = {name: tensor for name, tensor in found.items() if name in fresh and tensor.shape == fresh[name].shape}
-    if not taken:
-        raise DataError(
-            f"no entry of {where} fits the model: it has {_named(list(found))}, the model has {_named(list(fresh))};"
-            " names and shapes must agree"
-        )
+    taken = {
+        name: tensor.detach().to(fresh[name].dtype).cpu().clone()
+        for name, tensor in found.items()
+        if name in fresh and tensor.shape == fresh[name].shape
+    }
     left, more = [name for name in fresh if name not in taken], [name for name in found if name not in taken]
+    if not taken:
+        raise DataError(f"no entry of {where} fits the model: it has {_named(more)}, the model has {_named(left)}")
     if left or more:
         text = "%d of %d entries are from %s; these start anew: %s; these of it are not used: %s"
         _log.warning(text, len(taken), len(fresh), where, _named(left), _named(more))
-    used = {name: taken[name].detach().to(fresh[name].dtype).cpu().clone() for name in taken}
-    return {name: used.get(name, tensor) for name, tensor in fresh.items()}
+    return {name: taken.get(name, tensor) for name, tensor in fresh.items()}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
-        candidates = (model_path(path, "global"), path / _CHECKPOINT)
-        file = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if file is None:
-            raise DataError(f"{path} holds no run to start from; expected {candidates[0]} or {candidates[1].name}")
-        path = file
+        path = next((file for file in (model_path(path, "global"), path / _CHECKPOINT) if file.is_file()), path)
     try:
         if path.name == _CHECKPOINT:
             return dict(loads(path.read_bytes())["state"]["model"])
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+        nested = next((loaded[name] for name in ("state_dict", "model") if isinstance(loaded.get(name), Mapping)), loaded)
+        return dict(nested)
     except Exception as error:
         # The readers raise many kinds, from OSError to those of the pickle machine.
         raise DataError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
-    for name in ("state_dict", "model"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(name), dict):
-            loaded = loaded[name]
-    if not isinstance(loaded, dict):
-        raise DataError(f"{path} holds a {type(loaded).__name__}, not a state dict; save model.state_dict()")
-    return loaded
 
 
 def _named(names: list[str]) -> str:
@@ -177,24 +166,18 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
         raise DataError(f"{out} holds no finished run: {whole} is not there; pass the --out folder, or resume the run first")
     if which == "global":
         return whole
-    if which == "best":
-        best = model_path(out, "best")
-        if not best.exists():
-            raise DataError(f"{out} holds no best model; run with --callback best, or take 'global'")
-        return best
-    if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
+    if which != "best" and (isinstance(which, bool) or not str(which).isdecimal()):
         raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
-    client_id = int(which)
     known = recipe.get("clients")
-    if known is not None and client_id not in known:
-        raise DataError(f"the run in {out} has no client {client_id}; it has {len(known)}, from {min(known)} to {max(known)}")
-    own = model_path(out, client_id)
+    if which != "best" and known is not None and int(which) not in known:
+        raise DataError(f"the run in {out} has no client {which}; it has {len(known)}, from {min(known)} to {max(known)}")
+    own = model_path(out, which if which == "best" else int(which))
     if own.exists():
         return own
+    if which == "best":
+        raise DataError(f"{out} holds no best model; run with --callback best, or take 'global'")
     if not recipe.get("personal", True):
-        raise DataError(
-            f"the model of client {client_id} stayed on its device, and {out} has the global one alone; take 'global'"
-        )
+        raise DataError(f"the model of client {which} stayed on its device, and {out} has the global one alone; take 'global'")
     return whole
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,13 +122,8 @@ def run(
 def _checked(method: Method, clients: Sequence[Client], config: RunConfig) -> dict[int, Client]:
     """Return the clients by id, if there can be a run of these."""
     if not isinstance(method, Method):
-        called = method if isinstance(method, str) else getattr(method, "__name__", "")
-        if isinstance(method, type) and issubclass(method, Method):
-            called = (vars(method).get("called") or called.lower()).replace("-", "_")
-        raise InvalidValueError(
-            f"method must be a Method, got {method!r}; call a function that makes one:"
-            f" fl.methods.{called if called.isidentifier() else 'fedlps'}()"
-        )
+        name = method if isinstance(method, str) else getattr(method, "__name__", "fedlps").lower()
+        raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one: fl.methods.{name}()")
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
@@ -182,7 +176,6 @@ class _Loop:
 
     def __post_init__(self) -> None:
         spec, clients, metrics = self.server.spec, self.server.clients, self.server.spec.problem.metrics
-        self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
         self._saved = self.server.state.round
         self._final: list[Evaluation] | None = None  # of every client, after the last round
@@ -259,11 +252,7 @@ class _Loop:
                 trained.good.append(self.server.validate(request, reply))
             except (ClientError, UpdateError) as error:
                 trained.dropped[request.client_id] = error
-                reason = re.sub(r"\bround \d+", "a round", str(error))
-                again = self._reasons.get(request.client_id) == reason
-                self._reasons[request.client_id] = reason
-                text = "for the same reason as before" if again else str(error)
-                _log.warning("round %d goes on without client %d: %s", request.round, request.client_id, text)
+                _log.warning("round %d continues without client %d: %s", request.round, request.client_id, error)
         needed = self.server.spec.config.needed_replies(len(requests))
         if len(trained.good) < needed:
             reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in trained.dropped.items()])

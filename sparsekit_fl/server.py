@@ -175,7 +175,9 @@ def check_update(update: Update, request: Request, ctx: ServerContext, *, upload
             raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
     for name, tensor in (*changes.items(), *sorted(update.extra.items())):
         if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
-            raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
+            raise UpdateError(
+                f"{who} has values in {name!r} that are not finite; a lower learning rate, clipping or finite inputs may help"
+            )
     for name, delta in changes.items():
         _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
     for name, value in update.metrics.items():

@@ -94,7 +94,7 @@ class ClientContext:
         """Return one split of the client's data, which is decoded once per round.
 
         Raises:
-            DataError: its inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
+            DataError: its inputs hold NaN or infinity; what is read lazily is checked then.
         """
         if split not in self.cache:
             self.cache[split] = Examples(

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class Examples:
     `name` and `split` are for messages. `rng` seeds random transforms of the data; None: there are none.
 
     Raises:
-        DataError: inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
+        DataError: inputs hold NaN or infinity; what is read lazily is checked then.
     """
 
     def __init__(
@@ -63,49 +62,26 @@ class Examples:
         rng: np.random.Generator | None = None,
     ) -> None:
         self._name, self._split = name, split
-        self._problem, self._data, self._device = problem, data, device
+        self._data, self._device = data, device
         self._rng = np.random.default_rng(0) if rng is None else rng
         self._arrange = arranged if problem.channels_last else _as_it_is
         self._lazy = not isinstance(data, TensorData)
         if not self._lazy:
             whole = data.materialise(device)
             self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
-            self._check(self._inputs, self._targets, range(len(self)), "examples")
+            self._check(self._inputs, range(len(self)), "examples")
 
     def __len__(self) -> int:
         return len(self._data) if self._lazy else len(self._targets)
 
-    def _check(self, inputs: Sequence[Tensor], targets: Tensor, positions: Sequence[int], what: str) -> None:
+    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int], what: str) -> None:
         floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
-        if not floats:
-            return
-        bad = {int(row) for item in floats for row in item.isnan().reshape(len(item), -1).any(dim=1).nonzero()}
-        infinite = {int(row) for item in floats for row in item.isinf().reshape(len(item), -1).any(dim=1).nonzero()} - bad
-        bad.update(self._spoilt(inputs, targets, torch.tensor(sorted(infinite), dtype=torch.int64, device=targets.device)))
-        if bad:
+        bad = {int(row) for item in floats for row in (~(item < math.inf)).reshape(len(item), -1).any(dim=1).nonzero()}
+        if bad:  # minus infinity is what hides positions in a float mask of attention
             raise DataError(
                 f"inputs of {self._name} hold NaN or infinity, in {len(bad)} of {len(positions)} {what} of {self._split},"
                 f" in example {min(positions[row] for row in bad)} first; fill them in, or leave these examples out"
             )
-
-    def _spoilt(self, inputs: Sequence[Tensor], targets: Tensor, rows: Tensor) -> list[int]:
-        """Of rows that hold infinity, those whose loss is finite without it. In a float mask of attention it does no harm."""
-
-        def harmless(some: Tensor, *, cleared: bool = False) -> bool:
-            given = [item[some] for item in inputs]
-            if cleared:
-                given = [torch.where(item.isinf(), 0, item) if item.is_floating_point() else item for item in given]
-            return bool(self._problem.loss(self._fresh(*given), targets[some]).isfinite())
-
-        with torch.no_grad():
-            parts = [part for part in rows.split(_EVALUATION_BATCH) if len(part) and not harmless(part)]
-            return [int(row) for part in parts for row in part.split(1) if not harmless(row) and harmless(row, cleared=True)]
-
-    @cached_property
-    def _fresh(self) -> nn.Module:
-        """A model of its own, on which a trained one that has diverged has no say."""
-        with torch_scope(np.random.default_rng(0)):
-            return self._problem.model().to(self._device).eval()
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         """Return the examples at the positions `order`, int64 (None: as stored), cut at `bounds` [start, stop)."""
@@ -129,7 +105,7 @@ class Examples:
             with torch_scope(self._rng):  # a data set may draw random numbers
                 inputs, targets = read(self._data, positions[start:stop])
             moved, targets = tuple(self._arrange(item.to(self._device)) for item in inputs), targets.to(self._device)
-            self._check(moved, targets, positions[start:stop], "examples that were just read")
+            self._check(moved, positions[start:stop], "examples that were just read")
             yield Batch(moved, targets, stop - start)
 
 

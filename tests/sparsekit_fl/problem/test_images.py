@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_contracts import DatasetContract
 from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.files import cache_directory, cached_tensors
 from sparsekit_fl.problem.images import ImageTransform, digits_loaders
-from sparsekit_fl.testing import DatasetContract
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_contracts import PartitionContract
 from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.partition import dirichlet, lacking, natural, pathological
-from sparsekit_fl.testing import PartitionContract
 
 
 def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> fl.DataSource:

@@ -2,12 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from data_contracts import DatasetContract
 
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.text import read_leaf, speeches, token_source, vocabulary_of
-from sparsekit_fl.testing import DatasetContract
 
 PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"
 
