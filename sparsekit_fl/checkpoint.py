@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from sparsekit.errors import DataError, nearest
+from sparsekit.errors import DataError
 from sparsekit.version import __version__
 from sparsekit_fl.errors import FolderInUseError, MemoryStateError, ResumeError
 
@@ -236,10 +236,8 @@ class State:
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
     """Return one text for each place where two plain JSON values differ, as in `lr: was 0.1, now 0.01`."""
     if isinstance(saved, dict) and isinstance(given, dict):
-        found = []
-        for key in sorted(set(saved) | set(given)):
-            found += differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)
-        return found
+        named = {key: f"{path}.{key}" if path else key for key in sorted(saved.keys() | given)}
+        return [text for key, name in named.items() for text in differences(saved.get(key), given.get(key), name)]
     return [] if saved == given else [f"{path}: was {json.dumps(saved)}, now {json.dumps(given)}"]
 
 
@@ -271,7 +269,7 @@ class RunFolder:
         self._written = hashlib.sha256()  # of what is in the file of records
         self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
         if resume and not holds_run(path):
-            raise ResumeError(_nothing_there(path))
+            raise ResumeError(f"no run to resume in {path}; check the path, or omit resume=True (--resume) to start one there")
         self._lock = lock_folder(path)
         found = [] if resume else _files_of_a_run(path)
         if found:
@@ -408,9 +406,3 @@ def _files_of_a_run(path: Path) -> list[str]:
         return ["result.json"] if (path / "result.json").exists() else []
     folders = [name for name in ("clients", "models") if (path / name).is_dir() and any((path / name).iterdir())]
     return [name for name in (_RECORDS, "result.json") if (path / name).exists()] + [f"{name}/" for name in folders]
-
-
-def _nothing_there(path: Path) -> str:
-    siblings = [other.name for other in path.parent.iterdir() if holds_run(other)] if path.parent.is_dir() else []
-    hint = f"; {nearest(path.name, siblings)}" if siblings else ""
-    return f"no run to resume in {path}{hint}; check the path, or omit resume=True (--resume) to start a new run there"

@@ -17,7 +17,6 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.packing import (
     Kept,
     Mask,
-    mask_state,
     pack,
     pack_mask,
     packed_bytes,
@@ -253,7 +252,7 @@ def encode_request(request: Request, graph: UnitGraph, *, with_state: bool = Tru
 
 
 def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Request:
-    """Undo `encode_request`; entries that the mask dropped come out as zero.
+    """Undo `encode_request`; what the mask drops is zero, or that of `state`.
 
     Args:
         payload: What was received.
@@ -270,13 +269,11 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
         if state is None:
             sparse = _section(tensors, "state")
             zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
-            dense: StateDict = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
-        else:
-            dense = mask_state(graph, common["mask"], state)
+            state = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
         return Request(
             **common,
             **{name: meta["how"][name] for name in _HOW},
-            state=dense,
+            state=state,
             ratio=None if math.isnan(ratio) else ratio,
             capability=Capability(*capability),
         )

@@ -126,9 +126,6 @@ def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[st
     return result
 
 
-MAX_HEADER_BYTES = 2**24
-"""A message's header is no longer: that of a hundred thousand tensors."""
-
 # The names of dtypes in the safetensors format.
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
@@ -171,14 +168,12 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
 
 
 def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `pack` wrote. Raises DataError for other bytes, and, unread, for a header longer than MAX_HEADER_BYTES."""
+    """Read what `pack` wrote. Raises DataError for other bytes."""
     try:
-        size = int.from_bytes(payload[:8], "little")
-        if size > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size:,} bytes; allowed are {MAX_HEADER_BYTES:,}")
         # Copies begin where torch lets tensors begin, on which the last bits of products depend.
         tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
-        meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["meta"])
+        header = payload[8 : 8 + int.from_bytes(payload[:8], "little")]
+        meta = json.loads(json.loads(header)["__metadata__"]["meta"])
         if not isinstance(meta, dict) or not {tensor.dtype for tensor in tensors.values()} <= _NAMES.keys():
             raise ValueError("metadata or dtypes that `pack` does not write")
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:

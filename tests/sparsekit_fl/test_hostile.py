@@ -83,6 +83,12 @@ ODD = st.one_of(
 )
 
 
+LIKELY = ODD | st.sampled_from(
+    ["F16", "BF16", "F64", "I32", "BOOL", "U8", "F8_E4M3", "C64", "X", "kept 0", "dropped 0", "kept -3", "kept 9999999999",
+     "weight", "unit", [10**9, 10**9], [8], [2, 4], [2**62, 2], [-1], [0, 2**64]]
+)  # fmt: skip
+
+
 @st.composite
 def flipped(draw, payload):
     data = bytearray(payload)
@@ -99,54 +105,26 @@ def cut(draw, payload):
 
 
 @st.composite
-def edited_header(draw, payload):
-    """The table of tensors, edited: swapped and renamed keys, wrong dtypes, shapes and offsets."""
+def edited(draw, payload):
+    """A message with one place of its header or of what it says of itself changed, renamed or removed."""
     header, body = split(payload)
-    names = [name for name in header if name != "__metadata__"]
-    one, two = draw(st.sampled_from(names)), draw(st.sampled_from(names))
-    what = draw(st.sampled_from(["swap", "rename", "drop", "dtype", "shape", "offsets", "value"]))
-    if what == "swap":
-        header[one], header[two] = header[two], header[one]
-    elif what == "rename":
-        header[draw(st.sampled_from(["delta:evil", "mask", "cost", "", "delta:", "x" * 999, "delta:first.weight"]))] = (
-            header.pop(one)
-        )
-    elif what == "drop":
-        del header[one]
-    elif what == "dtype":
-        header[one]["dtype"] = draw(
-            st.sampled_from(["F16", "BF16", "F64", "I32", "BOOL", "U8", "F8_E4M3", "C64", "U64", "X", 3])
-        )
-    elif what == "shape":
-        header[one]["shape"] = draw(st.one_of(ODD, st.lists(st.sampled_from([0, 1, 2, 2**31, 2**62, -1]), max_size=4)))
-    elif what == "offsets":
-        header[one]["data_offsets"] = draw(st.one_of(ODD, st.lists(st.integers(-1, 2**64), min_size=2, max_size=2)))
-    else:
-        header[one] = draw(ODD)
-    return join(header, body)
-
-
-@st.composite
-def edited_meta(draw, payload):
-    """What the message says of itself, edited: round, client, examples, mask, metrics."""
-    header, body = split(payload)
-    meta = json.loads(header["__metadata__"]["meta"])
-    name = draw(st.sampled_from([*meta, "shapes", "kind of mask", "new"]))
-    if name == "shapes" and meta.get("mask"):
-        entry = draw(st.sampled_from(meta["mask"]["shapes"]))
-        place = draw(st.integers(0, len(entry) - 1))
-        entry[place] = draw(st.one_of(ODD, st.sampled_from([[10**9, 10**9], [8], [2, 4], "kept 0", "dropped 0", "kept -3"])))
-        if draw(st.booleans()):
-            entry.append(draw(st.sampled_from(["kept 0", "dropped 0", "kept 1", "bits", "kept x", "kept 9999999999", 7])))
-    elif name == "kind of mask" and meta.get("mask"):
-        meta["mask"]["kind"] = draw(st.sampled_from(["weight", "unit", "", 1, None]))
-    else:
-        meta[name] = draw(ODD)
-    text = json.dumps(meta)
+    header["__metadata__"] = json.loads(header["__metadata__"]["meta"])
+    place = header
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not (isinstance(place[key], dict | list) and place[key]) or draw(st.integers(0, 3)) == 0:
+            break
+        place = place[key]
+    value, what = place.pop(key), draw(st.sampled_from(["value", "value", "value", "rename", "drop"]))
+    new = key if what == "value" else draw(st.sampled_from(["delta:evil", "mask", "cost", "", "delta:first.weight"]))
+    if isinstance(place, dict) and what != "drop":
+        place[new] = draw(LIKELY) if what == "value" else value
+    elif isinstance(place, list):
+        place.insert(key, draw(LIKELY))
+    text = json.dumps(header["__metadata__"]) if "__metadata__" in header else ""
     if draw(st.integers(0, 9)) == 0:
-        depth = draw(st.sampled_from([10, 2000, 100_000]))
-        text = draw(st.sampled_from([text[:-1] + ', "deep": ' + "[" * depth + "]" * depth + "}", "[" * depth, '{"a":' * depth]))
-    header["__metadata__"]["meta"] = text
+        text = draw(st.sampled_from(["[" * 100_000, '{"a":' * 2000, text[:-1] + ', "deep": ' + "[" * 2000 + "]" * 2000 + "}"]))
+    header["__metadata__"] = {"meta": text}
     return join(header, body)
 
 
@@ -170,10 +148,7 @@ def mutated(payload):
         plausible(payload),
         flipped(payload),
         cut(payload),
-        edited_header(payload),
-        edited_header(payload),
-        edited_meta(payload),
-        edited_meta(payload),
+        *[edited(payload)] * 4,
         st.binary(max_size=200),
     )
 
@@ -267,7 +242,7 @@ BOMBS = {
     "a text for a number": meta_payload(client="0"),
     "metrics that are no names": meta_payload(metrics=[["loss"], {}]),
     "one metric twice": meta_payload(metrics=["loss", "loss"]),
-    "a header longer than allowed": (2**40).to_bytes(8, "little") + MASKED[8:],
+    "a header longer than the message": (2**40).to_bytes(8, "little") + MASKED[8:],
     "nested JSON": join({"__metadata__": {"meta": "[" * 10**5}}, b""),
     "nested header": join(b'{"a":' * 10**5, b""),
     "a pickle": pickle.dumps({"delta": [1, 2, 3]}),
@@ -291,27 +266,6 @@ def test_a_bomb_is_refused_without_room_being_made_for_it(name):
         decode_reply(BOMBS[name], REQUEST, SETUP.graph)
     # In KiB on Linux: no more than a few MiB were needed.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-
-
-class Evil:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
-def test_a_pickle_that_would_run_code_runs_none(tmp_path):
-    evil = pickle.dumps(Evil(tmp_path / "ran"))
-    header, body = split(MASKED)
-    for payload in (evil, join(header, evil + body), join(evil, body), MASKED + evil):
-        with pytest.raises(DataError):
-            decode_reply(payload, REQUEST, SETUP.graph)
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(evil).close()
-    assert (tmp_path / "ran").exists(), "the pickle is one that runs code"
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=5), st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e308]), min_size=5, max_size=5))

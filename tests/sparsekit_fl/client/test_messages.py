@@ -36,7 +36,7 @@ MASKS = {
 }
 
 
-def make_update(spec, mask):
+def make_update(spec, mask, scoring=0):
     return Update(
         round=3,
         client_id=5,
@@ -46,7 +46,7 @@ def make_update(spec, mask):
         ratio=0.1 + 0.2,
         extra={"x": torch.tensor([1, 2])},
         metrics={"loss": 1 / 3, "accuracy": 0.5},
-        cost=WorkCost(flops=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9),
+        cost=WorkCost(flops=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9, flops_scoring=scoring),
     )
 
 
@@ -56,7 +56,7 @@ def sent(update):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_an_update_survives_the_wire_and_its_bytes_are_counted_exactly_whatever_its_cost(spec, name):
-    update = make_update(spec, MASKS[name])
+    update = make_update(spec, MASKS[name], scoring=7 if name == "unit" else 0)
     again = decode_reply(sent(update), Request(round=3, client_id=5, state={}), spec.graph).update
     assert (again.round, again.client_id, again.examples, again.ratio) == (3, 5, 17, 0.1 + 0.2)
     assert again.mask == update.mask
@@ -65,7 +65,11 @@ def test_an_update_survives_the_wire_and_its_bytes_are_counted_exactly_whatever_
     assert torch.equal(again.extra["x"], update.extra["x"])
     assert sorted(again.delta) == sorted(update.delta)
     assert all(torch.equal(again.delta[key], update.delta[key]) for key in update.delta)
-    for cost in (WorkCost(), WorkCost(flops=10**17, uplink_bytes=123456, seconds=1 / 3)):
+    scoring = update.cost.flops_scoring
+    for cost in (
+        WorkCost(flops_scoring=scoring),
+        WorkCost(flops=10**17, uplink_bytes=123, seconds=1 / 3, flops_scoring=scoring),
+    ):
         other = replace(update, cost=cost)
         assert update_bytes(other) == update_bytes(update)
         # What is counted leaves out what a reply says beside its update.

@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from local_grid import over_the_wire
 
@@ -62,18 +62,3 @@ def test_payloads_come_back_as_they_were(parts: list[bytes], run: str) -> None:
     assert (read(received), read(received, len(parts)), run_of(received)) == (parts, parts, run)
     with pytest.raises(DataError, match="expected"):
         read(received, len(parts) + 1)
-
-
-@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes=st.lists(st.integers(-2, 60), max_size=4),
-    stype=st.sampled_from(["sparsekit.raw", "numpy.ndarray", ""]),
-    data=st.binary(max_size=50),
-)
-def test_any_sizes_and_bytes_are_read_as_they_are_or_refused(sizes: list[int], stype: str, data: bytes) -> None:
-    try:
-        parts = read(over_the_wire(message(raw(sizes, stype, data))))
-    except DataError:
-        return
-    assert [len(part) for part in parts] == sizes
-    assert b"".join(parts) == data
