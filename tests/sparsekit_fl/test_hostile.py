@@ -145,7 +145,7 @@ def plausible(draw, payload):
 
 def mutated(payload):
     return st.one_of(
-        plausible(payload),
+        *[plausible(payload)] * 2,
         flipped(payload),
         cut(payload),
         *[edited(payload)] * 4,

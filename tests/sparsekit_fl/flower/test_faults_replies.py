@@ -12,15 +12,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from flwr.app import Error, Message
 from local_grid import InProcess, gone, planted
 from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.client.messages import encode_reply
-from sparsekit_fl.flower.wire import content
 from sparsekit_fl.testing import OwnModels, tiny_config
 
 ENGINES: dict[str, Callable[[], fl.Engine]] = {"processes": fl.Processes, "flower": lambda: InProcess(nodes=3, devices=True)}
@@ -127,29 +124,6 @@ def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_nam
 def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
     with pytest.raises(fl.errors.ClientError, match="no client could be scored after round 2: client 0 was not scored"):
         _run(InProcess(devices=True, fault=planted(gone, "score")))
-
-
-def _said(text: str) -> Callable[[Message], Message]:
-    payload = encode_reply(fl.Reply(client_id=0, round=1, error=text))
-    return lambda message: Message(content(payload), reply_to=message)
-
-
-HOSTILE: dict[str, Callable[[Message], Message]] = {
-    "names an error that ends a simulation": lambda message: Message(Error(code=2, reason="ActorDiedError"), reply_to=message),
-    "has failed with a text of a megabyte": lambda message: Message(Error(code=2, reason="x" * 10**6), reply_to=message),
-    "sends an error of a megabyte": _said("x" * 10**6),
-    "sends a million payloads": lambda message: Message(content(*([b""] * 10**6)), reply_to=message),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_device_can_stop_the_others(name: str) -> None:
-    victim = _cohort(1)[0]
-    result = _run(InProcess(fault=planted(lambda message, _: HOSTILE[name](message), clients=[victim], times=1), devices=True))
-    ((client_id, reason),) = result.rounds[0].dropped
-    assert client_id == victim
-    assert 0 < len(reason) <= 4000
-    assert len(result.rounds) == 4
 
 
 def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
