@@ -79,21 +79,20 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
     """
     known = [abs(mean) for mean in means if mean is not None and math.isfinite(mean)]
     size, ending = scale(unit, max(known, default=0.0))
-    return [
-        "–" if mean is None or not math.isfinite(mean) else _text(unit, mean, deviation, size, ending)
-        for mean, deviation in zip(means, deviations or [None] * len(means), strict=True)
-    ]
-
-
-def _text(unit: str, mean: float, deviation: float | None, size: float, ending: str) -> str:
-    spread = deviation is not None and math.isfinite(deviation)
-    if unit == "number":
-        return f"{mean:.4g}" + (f" ± {deviation:.2g}" if spread else "")
-    if unit == "seconds" and mean >= 120:
-        # Next to minutes, 84.3 s would have to be converted.
-        return _minutes(mean) + (f" ± {_minutes(deviation or 0.0)}" if spread else "")
-    decimals = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
-    return f"{mean / size:,.{decimals}f}" + (f" ± {(deviation or 0.0) / size:,.{decimals}f}" if spread else "") + ending
+    found = []
+    for mean, deviation in zip(means, deviations or [None] * len(means), strict=True):
+        spread = deviation if deviation is not None and math.isfinite(deviation) else None
+        if mean is None or not math.isfinite(mean):
+            found.append("–")
+        elif unit == "number":
+            found.append(f"{mean:.4g}" + ("" if spread is None else f" ± {spread:.2g}"))
+        elif unit == "seconds" and mean >= 120:
+            # Next to minutes, 84.3 s would have to be converted.
+            found.append(_minutes(mean) + ("" if spread is None else f" ± {_minutes(spread)}"))
+        else:
+            digits = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
+            found.append(f"{mean / size:,.{digits}f}" + ("" if spread is None else f" ± {spread / size:,.{digits}f}") + ending)
+    return found
 
 
 def _minutes(seconds: float) -> str:

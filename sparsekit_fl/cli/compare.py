@@ -86,7 +86,8 @@ def _compare(
     grid = _grid(options, seeds, heterogeneity, lack_classes)
     tasks = [_Task(method, run, options.out) for run in grid for method in made.values()]
     try:
-        _experiment(grid[0])  # if the options are wrong, nothing begins
+        options.callbacks()  # if the options are wrong, nothing begins
+        _experiment(grid[0])
         trials = [_ended(task, f"{number}/{len(tasks)} {task.label}") for number, task in enumerate(tasks, 1)]
     except (RunInterrupted, KeyboardInterrupt):
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line continues"

@@ -156,6 +156,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("compare", "METHODS are missing"),
         ("compare fedavg fedavg", "given twice"),
         ("compare fedavg fedavgg", "did you mean 'fedavg'"),
+        ("compare fedavg --callback bset", "did you mean 'best'"),
         ("compare fedavg --seeds 0", "--seeds must be an integer >= 1"),
         ("compare fedavg --heterogeneity low,low", "--heterogeneity has a value twice: low,low"),
         ("compare fedavg --heterogeneity low,much", "--heterogeneity must be one of low, median, high"),
