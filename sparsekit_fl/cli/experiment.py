@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.devices import devices
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback
@@ -136,6 +135,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
 
 
 def _engine(options: RunOptions) -> Engine:
+    from sparsekit_fl.devices import devices
     from sparsekit_fl.engines import registry
 
     name = options.engine or "processes"

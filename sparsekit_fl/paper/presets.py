@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
-from sparsekit_fl.problem.datasets import datasets
 
 DEFAULT = "digits"
 
@@ -93,6 +92,8 @@ def preset_for(*, preset: str | None = None, dataset: str | None = None) -> Pres
     Raises:
         UnknownNameError: no preset, or no data set, of that name.
     """
+    from sparsekit_fl.problem.datasets import datasets  # here: help texts need no torch
+
     if preset is not None:
         if preset not in PRESETS:
             raise UnknownNameError(f"unknown preset {preset!r}; {nearest(preset, PRESETS)}")

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from typing import get_origin
 
 import pytest
@@ -125,6 +127,18 @@ def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(comm
         if flag not in flags | left_out:
             assert execute([command, *(["fedavg"] if command != "fedlps" else []), f"--{flag}", "0.5"]) == 2
             assert f"no such option --{flag}; pass --set {path_of(name)}=VALUE" in capsys.readouterr().err, name
+
+
+def test_help_imports_nothing_that_takes_long():
+    code = """
+import sys
+from sparsekit.cli.main import execute
+for name in ("run", "fedlps", "compare", "report", "flower-app", "list", "describe"):
+    assert execute([name, "--help"]) == 0
+print([name for name in ("torch", "pandas", "matplotlib", "sklearn", "flwr", "optuna") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
 
 
 def test_every_path_is_listed_and_no_argument_of_a_method_has_the_name_of_an_option(capsys):
