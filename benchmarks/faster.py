@@ -3,7 +3,6 @@
     python benchmarks/faster.py --out faster.jsonl                  what is not in the file yet, then the tables
     python benchmarks/faster.py --out faster.jsonl --models resnet50 --arms 1 auto --shares 0.5 --batches 8
     python benchmarks/faster.py --out faster.jsonl --latency        a budget of half of the milliseconds, measured afterwards
-    python benchmarks/faster.py --out faster.jsonl --picture docs/pictures/time.svg
     python benchmarks/faster.py --out faster.jsonl --table
 
 Arms are the values of `multiple_of` ("auto" is the default, multiples of 8 or less), and Torch-Pruning at three values of its
@@ -287,44 +286,6 @@ def _budget(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def draw(path: Path, picture: Path) -> None:
-    """FLOPs ÷ against time ÷, a panel for each batch; lines join the cuts of one model."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "time", "font.size": 9})
-    rows = frame(path).dropna(subset="gain").sort_values("share", ascending=False)
-    batches = sorted(rows["batch"].unique())
-    figure, panels = plt.subplots(1, len(batches), figsize=(5.2 * len(batches), 4.6), sharey=True, squeeze=False)
-    styles = {"auto": ("#1f6feb", "o", "sparsekit, auto"), RIVAL: ("#d1702a", "s", "Torch-Pruning, best round_to")}
-    for panel, batch in zip(panels[0], batches):
-        panel.plot([1, 6], [1, 6], color="#999999", linewidth=0.8, linestyle=":")
-        panel.text(4.9, 5.1, "time falls as FLOPs do", color="#777777", ha="right", fontsize=8)
-        ends: list[tuple[float, float, str]] = []
-        for kind, (colour, marker, label) in styles.items():
-            for name, cuts in rows[(rows["batch"] == batch) & (rows["kind"] == kind)].groupby("model", observed=True):
-                x, y = cuts["fewer"].tolist(), cuts["faster"].tolist()
-                panel.plot([1, *x], [1, *y], color=colour, linewidth=0.7, alpha=0.5)
-                panel.plot(x, y, marker, color=colour, markersize=4.5, label=label)
-                label = "_"
-                if kind == "auto":
-                    ends.append((x[-1], y[-1], name))
-        above = {x: 0.0 for x, *_ in ends}
-        for x, y, name in sorted(ends, key=lambda end: end[1]):
-            near = next(other for other in above if abs(other / x - 1) < 0.1)
-            above[near] = max(y, above[near] * 1.055)
-            panel.annotate(name, (x, y), (1.06 * x, above[near]), fontsize=7.5, color="#1f4a8a", va="center")
-        panel.set(xscale="log", yscale="log", xlim=(1, 6.5), ylim=(1, 6.5), xlabel="FLOPs ÷", title=f"batch {batch}")
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_locator(plt.FixedLocator([1, 2, 3, 4, 6]))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_locator(plt.NullLocator())
-        panel.grid(alpha=0.25)
-    panels[0][0].set_ylabel("time ÷")
-    panels[0][0].legend(loc="upper left", frameon=False)
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
@@ -337,16 +298,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--latency", action="store_true", help="budgets of milliseconds instead of FLOPs")
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
-    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if options.picture:
-        draw(options.out, options.picture)
-    elif not options.table:
+    if not options.table:
         (measure_latency_budgets if options.latency else measure)(options)
-    if not options.picture:
-        tables(options.out)
+    tables(options.out)
 
 
 if __name__ == "__main__":

@@ -212,13 +212,8 @@ def bandit() -> None:
         sheet.parts.append(f"<circle cx='{left + width * pulled:g}' cy='{y}' r='6' fill='{ACCENT}'/>")
     sheet.text(left, 190, "low", fill=SOFT)
     sheet.text(left + width, 190, "high", fill=SOFT)
-    sheet.text(
-        left + width / 2,
-        210,
-        "Dot: the tried value, where the interval is split. Next, the bandit tries the part with the largest upper bound of its reward.",
-        size=12,
-        fill=SOFT,
-    )
+    sheet.text(left + width / 2, 190, "The interval is split at the tried value (dot).", size=12, fill=SOFT)
+    sheet.text(left + width / 2, 210, "Next, the part with the largest upper bound of its reward is tried.", size=12, fill=SOFT)
     sheet.save("bandit.svg")
 
 
