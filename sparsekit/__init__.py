@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from sparsekit.pruning.report import PruneReport as PruneReport
     from sparsekit.pruning.result import Pruned as Pruned
     from sparsekit.surgery.compaction import compact as compact, expand as expand
-    from sparsekit.surgery.optimizer_state import remap_optimizer as remap_optimizer
     from sparsekit.surgery.pretrained import load_pretrained as load_pretrained, save_pretrained as save_pretrained
     from sparsekit.surgery.pretrained_config import fit_config as fit_config
     from sparsekit.surgery.saving import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact

@@ -2,7 +2,6 @@
 
 from sparsekit.surgery.compaction import compact, expand
 from sparsekit.surgery.onnx import export_onnx, export_program
-from sparsekit.surgery.optimizer_state import remap_optimizer
 from sparsekit.surgery.saving import Factory, load_compact, load_mask, save_compact
 
 __all__ = [
@@ -13,6 +12,5 @@ __all__ = [
     "export_program",
     "load_compact",
     "load_mask",
-    "remap_optimizer",
     "save_compact",
 ]

@@ -170,13 +170,6 @@ small = sk.load_compact("small.safetensors", lambda: model)
 sk.save_compact(masked, "small.safetensors")
 mask = sk.load_mask("small.safetensors", masked.graph)
 
-# sparsekit.remap_optimizer
-small = sk.compact(model, graph, mask)
-optimizer = torch.optim.Adam(model.parameters())
-model(x).sum().backward()
-optimizer.step()
-sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask)
-
 # sparsekit.save_compact
 sk.save_compact(masked, "small.safetensors")
 

@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, Any] = {
     "slowly": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
@@ -38,7 +40,7 @@ def alike(name: str, optimizer: str = "momentum", **options: Any) -> tuple[sk.Le
     ("name", "optimizer"),
     [
         ("vgg-small", "momentum"), ("lstm-stacked", "adam"), ("residual", "rmsprop"), ("tied-autoencoder", "adam"),
-        ("mlp", "rprop"), ("mlp", "adagrad"), ("mlp", "lookahead"),
+        ("mlp", "rprop"), ("mlp", "adagrad"), ("mlp", "amsgrad"), ("mlp", "adadelta"), ("mlp", "lookahead"),
     ],
 )  # fmt: skip
 def test_importance_that_is_learned_by_gradients(name: str, optimizer: str) -> None:
