@@ -13,7 +13,7 @@ from prune_cells import Cell, Cut, flops_of, train
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.criteria import Magnitude, Normalised
+from sparsekit.criteria import Magnitude
 from sparsekit.finetuning import GroupSL
 from sparsekit.measure.paired import measure_turns
 
@@ -91,7 +91,7 @@ def ours_group_sl(cell: Cell, *, repaired: bool = False) -> Cut:
         return dense, train(dense, shared, "sparse", schedule.sparse, rate, regularizer=GroupSL(graph, 5e-4))
 
     dense, spent = cell.once("sparse", sparse)
-    pruned = _cut(replace(cell, dense=dense.eval()), criterion=Normalised(Magnitude(order=2, coupled=True)))
+    pruned = _cut(replace(cell, dense=dense.eval()), criterion=Magnitude(order=2, coupled=True))
     small = _compensated(cell, dense, pruned) if repaired else None
     return Cut(pruned.model, small, teacher=repaired, sparse_flops=spent, notes={"widths": pruned.mask.counts()})
 

@@ -2,7 +2,6 @@
 
 from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
-from sparsekit.criteria.normalised import Normalised
 from sparsekit.criteria.orders import Learned, Ordered, Random
 from sparsekit.criteria.scored import Scored
 from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
@@ -16,7 +15,6 @@ __all__ = [
     "Fisher",
     "Learned",
     "Magnitude",
-    "Normalised",
     "Ordered",
     "PositionFisher",
     "Random",
@@ -36,7 +34,6 @@ registry = Registry(
         "fisher": "sparsekit.criteria.taylor:Fisher",
         "learned": "sparsekit.criteria.orders:Learned",
         "magnitude": "sparsekit.criteria.weights:Magnitude",
-        "normalised": "sparsekit.criteria.normalised:Normalised",
         "ordered": "sparsekit.criteria.orders:Ordered",
         "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
         "random": "sparsekit.criteria.orders:Random",

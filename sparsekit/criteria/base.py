@@ -45,7 +45,7 @@ class Criterion(Protocol):
     """What a unit is worth. An allocation says how many units stay; `mask_from_scores` keeps those of the largest scores.
 
     Two attributes are optional, and False where they are absent. `comparable`: scores of units of different groups mean the
-    same, so that one ranking of all units makes sense; `Normalised` makes any criterion comparable. `learned`: the scores
+    same, so that one ranking of all units makes sense. `learned`: the scores
     follow `ScoringContext.importance`, so that a learnable mask asks for them after every step.
     """
 

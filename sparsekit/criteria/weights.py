@@ -80,7 +80,7 @@ def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, coupled: bo
 class Magnitude:
     """The size of a unit's own parameters: filter rows, bias, norm scale.
 
-    Scores depend on the scale of a layer, so that groups cannot be compared; `Normalised(Magnitude())` can.
+    Scores depend on the scale of a layer; allocations compare groups by shares of them.
 
     Args:
         order: 1 for the sum of absolute values, 2 for the square root of the sum of squares.

@@ -242,9 +242,9 @@ sk.make_mask(sk.criteria.Magnitude(), graph, 0.5, sk.ScoringContext(weights=mode
 # sparsekit.criteria.Learned
 sk.make_mask(sk.criteria.Learned(), graph, 0.5, sk.ScoringContext(importance=masked.importance()))
 
-# sparsekit.criteria.Normalised, sparsekit.criteria.is_comparable
+# sparsekit.criteria.is_comparable
 assert not sk.criteria.is_comparable(sk.criteria.Magnitude())
-assert sk.criteria.is_comparable(sk.criteria.Normalised(sk.criteria.Magnitude()))
+assert sk.criteria.is_comparable(sk.criteria.Fisher())
 
 # sparsekit.criteria.Ordered
 sk.make_mask(sk.criteria.Ordered(), graph, 0.5, sk.ScoringContext())  # the first half of each group

@@ -18,7 +18,6 @@ from sparsekit.criteria import (
     Fisher,
     Learned,
     Magnitude,
-    Normalised,
     Ordered,
     PositionFisher,
     Random,
@@ -55,7 +54,6 @@ ALL: list[Any] = [
     Magnitude(),
     Magnitude(order=2),
     Magnitude(order=2, coupled=True),
-    Normalised(Magnitude()),
     Taylor(DATA, F.mse_loss),
     Fisher(DATA, F.mse_loss),
     PositionFisher(DATA, F.mse_loss),
@@ -125,7 +123,6 @@ def test_numbers_that_were_worked_out_by_hand() -> None:
         Magnitude(order=2): [5, 1, 2],
         Magnitude(coupled=True): [7, 4, 6],
         Magnitude(order=2, coupled=True): [25**0.5, 6**0.5, 12**0.5],
-        Normalised(Magnitude()): [2.1, 0.3, 0.6],
     }
     for criterion, numbers in expected.items():
         assert torch.allclose(of(criterion), torch.tensor(numbers, dtype=torch.float64)), criterion

@@ -15,7 +15,6 @@ from sparsekit.finetuning import finetune, recalibrate_batchnorm, reconstruct
 CRITERIA: dict[str, Callable[[Any], Any]] = {
     "magnitude": lambda _: criteria.Magnitude(),
     "random": lambda _: criteria.Random(),
-    "normalised": lambda _: criteria.Normalised(criteria.Magnitude()),
     "taylor": lambda batches: criteria.Taylor(batches, F.cross_entropy),
     "fisher": lambda batches: criteria.Fisher(batches, F.cross_entropy),
     "activation": lambda batches: criteria.Activation(batches),
