@@ -36,10 +36,9 @@ from sparsekit_fl.tensors import digest
 
 _log = logging.getLogger(__name__)
 
-# Errors of a file that cannot grow: the disk is full, or a quota (which Windows lacks), or the limit of a file's size.
-_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
-# Errors of a disk that takes nothing more, for another reason.
-_BROKEN = (errno.EROFS, errno.EIO)
+# Errors of a disk that takes nothing more: it is full, or a quota (which Windows lacks) or the limit of a file's size is, or it
+# is broken.
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EROFS, errno.EIO)
 _MAX_REASONS = 5
 
 
@@ -218,10 +217,9 @@ class _Loop:
                 raise TooFewRepliesError(f"{error}; {hint}") from error.__cause__
             if isinstance(error, WorkerDiedError):
                 raise WorkerDiedError(f"{error}; {done} was finished; {hint}") from error
-            if error.errno not in (*_FULL, *_BROKEN):
+            if error.errno not in _FULL:
                 raise
-            remedy = "make room first" if error.errno in _FULL else "repair the disk first"
-            raise StorageError(f"{error}; {remedy}. {done.capitalize()} was the last to be saved; {hint}") from error
+            raise StorageError(f"{error}; make room first. {done.capitalize()} was the last to be saved; {hint}") from error
 
     @contextmanager
     def told(self) -> Iterator[None]:

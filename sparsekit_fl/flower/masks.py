@@ -3,56 +3,48 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ConfigRecord
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.client.packing import pack_mask, unpack_mask
 
 KEY = "sparsekit"
 """Name of the record that travels in the content of messages and replies."""
 
-_UNITS = "units:"
-
-
-def packed(mask: sk.UnitMask) -> dict[str, bytes]:
-    """Return one value per group for a ConfigRecord: its units as bits."""
-    return {f"{_UNITS}{name}": np.packbits(keep.cpu().numpy()).tobytes() for name, keep in mask.items()}
-
 
 def unpacked(record: Mapping[str, Any], graph: sk.UnitGraph) -> sk.UnitMask | None:
-    """Read what `packed` wrote; None if the record has no mask.
+    """Read the mask of a record; None if it has none.
 
     Raises:
         DataError: it is not a mask of this graph.
     """
-    found = {name.removeprefix(_UNITS): value for name, value in record.items() if name.startswith(_UNITS)}
-    if not found:
+    if "mask" not in record:
         return None
-    if set(found) != set(graph.groups):
-        raise DataError(f"the mask has the groups {sorted(found)[:5]}, and the model has {sorted(graph.groups)[:5]}")
-    keep: dict[str, Tensor] = {}
-    for name, group in graph.groups.items():
-        bits = found[name]
-        if not isinstance(bits, bytes) or len(bits) != -(-group.size // 8):
-            raise DataError(f"the mask of group {name!r} does not have {group.size} units")
-        keep[name] = torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=group.size).astype(bool))
-    mask = sk.UnitMask(keep)
     try:
+        data = torch.frombuffer(bytearray(record["mask"]), dtype=torch.uint8)
+        mask = unpack_mask({"mask": data}, json.loads(record["groups"]), graph)
+        if not isinstance(mask, sk.UnitMask):
+            raise DataError("the mask is not one of units")
         mask.check(graph)
-    except InvalidValueError as error:
-        raise DataError(str(error)) from error
+    except (InvalidValueError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"a malformed mask: {error}") from error
     return mask
 
 
 def record(ratio: float, mask: sk.UnitMask | None, **more: Any) -> ConfigRecord:
     """Return the record of a message: a ratio, a mask if there is one, and further numbers."""
-    return ConfigRecord({"ratio": float(ratio), **({} if mask is None else packed(mask)), **more})
+    found: dict[str, Any] = {"ratio": float(ratio), **more}
+    if mask is not None:
+        bits, groups = pack_mask(mask)
+        found |= {"mask": bits["mask"].numpy().tobytes(), "groups": json.dumps(groups)}
+    return ConfigRecord(found)
 
 
 def traced(model: nn.Module, example_inputs: Any) -> sk.UnitGraph:
