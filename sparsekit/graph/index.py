@@ -28,6 +28,15 @@ def cut_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
     return {dim: index for dim, index in axes.items() if index.numel() < shape[dim]}
 
 
+def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
+    """The axes that lose positions, or have them in another order."""
+    return {
+        dim: index
+        for dim, index in axes.items()
+        if index.numel() < shape[dim] or not torch.equal(index, torch.arange(shape[dim], dtype=index.dtype))
+    }
+
+
 def places(index: Tensor, size: int) -> Tensor:
     """The inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in it.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsekit._torch import ConvNd, parameters_of, persistent_buffers, refresh_flat_weights
 from sparsekit.errors import ForeignMaskError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict, cut_axes, gather
+from sparsekit.graph.index import StateDict, cut_axes, gather, moved_axes
 from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
 
@@ -118,15 +118,16 @@ def narrow_state(
 ) -> dict[str, Tensor]:
     """The entries that units touch, without the positions of dropped units; other keys are absent.
 
-    `indices` is `graph.kept_indices(keep)`, if it is known.
+    `indices` is `graph.kept_indices(keep)`, if it is known, or the same positions in another order.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
+    axes_that_change = cut_axes if indices is None else moved_axes
     for name, axes in (graph.kept_indices(keep) if indices is None else indices).items():
         tensor = state[name]
         if id(tensor) not in done:
             whole = tensor.detach()
-            piece = gather(whole, cut_axes(whole.shape, axes))
+            piece = gather(whole, axes_that_change(whole.shape, axes))
             done[id(tensor)] = in_format(piece.clone() if piece is whole else piece, memory_format(tensor))
         narrow[name] = done[id(tensor)]
     return narrow

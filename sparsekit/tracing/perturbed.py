@@ -38,12 +38,17 @@ class PerturbedState:
             self.values[name] = done[id(own)]
         self._buffers, self._before = buffers, [buffer.clone() for buffer in buffers]
 
-    def redraw(self, generator: torch.Generator) -> None:
-        """Draw other scales and biases, since units that an activation silences for some prove nothing."""
-        self.restore()
+    def redraw(self, generator: torch.Generator, *, positive: bool) -> None:
+        """Draw other scales and biases, since units that an activation silences for some values prove nothing.
+
+        `positive` draws biases between 0.5 and 1.5, so that few units are silent after a ReLU.
+        """
         for name, own, value in self._drawn:
             value.copy_(_perturbed(name, own, value.dtype, generator))
+            if positive and "bias" in name.rpartition(".")[2]:
+                value.copy_(torch.rand(own.shape, generator=generator) + 0.5)
             self._origin[id(value)] = value.clone()
+            self._zeroed.pop(id(value), None)
 
     def restore_buffers(self) -> None:
         """Undo what a pass in train mode does to statistics."""

@@ -19,7 +19,7 @@ class Trial(NamedTuple):
         rest: Keep the other units instead, so that with both masks each unit is kept once and dropped once.
         training: Compare in train mode, where the model accepts it.
         twice: Cut in two steps, as a schedule does: the narrow model is cut from one that has lost half of the units to go.
-        uneven: Every second set of tied groups keeps one unit, and the others lose one. `share` does not count.
+        positive: Draw biases of order one above zero, so that few units are silent after a ReLU, where errors do not show.
         bit: Keep the units in whose number this bit is not set instead.
         mixed: Give the narrow model its units in another order, in every tensor alike, so that each unit must have its own
             positions. Kept sets alone do not tell two kept units apart.
@@ -30,20 +30,24 @@ class Trial(NamedTuple):
     rest: bool = False
     training: bool = False
     twice: bool = False
-    uneven: bool = False
+    positive: bool = False
     bit: int | None = None
     mixed: bool = True
 
     @property
     def is_least(self) -> bool:
         """Whether groups keep one unit only, of which some statistics are not defined."""
-        return self.uneven or self.share == 0
+        return self.share == 0
 
 
 HALF = Trial(0, 0.5)
-MOVED = Trial(0, 1.0)
-"""Nothing is dropped: every unit has the place of the next, in every tensor alike."""
-FEW = (HALF, Trial(0, 0.0, twice=True), HALF._replace(rest=True, training=True), MOVED)
+LEAST = Trial(0, 0.0, twice=True, positive=True)
+MOVED = Trial(0, 1.0, positive=True)
+"""Nothing is dropped: every unit has the place of the next, in every tensor alike.
+
+A wrong order that passes is itself a rotation, in which no unit has its own positions: the least width finds it.
+"""
+FEW = (HALF, LEAST, HALF._replace(rest=True, training=True), MOVED)
 """For larger models."""
 MANY = (*FEW, Trial(1, 0.3, training=True), Trial(1, 0.3, rest=True), Trial(2, 0.0))
 
@@ -59,24 +63,20 @@ class Masks:
         """Group name → bool (units,) after the first step of a cut in two, and after the second. Other groups stay whole."""
         first: dict[str, Tensor] = {}
         keep: dict[str, Tensor] = {}
-        for number, tied in enumerate(graph.tied_sets):
-            for name in tied:
-                size = graph.groups[name].size
-                dropped = self._dropped(name, size, trial, number) if name in names else torch.zeros(0, dtype=torch.int64)
-                first[name], keep[name] = (torch.ones(size, dtype=torch.bool) for _ in range(2))
-                first[name][dropped[: len(dropped) // 2]] = False
-                keep[name][dropped] = False
-        return tuple({name: found[name] for name in graph.groups} for found in (first, keep))  # type: ignore[return-value]
+        for name, group in graph.groups.items():
+            dropped = self._dropped(name, group.size, trial) if name in names else torch.zeros(0, dtype=torch.int64)
+            first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
+            first[name][dropped[: len(dropped) // 2]] = False
+            keep[name][dropped] = False
+        return first, keep
 
-    def _dropped(self, name: str, size: int, trial: Trial, number: int) -> Tensor:
+    def _dropped(self, name: str, size: int, trial: Trial) -> Tensor:
         if trial.bit is not None:
             return torch.nonzero((torch.arange(size) >> trial.bit) % 2).flatten()
         key = (trial.order, name)
         if key not in self._orders or len(self._orders[key]) != size:
             self._orders[key] = torch.randperm(size, generator=self._generator)
         count = max(1, math.ceil(trial.share * size))
-        if trial.uneven:
-            count = 1 if number % 2 else max(1, size - 1)
-        elif trial.share == HALF.share and size in (4, 5):
+        if trial.share == HALF.share and size in (4, 5):
             count = size - 1  # two kept units may have each other's positions in whichever order they are
         return self._orders[key][:count] if trial.rest and count < size else self._orders[key][count:]

@@ -139,8 +139,8 @@ class Verifier:
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
         for trial in self._schedule:
-            if trial != self._schedule[0] and self._schedule is MANY:
-                self._state.redraw(self._generator)
+            if trial != self._schedule[0]:
+                self._state.redraw(self._generator, positive=trial.positive)
             bad = self._guilty(graph, units, trial)
             if bad and (bad := self._confirmed(graph, [names for names in units if bad.keys() & set(names)])):
                 return bad

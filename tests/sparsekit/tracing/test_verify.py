@@ -1,5 +1,7 @@
 """Verification cannot be fooled: by outputs that say little, tiny scales, the least widths, or second cuts."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from zoo_base import Lambda
 import sparsekit as sk
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.edit import narrow
-from sparsekit.tracing import blocks
+from sparsekit.tracing import blocks, verify
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import private_passes
@@ -127,6 +129,25 @@ def test_a_group_that_others_would_hide_is_judged_alone() -> None:
     graph, _ = laws.trace(model, x)
     assert list(graph.groups) == ["a", "b"]
     assert list(Verifier(model, [ModelInputs((x,), {})]).failures(spoiled(graph, "b"))) == ["b"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_wrong_order_of_a_few_silent_units_is_caught_under_the_masks_of_larger_models(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_MANY_NUMBERS", 0)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, size), nn.ReLU(), nn.Linear(size, 3)), torch.randn(2, 4)
+    nn.init.constant_(model[0].bias, -2.0)
+    assert not model[:2](x).any()
+    graph, _ = laws.trace(model, x)
+    [group] = graph.groups.values()
+    for number, piece in enumerate(group.slices):
+        for order in itertools.islice(itertools.permutations(range(size)), 1, None):
+            wrong = dataclasses.replace(piece, index=piece.index[list(order)])
+            pieces = (*group.slices[:number], wrong, *group.slices[number + 1 :])
+            spoilt = dataclasses.replace(graph, groups={group.name: dataclasses.replace(group, slices=pieces)})
+            assert Verifier(model, [ModelInputs((x,), {})]).failures(spoilt), (piece.name, order)
 
 
 @pytest.mark.usefixtures("large")
