@@ -64,7 +64,35 @@ if TYPE_CHECKING:
     from sparsekit.training.moving_average import MovingAverage as MovingAverage
     from sparsekit.training.narrow_model import NarrowModel as NarrowModel
 
-__all__, __getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit": "allocation bandit criteria errors finetuning graph layers measure surgery tracing training",
+    "sparsekit.allocation.masks": "mask_from_scores make_mask",
+    "sparsekit.allocation.problem": "Allocation",
+    "sparsekit.bandit": "PUCBV Bandit Box Interval Pull SplitUCBV",
+    "sparsekit.criteria.base": "Criterion ScoringContext",
+    "sparsekit.finetuning": "finetune recalibrate_batchnorm reconstruct",
+    "sparsekit.graph.graph": "UnitGraph",
+    "sparsekit.graph.groups": "UnitGroup UnitSlice",
+    "sparsekit.graph.mask": "UnitMask WeightMask",
+    "sparsekit.layers": "LayerRule",
+    "sparsekit.measure.budget": "Budget BudgetError",
+    "sparsekit.measure.cost": "Cost count_cost cost_model",
+    "sparsekit.pruning.prune": "prune",
+    "sparsekit.pruning.report": "PruneReport",
+    "sparsekit.pruning.result": "Pruned",
+    "sparsekit.surgery.compaction": "compact expand",
+    "sparsekit.surgery.optimizer_state": "remap_optimizer",
+    "sparsekit.surgery.pretrained": "load_pretrained save_pretrained",
+    "sparsekit.surgery.pretrained_config": "fit_config",
+    "sparsekit.surgery.saving": "load_compact load_mask save_compact",
+    "sparsekit.tracing.trace": "trace_units",
+    "sparsekit.training.gradient_importance": "GradientImportance",
+    "sparsekit.training.learnable": "LearnableMask",
+    "sparsekit.training.loss_importance": "LossImportance",
+    "sparsekit.training.moving_average": "MovingAverage",
+    "sparsekit.training.narrow_model": "NarrowModel",
+}
+__all__, __getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

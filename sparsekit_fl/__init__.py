@@ -52,7 +52,29 @@ if TYPE_CHECKING:
         WorkCost as WorkCost,
     )
 
-__all__, __getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit_fl": "callbacks engines errors methods",
+    "sparsekit_fl.callbacks": "Callback RunView",
+    "sparsekit_fl.client.context": "ClientContext",
+    "sparsekit_fl.methods.server": "ServerContext mean",
+    "sparsekit_fl.problem.datasets": "datasets DataSource",
+    "sparsekit_fl.engine": "Engine Processes",
+    "sparsekit_fl.paper.build": "build_problem",
+    "sparsekit_fl.methods.base": "Method",
+    "sparsekit_fl.methods.client": "sgd Model Result Task",
+    "sparsekit_fl.methods.submodels": "units",
+    "sparsekit_fl.config": "RunConfig TrainingConfig",
+    "sparsekit_fl.paper.presets": "preset_for",
+    "sparsekit_fl.problem.partition": "partitions Partition",
+    "sparsekit_fl.problem": "metrics",
+    "sparsekit_fl.problem.data": "Capability Client ClientData TensorData",
+    "sparsekit_fl.problem.problem": "Problem",
+    "sparsekit_fl.results": "load_result RoundRecord RunResult",
+    "sparsekit_fl.models": "load_model",
+    "sparsekit_fl.rounds": "run",
+    "sparsekit_fl.client.messages": "Evaluation Reply Request Update WorkCost",
+}
+__all__, __getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

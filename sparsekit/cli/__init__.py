@@ -14,4 +14,7 @@ if TYPE_CHECKING:
     from sparsekit.cli.output import command_app as command_app
     from sparsekit.cli.output import log_to as log_to
 
-__all__, __getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit.cli.output": "command_app log_to",
+}
+__all__, __getattr__ = lazy_names(__name__, _HOMES)

@@ -19,4 +19,8 @@ if TYPE_CHECKING:
     )
     from sparsekit_fl.flower.strategy import BanditRatios as BanditRatios, SubmodelStrategy as SubmodelStrategy
 
-__all__, __getattr__ = lazy_names(__name__)
+_HOMES = {
+    "sparsekit_fl.flower.client": "Submodel load_submodel train_submodel",
+    "sparsekit_fl.flower.strategy": "BanditRatios SubmodelStrategy",
+}
+__all__, __getattr__ = lazy_names(__name__, _HOMES)
