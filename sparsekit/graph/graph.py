@@ -138,7 +138,8 @@ class UnitGraph:
     def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
-        Gates of 0 and 1 are exact if the state is finite: the model computes what the compacted one does. A gate between them
+        Gates of 0 and 1 are exact if the state and the values of units are finite: the model computes what the compacted one
+        does. An infinite value times a gate of 0 is NaN, where the compacted model has no such unit. A gate between 0 and 1
         multiplies the unit's contribution where the unit is gated at its readers, and else is exact only as far as what is
         between the entries that make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see
         `UnitSlice.gated`.

@@ -40,8 +40,8 @@ class LossImportance(Learning):
     """Importance in units of the loss, for kept and dropped units alike; swaps where the gain exceeds the cost and the errors.
 
     Args:
-        explore: Share of extra work, in [0, 1], that may be spent on learning what dropped units would gain. With 0 the first
-            mask stays.
+        explore: Share of extra FLOPs, in [0, 1], that may be spent on learning what dropped units would gain; the extra time
+            is larger. With 0 the first mask stays.
         steps: Steps of the optimiser in the whole training, if known. Exploration then takes place in the first half, after
             which the mask has converged; if `explore` pays for fewer than two rounds, the first mask stays, with a warning.
         samples_per_unit: Samples of every dropped unit in a round, at least 4. More of them make fewer, surer rounds.

@@ -177,6 +177,11 @@ def _try_loss(problem: Problem, model: nn.Module, client: Client, outputs: Any, 
     for name, value in measured.items():
         if not isinstance(value, tuple) or len(value) != 2:
             raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
+        if math.isnan(value[0]) and value[1] > 0:
+            raise DataError(
+                f"metric {name!r} is not a number on two examples of client {client.id}, and would be none in the mean over"
+                " clients either; give weight 0 where it is not defined"
+            )
     with torch.no_grad():
         twice = float(problem.loss(*_try_model(problem, model, client, times=2)))
     # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.

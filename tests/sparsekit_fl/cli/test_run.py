@@ -125,6 +125,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --rounds 0", "--rounds must be an integer >= 1, got 0"),
         ("fedlps --rounds many", "not a valid int"),
         ("fedlps --cohort 21", "there are 20 clients"),
+        ("fedlps --dataset sparsekit_fl.testing:tiny_data --cohort 19", "there are 8 clients"),
         ("fedlps --workers 0", "--workers must be an integer >= 1"),
         ("fedlps --device tpu9", "--device must be"),
         ("fedlps --partition even", "unknown partition"),

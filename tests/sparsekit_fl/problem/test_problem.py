@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> Non
     before = torch.random.get_rng_state()
     for loss in (F.cross_entropy, lambda outputs, targets: F.cross_entropy(outputs, targets) * 1e-3):
         check_fit(problem(loss=loss, metrics={"accuracy": accuracy}), [client(), client(id=6)])
+    check_fit(problem(metrics={"undefined": lambda outputs, targets: (math.nan, 0.0)}), [client()])
     check_fit(problem(), [fl.Client(id=0, data=fl.ClientData(range(3), range(0), range(2)))])
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -68,6 +70,12 @@ def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ({"loss": sum_loss}, client(), InvalidValueError, "loss must be the mean over the batch"),
         ({"loss": F.binary_cross_entropy}, client(), DataError, "loss or metrics fail"),
         ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), DataError, r"\(sum, weight\)"),
+        (
+            {"metrics": {"accuracy": lambda outputs, targets: (math.nan, 2.0)}},
+            client(),
+            DataError,
+            "'accuracy' is not a number",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_round(
