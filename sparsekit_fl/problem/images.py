@@ -181,25 +181,15 @@ def _decode(pillow: Any, encoded: Any, shape: tuple[int, int, int], what: str) -
     if not isinstance(encoded, bytes):
         raise DataError(f"{what} holds no encoded picture (got {type(encoded).__name__}); it must hold PNG or JPEG bytes")
     try:
-        pixels = pixels_of(pillow.open(io.BytesIO(encoded)), shape[0])
+        picture = pillow.open(io.BytesIO(encoded))
+        if picture.mode.startswith(("I", "F")):  # Pillow would clip it to white
+            raise ValueError(f"it has more than 8 bits a channel (mode {picture.mode}); scale it to 8 bits first")
+        pixels = np.asarray(picture.convert("L" if shape[0] == 1 else "RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{what} is not a picture that can be decoded: {error}") from error
-    if pixels.shape != shape:
-        raise DataError(f"{what} has {pixels.shape[2]}x{pixels.shape[1]} pixels, expected {shape[2]}x{shape[1]}")
-    return pixels
-
-
-def pixels_of(picture: Any, channels: int | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the pixels of a picture of Pillow, uint8 (channels, H, W), with 1 or 3 channels; None keeps grey grey.
-
-    Raises:
-        ValueError: it has more than 8 bits a channel, which Pillow would clip to white.
-    """
-    if picture.mode.startswith(("I", "F")):
-        raise ValueError(f"it has more than 8 bits a channel (mode {picture.mode}); scale it to 8 bits first")
-    grey = channels == 1 or (channels is None and picture.mode == "L")
-    found = np.asarray(picture.convert("L" if grey else "RGB"))
-    return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
+    if pixels.shape[:2] != shape[1:]:
+        raise DataError(f"{what} has {pixels.shape[1]}x{pixels.shape[0]} pixels, expected {shape[2]}x{shape[1]}")
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def _loaders(name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0) -> tuple[Batches, Batches]:

@@ -1,12 +1,13 @@
 """PruneFL: the search by hand and against trying everything, when it happens, and what it costs."""
 
 import itertools
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from personal import ONE_STEP, client_context, deep_problem, watched
+from personal import ONE_STEP, client_context, deep_problem, tiny_run, watched
 
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import prunefl
@@ -88,3 +89,16 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     assert torch.allclose(result.extra["0.weight"], model[0].weight.grad.square() * 24, rtol=1e-4)
     assert result.metrics["processed_examples"] == 24.0
     assert result.ratio == 0.5
+
+
+def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch) -> None:
+    module, shares = sys.modules["sparsekit_fl.methods.prunefl"], []
+    search = module.search_weights
+
+    def heard(*given, share, **more):
+        shares.append(share)
+        return search(*given, share=share, **more)
+
+    monkeypatch.setattr(module, "search_weights", heard)
+    tiny_run("prunefl every=2 initial=0", rounds=6)
+    assert shares == pytest.approx([0.3 * 0.5 ** (round / 6) for round in (2, 4, 6)])
