@@ -94,7 +94,7 @@ def test_a_run_whose_actor_was_killed_and_that_was_then_ended_resumes_to_the_sam
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     whole = result_of(f"{line} --workers 1")
     for path in events.iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)
 
     def held(round: int, flower: str) -> tuple[subprocess.Popen[str], int]:
         """A run, and the id of the process that trains the first client of a round, and waits."""
@@ -108,12 +108,12 @@ def test_a_run_whose_actor_was_killed_and_that_was_then_ended_resumes_to_the_sam
     run, actor = held(3, f"{line} {FLOWER} --out {out} --json")
     os.kill(actor, signal.SIGKILL)
     for path in events.iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     _, error = run.communicate(timeout=600)
     assert run.returncode == 1, error
     assert "a process that trains clients failed" in error
     assert "round 2 of 4 was finished" in error
-    run, _ = held(4, f"run --resume --out {out}")
+    run, _ = held(4, f"run --resume --out {out} --json")
     run.send_signal(signal.SIGTERM)
     _, error = run.communicate(timeout=120)
     assert run.returncode == 130, error
@@ -122,5 +122,5 @@ def test_a_run_whose_actor_was_killed_and_that_was_then_ended_resumes_to_the_sam
     found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
     assert found.stdout == ""
     for path in events.iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     same_run(whole, result_of(f"run --resume --out {out} --workers 1 --engine processes"))
