@@ -56,12 +56,13 @@ def without_fast_path(without: bool = True) -> Iterator[None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own table of parameters: name → parameter, None where it was registered without one. May be changed."""
+    """Return the module's own table of parameters: name → parameter, None where it was registered without one. May be
+    changed."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own table of buffers. May be changed."""
+    """Return the module's own table of buffers. May be changed."""
     return module._buffers
 
 
@@ -72,7 +73,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def pre_hooks(module: nn.Module) -> list[Any]:
-    """The forward pre-hooks of a module."""
+    """Return the forward pre-hooks of a module."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -87,7 +88,7 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
 
 
 def reset_flat_weights(module: nn.RNNBase) -> None:
-    """The same, and lay the weights out in one block of memory, as cuDNN wants them."""
+    """The same, and store the weights in one block of memory, as cuDNN wants them."""
     module._init_flat_weights()
 
 
@@ -97,45 +98,45 @@ def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
 
 
 def channel_axis(module: InstanceNorm, rank: int) -> int:
-    """The axis of channels of an input of `rank` axes, which may come without an axis of examples."""
+    """Return the axis of channels of an input of `rank` axes, which may come without an axis of examples."""
     return 0 if rank == module._get_no_batch_dim() else 1
 
 
 def identity(tensor: Tensor) -> tuple[int, int]:
-    """What changes when the values of a tensor do: the number of its changes in place, and where it lies in memory."""
+    """Return what changes when the values of a tensor do: the number of its changes in place, and its address in memory."""
     return tensor._version, tensor.data_ptr()
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, …) runs."""
+    """Tell whether a transform of torch.func (grad, vmap, …) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_followed() -> bool:
-    """Whether a compiler, an exporter, torch.jit.trace or a transform of torch.func follows the code that runs now."""
+    """Tell whether a compiler, an exporter, torch.jit.trace or a transform of torch.func follows the code that runs now."""
     return torch.compiler.is_compiling() or torch._C._is_tracing() or in_transform()
 
 
 def is_exporting() -> bool:
-    """Whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
+    """Tell whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
     exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
+    """Tell whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
-    """The module that torch.compile wraps, or the module itself."""
+    """Return the module that torch.compile wraps, or the module itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def eager() -> AbstractContextManager[Any]:
-    """A context in which compiled modules run as they are written; it does not import the compiler."""
+    """Return a context in which compiled modules run as they are written; it does not import the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -143,7 +144,7 @@ _outside: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, which a compiler around its caller does not enter; it does not import the compiler."""
+    """Return the function itself, which a compiler around its caller does not enter; it does not import the compiler."""
     if "torch._dynamo" not in sys.modules:
         return function
     if function not in _outside:
@@ -152,17 +153,17 @@ def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from that of others, as long as one of its tensors is alive."""
+    """Return what tells the memory of a tensor from that of others, as long as one of its tensors is alive."""
     if tensor.layout is not torch.strided:  # a sparse tensor has several
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
 def operator_schema(func: Any) -> Any:
-    """The schema of an operator: its name, its arguments, and which of them it writes to."""
+    """Return the schema of an operator: its name, its arguments, and which of them it writes to."""
     return func._schema
 
 
 def operator_packet(func: Any) -> Any:
-    """The operator without its overload."""
+    """Return the operator without its overload."""
     return func._overloadpacket

@@ -82,7 +82,7 @@ class DataError(SparsekitError, ValueError):
 
 
 def install_hint(extra: str) -> str:
-    """The commands that install an extra of this project.
+    """Return the commands that install an extra of this project.
 
     Args:
         extra: Its name, as in "report".
@@ -94,7 +94,7 @@ def install_hint(extra: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
-    """A sentence that lists what is known and, if there is one, the nearest name.
+    """Return a sentence that lists what is known and, if there is one, the nearest name.
 
     Args:
         name: What was asked for.

@@ -50,7 +50,7 @@ def _import(name: str) -> ModuleType:
 def _run_file(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
-        raise InvalidValueError(f"there is no file {place!r}")
+        raise InvalidValueError(f"the file {place!r} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -65,7 +65,7 @@ def _run_file(place: str) -> ModuleType:
     return module
 
 
-def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "mend it, or name another") -> Any:
+def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "fix it, or name another") -> Any:
     """Run a user's code and say in a line what failed in it.
 
     Args:
@@ -124,7 +124,7 @@ class Registry(Mapping[str, Any]):
         return load_object(target)
 
     def find(self, text: str) -> Any:
-        """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
+        """Return what a user named: `package.module:object`, `path/to/file.py:object`, or a name of this registry.
 
         Raises:
             InvalidValueError: nothing of that path can be imported, or the module fails.

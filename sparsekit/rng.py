@@ -11,7 +11,7 @@ __all__ = ["same_random_state", "torch_generator", "torch_scope"]
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:
-    """A CPU torch generator seeded by one draw from `rng`."""
+    """Return a CPU torch generator seeded by one draw from `rng`."""
     generator = torch.Generator()
     generator.manual_seed(int(rng.integers(2**63 - 1)))
     return generator

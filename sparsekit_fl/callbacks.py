@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside a run. Progress, TensorBoard, early stopping, the best model, and what users write."""
+"""Callbacks: what happens during a run. Progress, TensorBoard, early stopping, the best model, and what users write."""
 
 from __future__ import annotations
 

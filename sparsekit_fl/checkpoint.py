@@ -242,7 +242,7 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a folder holds a run that can be resumed, perhaps from its first round on."""
+    """Tell whether a folder holds a run that can be resumed, perhaps from its first round on."""
     return any((path / name).exists() for name in (_CHECKPOINT, _BEGUN))
 
 

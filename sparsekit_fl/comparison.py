@@ -183,7 +183,7 @@ class Comparison:
         """Return a pandas DataFrame with a row per finished run and a column per number.
 
         The index has method, heterogeneity, number of lacking classes, and seed. `target_seconds` is the simulated time until a
-        scored round reached the target; it is no finer than the run's `eval_every`. A number that a run lacks is NaN.
+        scored round reached the target; it is not finer than the run's `eval_every`. A number that a run lacks is NaN.
         """
         keys, names = ["method", "heterogeneity", "lack_classes", "seed"], [column.name for column in self.columns]
         rows = [

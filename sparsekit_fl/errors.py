@@ -1,4 +1,4 @@
-"""Errors of a federated run: what failed, for whom, in which round, and how to go on."""
+"""Errors of a federated run: what failed, for whom, in which round, and how to continue."""
 
 import importlib
 from typing import Any
@@ -38,7 +38,7 @@ class FolderInUseError(SparsekitError, RuntimeError):
 
 
 class StorageError(SparsekitError, OSError):
-    """What a run keeps could not be written, as when the disk is full; says how to go on."""
+    """What a run keeps could not be written, as when the disk is full; says how to continue."""
 
 
 class MemoryStateError(SparsekitError, TypeError):
@@ -50,11 +50,11 @@ class ResumeError(SparsekitError, ValueError):
 
 
 class RunInterrupted(SparsekitError, RuntimeError):
-    """The user stopped the run; says where the state is and how to go on."""
+    """The user stopped the run; says where the state is and how to continue."""
 
 
 class WorkerDiedError(SparsekitError, RuntimeError):
-    """A worker process was killed, or failed for a reason that is no client's."""
+    """A worker process was killed, or failed for a reason that is not a client's."""
 
 
 def need(package: str, what: str = "a report", *, extra: str = "report") -> Any:

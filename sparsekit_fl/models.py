@@ -103,7 +103,7 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     if not taken:
         raise DataError(f"no entry of {where} fits the model: it has {_named(more)}, the model has {_named(left)}")
     if left or more:
-        text = "%d of %d entries are from %s; these start anew: %s; these of it are not used: %s"
+        text = "%d of %d entries are from %s; these start from their initial values: %s; these of it are not used: %s"
         _log.warning(text, len(taken), len(fresh), where, _named(left), _named(more))
     return {name: taken.get(name, tensor) for name, tensor in fresh.items()}
 

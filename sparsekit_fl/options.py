@@ -120,7 +120,7 @@ class Option:
             ) from None
 
     def is_default(self, value: object) -> bool:
-        """Whether a value is the default; 1 is 1.0, and True is neither."""
+        """Tell whether a value is the default; 1 is 1.0, and True is neither."""
         if value is self.default:
             return True
         alike = type(value) is type(self.default) or (type(value) is int and type(self.default) is float)

@@ -59,7 +59,7 @@ def start_method(device: str | None) -> str:
 
 
 def _autograd_threads() -> bool:
-    """Whether torch has started a thread of autograd for a device; the system knows them by name."""
+    """Tell whether torch has started a thread of autograd for a device; the system knows them by name."""
     names = Path("/proc/self/task").glob("*/comm")
     with contextlib.suppress(OSError):
         return any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names)

@@ -145,7 +145,7 @@ class RunSpec:
         }
 
     def on(self, device: str) -> RunSpec:
-        """Return the same spec for one device. Its narrow model is made anew, when it is first used."""
+        """Return the same spec for one device. Its narrow model is made again when it is first used."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, device=device))
 
     @cached_property

@@ -39,18 +39,18 @@ class TinyNet(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits, float (batch, 3)."""
+        """Return logits, float (batch, 3)."""
         logits: Tensor = self.last(torch.relu(self.norm(self.first(inputs))))
         return logits
 
 
 def tiny_problem() -> Problem:
-    """Classify points by a linear rule."""
+    """Return classify points by a linear rule."""
     return Problem(model=TinyNet, example_inputs=(torch.zeros(2, 6),))
 
 
 def tiny_clients(count: int = 8, *, examples: int = 24) -> list[Client]:
-    """Clients with ids 0, 1, …; client k has examples + k mod 4 training examples and capability 1, 1/2 or 1/4."""
+    """Return clients with ids 0, 1, …; client k has examples + k mod 4 training examples and capability 1, 1/2 or 1/4."""
     rng = np.random.default_rng(7)
     rule = rng.normal(size=(6, 3))
 
@@ -70,7 +70,7 @@ def tiny_clients(count: int = 8, *, examples: int = 24) -> list[Client]:
 
 
 def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
-    """Four clients a round, two epochs, evaluation every second round."""
+    """Return four clients a round, two epochs, evaluation every second round."""
     return RunConfig(
         rounds=rounds,
         cohort=4,

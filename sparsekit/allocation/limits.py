@@ -75,7 +75,7 @@ def check_multiples(multiple_of: Multiples) -> None:
 
 
 def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
-    """The number that the count of a group must be a multiple of.
+    """Return the number that the count of a group must be a multiple of.
 
     A single number means the width of the layers: 8 lets a group of heads of 4 features each keep 2, 4, 6, … heads. A mapping
     counts units; the name of a group goes before its kind.
@@ -97,7 +97,7 @@ def _span(group: UnitGroup) -> int:
 
 
 def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The numbers of units that each set of tied groups may keep.
+    """Return the numbers of units that each set of tied groups may keep.
 
     Args:
         graph: The groups.
@@ -138,8 +138,7 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
             counts = tuple(range(least, largest + 1))
         if not counts:
             raise InvalidValueError(
-                f"no multiple of {step} lies between {least} and {largest} units of {told};"
-                " widen the limit or lower multiple_of"
+                f"no multiple of {step} is between {least} and {largest} units of {told}; widen the limit or lower multiple_of"
             )
         found[groups] = counts
     return found

@@ -41,7 +41,7 @@ def mask_from_scores(
 
 
 def _largest(scores: Tensor, count: int, what: str) -> Tensor:
-    """bool (units,) of the `count` largest: 0.1, 0.9, 0.5, 0.5 and 2 give False, True, True, False."""
+    """Return bool (units,) of the `count` largest: 0.1, 0.9, 0.5, 0.5 and 2 give False, True, True, False."""
     # Not every float dtype can be sorted; float32 and float64 hold all of them exactly.
     values = scores.cpu() if scores.dtype == torch.float64 else scores.cpu().float()
     refuse_nan(values, what)

@@ -48,7 +48,7 @@ class Problem:
     free: Free
 
     def fits(self, counts: Counts) -> bool:
-        """Whether counts are within the budget."""
+        """Tell whether counts are within the budget."""
         costs = self.costs.costs(counts)
         return all(costs[name] <= limit for name, limit in self.limits.items())
 
@@ -203,6 +203,6 @@ def _solve(allocation: Allocation, problem: Problem) -> Counts:
 
 
 def name_of(allocation: Allocation) -> str:
-    """Its name for messages and reports: of a `functools.partial` that of its function."""
+    """Return its name for messages and reports: of a `functools.partial` that of its function."""
     plain = getattr(allocation, "func", allocation)
     return str(getattr(plain, "__name__", type(plain).__name__))

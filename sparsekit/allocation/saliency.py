@@ -30,7 +30,7 @@ def check_scale(scale: Scale) -> None:
 
 
 def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
-    """Importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
+    """Return the importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
 
     Returns:
         Group name → float64 (units,), from the unit that goes last to the first: scores 3, 1 and 2 on scale "mean" give
@@ -61,7 +61,7 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
 
 
 def share_of_remaining(scores: Tensor) -> Tensor:
-    """s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
+    """Return s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
 
     Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units the higher index goes first. If scores are negative, the least of
     them counts as 0; if all are 0, the units are equal.
@@ -75,13 +75,13 @@ def share_of_remaining(scores: Tensor) -> Tensor:
 
 
 def _makers(graph: UnitGraph, group: str) -> int:
-    """Number of layers that make the units: a residual stream of four blocks narrows all four when it narrows."""
+    """Return the number of layers that make the units: a residual stream of four blocks narrows all four when it narrows."""
     made = {piece.name for piece in graph.groups[group].slices if piece.side == "out" and len(graph.shapes[piece.name]) > 1}
     return max(1, len(made))
 
 
 def block_losses(saliency: Mapping[str, npt.NDArray[np.float64]], groups: Sequence[str], counts: Sequence[int]) -> list[float]:
-    """What is lost at each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
+    """Return what is lost at each step down ascending counts: at place i from `counts[i]` to `counts[i - 1]`; 0 at place 0."""
     losses = [0.0]
     for fewer, more in pairwise(counts):
         losses.append(float(sum(saliency[name][fewer:more].sum() for name in groups)))

@@ -48,7 +48,7 @@ class Schedule:
             raise InvalidValueError(f"a schedule needs at least one step, got steps={self.steps!r}")
 
     def progress(self, step: int) -> float:
-        """Share of the way that is gone after `step` steps, in [0, 1]: 0 before the first, 1 from the last one on.
+        """Return the share of the way that is gone after `step` steps, in [0, 1]: 0 before the first, 1 from the last one on.
 
         Args:
             step: Counted from 1.
@@ -58,5 +58,5 @@ class Schedule:
         return 1.0 if step >= self.steps else SHAPES[self.shape](step / self.steps)
 
     def ratio(self, step: int, final: float, start: float = 1.0) -> float:
-        """The same for a ratio, from `start` down to `final`."""
+        """Return the same for a ratio, from `start` down to `final`."""
         return start + (final - start) * self.progress(step)

@@ -30,7 +30,7 @@ def check_ratio(ratio: float) -> float:
 
 
 def keep_count(ratio: float, size: int) -> int:
-    """max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1.
+    """Return max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1.
 
     Args:
         ratio: Share kept, in (0, 1].
@@ -40,7 +40,7 @@ def keep_count(ratio: float, size: int) -> int:
 
 
 def ratio_counts(graph: UnitGraph, ratios: float | Mapping[str, float], *, default: float = 1.0) -> dict[str, int]:
-    """max(1, ⌈ratio · size⌉) units of each group; 0.25 of 10 units are 3.
+    """Return max(1, ⌈ratio · size⌉) units of each group; 0.25 of 10 units are 3.
 
     Args:
         graph: The groups; tied groups take the least of their numbers.
@@ -98,7 +98,7 @@ def _ratio_counts(graph: UnitGraph, free: Free, ratios: float | Mapping[str, flo
 
 
 def uniform(problem: Problem) -> Counts:
-    """The largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
+    """Return the largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
 
     Nothing is put back afterwards, so that layers of one kind keep one width: what a configuration file can say.
 

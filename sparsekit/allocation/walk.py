@@ -62,7 +62,7 @@ class Walk:
         heap: list[tuple[float, float, int, int]] = []
 
         def priority(number: int) -> float | None:
-            """What the next block of a width loses for what it saves now; None if it saves nothing."""
+            """Return what the next block of a width loses for what it saves now; None if it saves nothing."""
             width, place = self.widths[number], self.places[number]
             saved = self.tracker.gain(width.groups, width.counts[place - 1], self.limits)
             if saved <= 0:
@@ -96,7 +96,7 @@ class Walk:
             push(number)
 
     def _largest_drop(self) -> int:
-        """The width that saves most when it goes down all the way: a table of times may be flat at the next step."""
+        """Return the width that saves most when it goes down all the way: a table of times may be flat at the next step."""
         drops = [
             (self.tracker.gain(width.groups, width.counts[0], self.limits), -number)
             for number, (width, place) in enumerate(zip(self.widths, self.places))

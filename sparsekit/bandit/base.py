@@ -77,7 +77,7 @@ class Interval:
         return number
 
     def to_unit(self, value: float) -> float:
-        """Where `value` lies between `low` (0) and `high` (1) on this scale.
+        """Return where `value` lies between `low` (0) and `high` (1) on this scale.
 
         Args:
             value: In [low, high].
@@ -96,7 +96,7 @@ class Interval:
         return (math.log(number) - start) / (end - start) if end > start else float(number == self.high)
 
     def from_unit(self, share: float) -> float:
-        """The value at `share` of the way from `low` to `high` on this scale: the inverse of `to_unit`.
+        """Return the value at `share` of the way from `low` to `high` on this scale: the inverse of `to_unit`.
 
         Args:
             share: In [0, 1].
@@ -128,7 +128,7 @@ class Box:
         intervals: Name → interval, at least one; the order is that of the coordinates. Copied.
 
     Raises:
-        InvalidValueError: no interval, a name that is no text, or something that is no interval.
+        InvalidValueError: no interval, a name that is not text, or something that is not an interval.
     """
 
     intervals: Mapping[str, Interval]
@@ -158,7 +158,7 @@ class Box:
         """Return `point` with Python floats, in the order of the intervals, or raise.
 
         Raises:
-            InvalidValueError: a name is missing or unknown, or a value lies outside its interval.
+            InvalidValueError: a name is missing or unknown, or a value is outside its interval.
         """
         if not isinstance(point, Mapping) or point.keys() != self.intervals.keys():
             given = list(point) if isinstance(point, Mapping) else point
@@ -166,7 +166,7 @@ class Box:
         return {name: interval.check(point[name], name) for name, interval in self.intervals.items()}
 
     def to_unit(self, point: Mapping[str, float]) -> tuple[float, ...]:
-        """Where `point` lies in the unit cube, each coordinate on the scale of its interval.
+        """Return where `point` lies in the unit cube, each coordinate on the scale of its interval.
 
         Raises:
             InvalidValueError: see `check`.
@@ -175,7 +175,7 @@ class Box:
         return tuple(interval.to_unit(checked[name]) for name, interval in self.intervals.items())
 
     def from_unit(self, shares: Sequence[float]) -> dict[str, float]:
-        """The point at these shares of the way along each interval: the inverse of `to_unit`.
+        """Return the point at these shares of the way along each interval: the inverse of `to_unit`.
 
         Args:
             shares: In [0, 1], one for each interval.
@@ -242,7 +242,7 @@ class Bandit(Protocol):
             eliminate: Rule out the values near the pull's on this side of it. A bandit that cannot may ignore it.
 
         Raises:
-            InvalidValueError: the pull is not open, the value lies outside the interval, the reward is not finite, or
+            InvalidValueError: the pull is not open, the value is outside the interval, the reward is not finite, or
                 `eliminate` is neither of them.
         """
         ...
@@ -256,7 +256,7 @@ class Bandit(Protocol):
         ...
 
     def best(self) -> Pull:
-        """The told pull to be recommended so far.
+        """Return the told pull to be recommended so far.
 
         Raises:
             InvalidValueError: nothing has been told.
@@ -264,7 +264,7 @@ class Bandit(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: plain JSON values, the generator and the open pulls included."""
+        """Return all that it takes to go on: plain JSON values, the generator and the open pulls included."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

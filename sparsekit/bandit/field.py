@@ -13,7 +13,7 @@ from sparsekit.bandit.tree import NARROWEST, Floats, Integers, Tree
 _LINE, _CUBE = 5, 6
 # Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
 _JITTER = 0.2
-# p: what a unit of posterior variance at the arm is worth; φ: share of the variation that counts beside a better arm.
+# p: what a unit of posterior variance at the arm is worth; φ: share of the variation that counts next to a better arm.
 _CERTAINTY, _FACING = 1.0, 0.2
 # κ: a cell is split when its arm's variance is below so much of the variation.
 _PATIENCE = 2.0
@@ -21,7 +21,7 @@ _PATIENCE = 2.0
 _SPLITS = 6
 # All arms learn from one another after so many more rewards, as a share of those told since arms fell.
 _REFRESH = 0.04
-# A variance of which floats keep no digits is no scale.
+# A variance that rounds to nothing in floating point is not a scale.
 _LEAST_SCALE = 1e-250
 # The first guess of the noise, as a share of the variance of the first rewards, and how many repeated rewards it counts for.
 _GUESS, _GUESS_WEIGHT = 0.2, 3.0
@@ -33,13 +33,14 @@ _LEAST = 1e-14
 _EXACT = 0.01
 # Falls are looked for from so many repeated rewards on; after one, each arm keeps so much of a reward.
 _SETTLED, _FADED = 8, 0.05
-# k: a fall by less than so many deviations is none; h: the sum of falls from which on they are no chance. Deviations beyond
-# the third count as that: one outlier is no change.
+# k: a fall by less than so many deviations does not count; h: the sum of falls from which on they are not chance. Deviations
+# beyond
+# the third count as that: one outlier is not a change.
 _ALLOWANCE, _ALARM, _LARGEST = 0.5, 9.0, 3.0
 
 
 class Field(Tree):
-    """Arms with their rewards. Arm k lies in cell k; its points are in the unit cube."""
+    """Arms with their rewards. Arm k belongs to cell k; its points are in the unit cube."""
 
     def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
@@ -70,11 +71,11 @@ class Field(Tree):
         # never comes from differences between points: noise that is taken for variation has every cell split and no point
         # repeated, and so is never found out.
         self._within = self._replicates = self._repeats = 0.0
-        # Whether the first arms differ in their rewards, as they do where rewards are no counts or classes.
+        # Whether the first arms differ in their rewards, as they do unless rewards are counts or classes.
         self._distinct = False
         # S of `_falls`.
         self._fall = 0.0
-        # What of the index of each cell is owed to a better arm beside it, as of the last time that all arms learned.
+        # What of the index of each cell is owed to a better neighbouring arm, as of the last time that all arms learned.
         self._beside: Floats = np.zeros(0)
         # The index of each arm but for open pulls; None where it is to be computed.
         self._index: Floats | None = None
@@ -87,7 +88,7 @@ class Field(Tree):
         self.open: dict[int, int] = {}
 
     def _middle(self, low: Floats, high: Floats) -> Floats:
-        """A point drawn from the middle part of a box."""
+        """Return a point drawn from the middle part of a box."""
         point: Floats = low + (high - low) * (0.5 + _JITTER * (self._rng.random(len(low)) - 0.5))
         return point
 
@@ -107,9 +108,9 @@ class Field(Tree):
         return max((expected + self._within) / (_GUESS_WEIGHT + self._replicates), _LEAST * self.scale)
 
     def _falls(self, surprise: float, share: float) -> bool:
-        """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise.
+        """Tell whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise.
 
-        A cumulative sum of how far repeated rewards lie below the mean of earlier ones of the same arm, in deviations.
+        A cumulative sum of how far repeated rewards are below the mean of earlier ones of the same arm, in deviations.
 
             S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm where S > h,
 
@@ -152,7 +153,7 @@ class Field(Tree):
             if had > 0.0:
                 fallen = self._falls(reward - mean, 1.0 / had + 1.0 / weight)
                 self._within += (reward - mean) ** 2 * had * weight / (had + weight)
-                # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
+                # A mean that has faded is not better for it than it was, so its deviation tells less than its weight says.
                 self._replicates += min(1.0, 2.0 * had / (had + weight)) if faded else 1.0
         else:
             self._stale = True
@@ -208,7 +209,8 @@ class Field(Tree):
     # --- the index ---
 
     def indices(self, pending: Mapping[int, int]) -> Floats:
-        """The index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned owe nothing yet.
+        """Return the index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned owe nothing
+        yet.
 
         Args:
             pending: Arms of open pulls, and how often each is open.
@@ -236,24 +238,26 @@ class Field(Tree):
         return index
 
     def _index_of(self, arm: int, times: int) -> float:
-        """The index of one arm when so many open pulls of it have been told."""
+        """Return the index of one arm when so many open pulls of it have been told."""
         worth = self._worth(arm, times)
         return max(worth, self._beside.item(arm)) if arm < len(self._beside) else worth
 
     def _worth(self, arm: int, times: int) -> float:
-        """The same without what is owed to a better arm beside it."""
+        """Return the same without what is owed to a better neighbouring arm."""
         room = self.room.item(self.depth.item(arm))
         return self.means.item(arm) + math.sqrt(_CERTAINTY * self._variance(arm, times) + room)
 
     def _variance(self, arm: int, times: int) -> float:
-        """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
+        """Return the posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count
+        as told.
+        """
         variance, rewards = self.variances.item(arm), times + self._tries.item(arm)
         return variance / (1.0 + variance * rewards / self._noise) if rewards else variance
 
     # --- which arm is next ---
 
     def choose(self, *, lost: int, upper: float | None = None) -> int:
-        """The arm to be pulled next.
+        """Return the arm to be pulled next.
 
         Args:
             lost: Open pulls of a lower id are not waited for.
@@ -281,11 +285,13 @@ class Field(Tree):
         return self._below(index, bound)
 
     def _pulled_or_split(self, cell: int, index: float, pending: Mapping[int, int]) -> int:
-        """The arm that the choice of a cell, for its index, leads to: its own, one split off from it, or one that it faces."""
+        """Return the arm that the choice of a cell, for its index, leads to: its own, one split off from it, or one that it
+        faces.
+        """
         if not self.scale:
             ready = bool(self._pulls[cell] or self._tries[cell]) or cell in pending
             return self._halve(cell) if ready else cell
-        # The index is the larger of what its own arm is worth and what it owes to a better one beside it.
+        # The index is the larger of what its own arm is worth and what it owes to a better neighbour.
         if self._beside.item(cell) >= index and self._beside.item(cell) > self._worth(cell, pending.get(cell, 0)):
             sides = self.facing[cell]
             side = int(self.means[sides].argmax())
@@ -294,7 +300,9 @@ class Field(Tree):
         return self._halve(cell) if self._ripe(cell, cell, pending) else cell
 
     def _ripe(self, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
-        """Whether an arm is known better than a cell varies, or will be by its open pulls, and enough is known of the noise."""
+        """Tell whether an arm is known better than a cell varies, or will be by its open pulls, and enough is known of the
+        noise.
+        """
         within = self.variation.item(self.depth.item(cell) + 1)
         least = max(_REPEATS, 0.0 if self._exact else _REPEATED * self._told)
         return self._variance(arm, pending.get(arm, 0)) < _PATIENCE * within and self._repeats >= least
@@ -304,7 +312,7 @@ class Field(Tree):
     def _split(self, cell: int, axis: int, at: float, point: Floats, *, keeps_low: bool | None = None) -> int:
         """Cut a cell in two; the new cell gets an arm at a point, which is returned, the other one keeps its own.
 
-        `keeps_low` says which part the cell's own arm is in; None where that is plain, since it does not lie on the cut.
+        `keeps_low` says which part the cell's own arm is in; None where that is plain, since it is not on the cut.
         """
         new = self.cut(cell, axis, at, keeps_low=bool(self.points[cell, axis] < at) if keeps_low is None else keeps_low)
         self.points[new] = point
@@ -323,7 +331,7 @@ class Field(Tree):
         return self._split(cell, axis, cut, self._middle(low, high))
 
     def _halve_towards(self, cell: int, side: int) -> int:
-        """Split off the part of a cell at one of its sides: half of it, or what lies between its arm and that side."""
+        """Split off the part of a cell at one of its sides: half of it, or the part between its arm and that side."""
         axis, above = divmod(side, 2)
         low, high = self.low[cell].copy(), self.high[cell].copy()
         start, at, end = float(low[axis]), float(self.points[cell, axis]), float(high[axis])
@@ -336,7 +344,7 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
     def _below(self, index: Floats, upper: float) -> int:
-        """The arm of largest index below a bound, made if need be; -1 if there is no room."""
+        """Return the arm of largest index below a bound, made if need be; -1 if there is no room."""
         for arm in np.argsort(-index, kind="stable").tolist():
             if index[arm] == -math.inf:
                 break
@@ -356,7 +364,7 @@ class Field(Tree):
         return self._split(cell, axis, 0.5 * float(point[axis] + self.points[cell, axis]), point)
 
     def arm_at(self, point: Floats) -> int:
-        """The arm at a point of the cube: one that is there, or a new one in a cell split off for it.
+        """Return the arm at a point of the cube: one that is there, or a new one in a cell split off for it.
 
         Where there is no room for another cell, it is the arm of the cell that holds the point.
         """
@@ -366,7 +374,7 @@ class Field(Tree):
         return self._split_between(cell, point)
 
     def eliminate_side(self, arm: int, side: Side) -> None:
-        """Never pull what lies on one side of an arm in its cell, along the first axis; nothing where that is too narrow."""
+        """Eliminate one side of an arm in its cell, along the first axis; does nothing if that side is too narrow."""
         low, at, high = float(self.low[arm, 0]), float(self.points[arm, 0]), float(self.high[arm, 0])
         if min(at - low, high - at) < 2.0 * NARROWEST or self.full:
             return
@@ -377,7 +385,7 @@ class Field(Tree):
     # --- what came of it ---
 
     def best(self) -> int:
-        """The place, among all told, of the first pull of the arm that is best with some confidence."""
+        """Return the place, among all told, of the first pull of the arm that is best with some confidence."""
         size = self.size
         merit = self.means[:size] - np.sqrt(self.variances[:size]) if self.scale else self._rewards[:size].copy()
         told = self._first[:size] >= 0
@@ -388,7 +396,9 @@ class Field(Tree):
         return int(self._first[int(merit.argmax())])
 
     def rows(self) -> list[tuple[float, float, int, float, float, float]]:
-        """Of each cell that stands: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
+        """Return, for each cell: low and high on the first axis, pulls, posterior mean and variance, index; from low
+        up.
+        """
         size = self.size
         means = self.level + self.means[:size] if self.scale else self._rewards[:size]
         index = self.level + self.indices({}) if self.scale else np.full(size, math.inf)

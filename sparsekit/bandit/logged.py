@@ -30,7 +30,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         """Open an empty log.
 
         Args:
-            space: Where told values must lie.
+            space: The space of told values.
             settings: The other arguments of the subclass but `rng`, as plain JSON values.
             rng: Whatever is drawn is drawn from it.
         """
@@ -122,7 +122,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         self._log.append({"forget": pull.id})
 
     def best(self) -> Trial:
-        """The told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
+        """Return the told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
         if not self._told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
         pull, _ = self._told[self._place_of_best()]
@@ -131,7 +131,7 @@ class LoggedBandit(ABC, Generic[Trial]):
     # --- checks ---
 
     def _check_upper(self, upper: float) -> float | None:
-        """The bound of a proposal; None where it bounds nothing."""
+        """Return the bound of a proposal; None where it bounds nothing."""
         if not isinstance(self.space, Interval):
             raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
         bound = check_number(upper, "upper")
@@ -161,7 +161,7 @@ class LoggedBandit(ABC, Generic[Trial]):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: settings, generator and log, as plain JSON values; a snapshot."""
+        """Return all that it takes to go on: settings, generator and log, as plain JSON values; a snapshot."""
         # The log alone grows, and its entries never change.
         return {
             "settings": {"space": asdict(self.space), **self._settings},
@@ -225,7 +225,7 @@ class Arm:
     variance: float = 0.0
 
     def rewarded(self, reward: float) -> Arm:
-        """This arm after one more reward (Welford's update: no sum of squares that could cancel)."""
+        """Return this arm after one more reward (Welford's update: no sum of squares that could cancel)."""
         pulls = self.pulls + 1
         step = reward - self.mean
         mean = self.mean + step / pulls

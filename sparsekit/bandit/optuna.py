@@ -31,14 +31,15 @@ _Range: TypeAlias = FloatDistribution | IntDistribution
 
 
 def _interval(d: _Range) -> Interval:
-    """A parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as likely."""
+    """Return a parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as
+    likely."""
     # Whole numbers on a log scale have no other step than 1.
     half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
     return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
 
 
 def _executed(d: _Range, value: float) -> float | int:
-    """The value of the parameter that is nearest to one of its interval."""
+    """Return the value of the parameter that is nearest to one of its interval."""
     if d.step is not None:
         value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
     return min(max(value, d.low), d.high)
@@ -78,7 +79,7 @@ class _Search:
         return self._executed(self._pulls(number))
 
     def _pulls(self, number: int) -> list[Any]:
-        """The open pulls of a trial; new ones where there are none."""
+        """Return the open pulls of a trial; new ones where there are none."""
         if number not in self._asked:
             pulls = [bandit.ask() for _, bandit in self._groups]
             for _ in range(_REPLAYS):
@@ -105,7 +106,7 @@ class _Search:
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
         """Take note of a finished trial.
 
-        One that this object did not propose is asked for first, so that a study that goes on from its storage has the same
+        One that this object did not propose is asked for first, so that a study that continues from its storage has the same
         bandit as one that was never interrupted.
 
         Args:
@@ -137,7 +138,7 @@ class _Search:
             self.learn(before, infinite)
 
     def best(self) -> int | None:
-        """The number of the trial that the bandit recommends; None where each parameter has a bandit of its own."""
+        """Return the number of the trial that the bandit recommends; None where each parameter has a bandit of its own."""
         if len(self._groups) > 1 or not self._trials:
             return None
         return self._trials.get(self._groups[0][1].best().id)
@@ -151,7 +152,7 @@ class BanditSampler(BaseSampler):
     else, such as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
 
     The sampler keeps nothing that is not in the study: before each proposal it tells its bandit of every finished trial
-    that it does not know, by the value that was run, whoever ran it. So a study goes on from its storage, several
+    that it does not know, by the value that was run, whoever ran it. So a study continues from its storage, several
     processes share one, and several threads (`n_jobs`) have several pulls open. What becomes of a trial:
 
     | trial | the bandit |
@@ -164,7 +165,7 @@ class BanditSampler(BaseSampler):
     | with a value outside the space, or parameters of another | forgets it |
 
     Values that have given the same reward three times (once, if `deterministic`) are not proposed again: where the bandit
-    would, it is told that reward, and asked anew. Equal seeds give equal studies where trials run one after the other.
+    would, it is told that reward, and asked again. Equal seeds give equal studies where trials run one after the other.
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
@@ -253,7 +254,7 @@ class BanditSampler(BaseSampler):
             }
 
     def recommended(self, study: Study) -> FrozenTrial | None:
-        """The trial that the bandit would bet on: what was seen there and nearby counts, not one lucky value.
+        """Return the trial that the bandit would bet on: what was seen there and nearby counts, not one lucky value.
 
         None where nothing is known yet, and where each parameter has a bandit of its own.
         """
@@ -269,7 +270,7 @@ class BanditSampler(BaseSampler):
         return made
 
     def _caught_up(self, study: Study, axes: Mapping[str, _Range]) -> _Search:
-        """The bandits of a space, told of all finished trials in the order of their numbers."""
+        """Return the bandits of a space, told of all finished trials in the order of their numbers."""
         if self._search is None or self._search.axes != axes:
             self._rngs = []
             self._search = _Search(self._make, axes, self._times)

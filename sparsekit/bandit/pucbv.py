@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 
 
 def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool]:
-    """The position of the arm that holds `value`, True; or of the nearest (ties: the lower), False.
+    """Return the position of the arm that holds `value`, True; or of the nearest (ties: the lower), False.
 
     Args:
         arms: Disjoint and ordered, at least one.
@@ -35,7 +35,7 @@ def _hold(arms: Sequence[Arm], value: float, space: Interval) -> tuple[int, bool
 
 
 def _may_split(space: Interval, low: float, value: float, high: float, *, min_width: float) -> bool:
-    """Whether `value` cuts [low, high) in two parts of at least `min_width`, a share of the space on its scale."""
+    """Tell whether `value` cuts [low, high) in two parts of at least `min_width`, a share of the space on its scale."""
     if not low < value < high:
         return False
     left, here, right = (space.to_unit(edge) for edge in (low, value, high))
@@ -62,7 +62,7 @@ class PUCBV(LoggedBandit[Pull]):
     | the logarithm turns negative | it counts as 0: after about log(ξ²/I²) / log(1/decay) rewards the rule is greedy |
     | when ε decays | per reward told to this bandit, so that one that is seldom asked keeps its exploration |
     | an unknown horizon (None) | ξ: least power of two above t, at least 2 I₀; ε counts from where ξ last grew |
-    | an arm without rewards | has mean and variance 0, so rewards should lie around 0, or below it for what is bad |
+    | an arm without rewards | has mean and variance 0, so rewards should be around 0, or below it for what is bad |
     | the variance of h rewards | is their mean squared deviation, divided by h |
     | the first arm, and ties | until the first reward any arm at random, for every open pull; then the lowest |
     | rewards that a part inherits | all of the arm it is cut from, wherever they were pulled, and the new one |
@@ -132,7 +132,7 @@ class PUCBV(LoggedBandit[Pull]):
                 f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come, None if unknown"
             )
         if not 0.0 < self.decay <= 1.0:
-            raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 is no decay")
+            raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 means no decay")
         if not 0.0 <= self.floor <= 1.0:
             raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
         settings = {"arms": int(arms), "exploration": self.exploration, "min_width": self.min_width}
@@ -148,7 +148,7 @@ class PUCBV(LoggedBandit[Pull]):
         return tuple(self._arms)
 
     def _schedule(self) -> tuple[float, int]:
-        """ξ, and the rewards since which ε decays."""
+        """Return ξ, and the rewards since which ε decays."""
         told = len(self._told)
         if self.horizon is not None:
             return self.horizon, told
@@ -159,7 +159,7 @@ class PUCBV(LoggedBandit[Pull]):
         return 2.0 * grown, told - max(grown, least)
 
     def indices(self) -> tuple[float, ...]:
-        """The index U of each arm, in the order of `arms`."""
+        """Return the index U of each arm, in the order of `arms`."""
         horizon, age = self._schedule()
         # log(ξ ψ ε), taken apart so that ε cannot underflow to 0 in a long run.
         epsilon = max(age * math.log(self.decay), math.log(self.floor) if self.floor else -math.inf)

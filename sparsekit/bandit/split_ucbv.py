@@ -31,9 +31,9 @@ class SplitUCBV(LoggedBandit[Trial]):
 
         U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels),
 
-    is next, where M is the largest mean of an arm that the cell faces (on an interval, its two neighbours): right beside a
+    is next, where M is the largest mean of an arm that the cell faces (on an interval, its two neighbours): right next to a
     better arm a cell may be good though its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the
-    best cell lies. q is ν/2 (t^(2 / (ν + 1)) - 1) after t rewards: log t where many arms have shown what the variation
+    best cell is. q is ν/2 (t^(2 / (ν + 1)) - 1) after t rewards: log t where many arms have shown what the variation
     is, ν → ∞, but growing faster at depths where few have, so that a narrow peak in a wide cell is found in the end. The arm
     of that cell (or the better one that it faces) is pulled until v < κ D[h + 1]; then the cell is split across its longest
     side (or towards that arm), and the new arm is pulled.
@@ -46,8 +46,8 @@ class SplitUCBV(LoggedBandit[Trial]):
     | point | decision |
     |---|---|
     | several open pulls | each open one counts as told with the reward that was expected, until 64 more were proposed |
-    | another value was executed | becomes an arm of its own, in a cell split off from the one that it lies in |
-    | `upper` | cells that begin below compete; if the arm of the chosen one lies above, it gets a new one below |
+    | another value was executed | becomes an arm of its own, in a cell split off from the one that contains it |
+    | `upper` | cells that begin below compete; if the arm of the chosen one is above, it gets a new one below |
     | `eliminate` | the part of the cell on that side of the value is never proposed again |
     | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
@@ -162,5 +162,5 @@ class SplitUCBV(LoggedBandit[Trial]):
         )
 
     def indices(self) -> tuple[float, ...]:
-        """The index U of each arm, in the order of `arms`; infinite until there are enough rewards to learn from."""
+        """Return the index U of each arm, in the order of `arms`; infinite until there are enough rewards to learn from."""
         return tuple(row[-1] for row in self._field.rows()) if isinstance(self.space, Interval) else ()

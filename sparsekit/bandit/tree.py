@@ -20,19 +20,19 @@ _SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
 # the arms born there.
 _TAIL, _TAIL_KEPT = 2.0, 0.15
 # a, b and c: what a unit of variation within the cell is worth, by how much more with each factor e of rewards, and what each
-# level that the best cell lies deeper is worth.
+# level that the best cell is deeper is worth.
 _BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
 
 
 class Tree:
-    """A partition of the unit cube; arm k lies in cell k, and in all arrays the first `size` rows are theirs.
+    """A partition of the unit cube; arm k belongs to cell k, and in all arrays the first `size` rows are theirs.
 
     Each cell has a depth, and on each of its sides a cell that it faces there. On an interval these are its neighbours. In a
     box a side may touch many cells, of which one is known: that which was split off there last, or which the two had in common
     before a split. -1 stands for the border of the cube.
 
     Posterior means and variances are less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]). An arm that
-    was split from none lies around 0 with variance D[0] = `scale`, which is 0 until there are rewards to take it from.
+    was split from none is around 0 with variance D[0] = `scale`, which is 0 until there are rewards to take it from.
     """
 
     def __init__(self, count: int, axes: int, rng: np.random.Generator) -> None:
@@ -83,7 +83,7 @@ class Tree:
         return self.size >= self.capacity
 
     def halves(self, cell: int) -> tuple[int, float] | None:
-        """The longest axis and its middle; None where the cell is too narrow to be halved."""
+        """Return the longest axis and its middle; None where the cell is too narrow to be halved."""
         low, high = self.low[cell].tolist(), self.high[cell].tolist()
         sides = [end - start for start, end in zip(low, high)]
         longest = max(sides)
@@ -115,14 +115,14 @@ class Tree:
         return new
 
     def find(self, point: Floats) -> int:
-        """The cell that holds a point; on a border, the first one."""
+        """Return the cell that holds a point; on a border, the first one."""
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
 
     # --- what is believed ---
 
     def begin(self, scale: float, level: float) -> None:
-        """Believe that all arms lie around a level, from which rewards are counted, with variance `scale`, above 0."""
+        """Assume that all arms are around a level, from which rewards are counted, with variance `scale`, above 0."""
         self.scale, self.level = scale, level
         self.variances[:] = scale
         self.variation = scale * self._ratio ** np.arange(_DEEPEST + 2.0)
@@ -135,7 +135,7 @@ class Tree:
         self.variances[arm] = variance * (1.0 - gain)
 
     def sweep(self, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
-        """Learn D anew, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
+        """Learn D again, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
 
         Args:
             weights: Number of rewards of each arm, float (arms,).
@@ -169,11 +169,11 @@ class Tree:
         np.divide(weighed, precision, out=self.means[:size])
 
     def _learn_variation(self, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
-        """D and what follows from it by depth, given how many arms were born there and how far they lay from their parents."""
+        """D and what follows from it by depth, given how many arms were born there and how far they were from their parents."""
         prior = _SHRINK_WEIGHT * self._ratio
         freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []
-        # Cells one level deeper than any are there by the next sweep, and their halves lie one deeper again.
+        # Cells one level deeper than any are there by the next sweep, and their halves are one deeper again.
         for depth in range(1, min(self.deepest + 2, _DEEPEST + 1) + 1):
             count = counts[depth]
             variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)

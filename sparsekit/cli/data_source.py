@@ -69,7 +69,9 @@ def load_data(options: PruneOptions) -> tuple[Iterable[Any], Iterable[Any] | Non
 
 
 def find_loss(text: str) -> Callable[..., Any] | None:
-    """A loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model computes."""
+    """Return a loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model
+    computes.
+    """
     if text == "outputs":
         return None
     found = losses.find(text)
@@ -81,7 +83,7 @@ def find_loss(text: str) -> Callable[..., Any] | None:
 def find_metric(
     text: str | None, batches: Iterable[Any] | None, loss: Callable[..., Any] | None
 ) -> Callable[[nn.Module], float] | None:
-    """What a model is scored with: a function with a name, larger is better; None without validation data.
+    """Return what a model is scored with: a function with a name, larger is better; None without validation data.
 
     Args:
         text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
@@ -110,7 +112,7 @@ def _named(name: str, function: Callable[[nn.Module], float]) -> Callable[[nn.Mo
 
 
 def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
-    """The mean over batches of a score, in eval mode; a score is a sum and the number of what it sums."""
+    """Return the mean over batches of a score, in eval mode; a score is a sum and the number of what it sums."""
     import torch
 
     from sparsekit.criteria.batches import read_batches, scoring
@@ -124,7 +126,7 @@ def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, 
 
 
 def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
-    """The number of targets that are the largest output along axis 1, and that of all."""
+    """Return the number of targets that are the largest output along axis 1, and that of all."""
     from sparsekit.criteria.batches import split_batch
 
     args, kwargs, target = split_batch(batch, keep_target=False)

@@ -150,7 +150,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_words(error: OSError) -> str:
-    """What the system refused, and what to do: its own message has a number and no advice."""
+    """Return what the system refused, and what to do: its own message has a number and no advice."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return (

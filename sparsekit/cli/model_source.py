@@ -25,7 +25,9 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model that the options name, with its weights, and its positional and keyword example inputs, on their device."""
+    """Return the model that the options name, with its weights, and its positional and keyword example inputs, on their
+    device.
+    """
     from sparsekit.tracing.inputs import map_tensors
 
     device = pick_device(options.device)
@@ -54,7 +56,7 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
 def example_inputs(
     name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword example inputs: those of the options, drawn alike each time, else those of the factory.
+    """Return the positional and keyword example inputs: those of the options, drawn alike each time, else those of the factory.
 
     Args:
         name: Name of the model, for messages.
@@ -106,7 +108,7 @@ def read_example(text: str, *, tokens: int, generator: torch.Generator) -> tuple
 
 
 def pick_device(text: str) -> torch.device:
-    """The device of a name."""
+    """Return the device of a name."""
     import torch
 
     try:

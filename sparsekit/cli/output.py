@@ -15,7 +15,9 @@ from typer.core import TyperCommand
 def command_app(
     command: Callable[..., None], *, examples: Sequence[str], cls: type[TyperCommand] = TyperCommand
 ) -> typer.Typer:
-    """A Typer app with one command, as the entry points of `sparsekit.commands` want it; its help ends with the examples."""
+    """Return a Typer app with one command, as the entry points of `sparsekit.commands` want it; its help ends with the
+    examples.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
     app.command(cls=cls, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)

@@ -234,7 +234,7 @@ class PruneJob(Job):
 
 
 def _read_schedule(text: str) -> Any:
-    """`cubic=3` as a schedule of three steps."""
+    """Return `cubic=3` as a schedule of three steps."""
     from sparsekit.allocation.schedule import Schedule
 
     name, _, steps = text.partition("=")

@@ -143,12 +143,12 @@ class Search:
         return [trial for trial in trials if trial.state.is_finished() and set(trial.params) == set(self.axes)]
 
     def best(self) -> FrozenTrial | None:
-        """The first trial with the best score; None if no trial has a score."""
+        """Return the first trial with the best score; None if no trial has a score."""
         scored = [trial for trial in self.ended if trial.value is not None and math.isfinite(trial.value)]
         return max(scored, key=lambda trial: (trial.value or 0.0) * (1 if self.maximize else -1), default=None)
 
     def recommended(self) -> FrozenTrial | None:
-        """The trial that the bandit would bet on, since a mean counts for more than one lucky score; else the best."""
+        """Return the trial that the bandit would bet on, since a mean counts for more than one lucky score; else the best."""
         found = getattr(self.study.sampler, "recommended", lambda _: None)(self.study)
         lucky = self.settings["deterministic"] or found is None or found.value is None
         return self.best() if lucky else found

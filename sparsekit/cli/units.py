@@ -59,7 +59,7 @@ def _units(options: UnitsOptions) -> None:
 
 
 def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
-    """Parameters that touch the units of a group; those between two groups count for both."""
+    """Return parameters that touch the units of a group; those between two groups count for both."""
     import torch
 
     total = 0
@@ -73,7 +73,7 @@ def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
 
 
 def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str, float]) -> dict[str, Any]:
-    """What the command shows; `times` are milliseconds by module, "" for the whole pass, or nothing."""
+    """Return what the command shows; `times` are milliseconds by module, "" for the whole pass, or nothing."""
     # Tied parameters appear once, under their first name.
     parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
     total = sum(parameters.values())
@@ -109,7 +109,7 @@ def _print(report: dict[str, Any]) -> None:
         time = [f"{group['ms']:.3g}"] if timed else []
         others = ", ".join(name for name in group["ties"] if name != group["name"])
         rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", *time, others or "–"])
-    ties = "ties, beside itself"
+    ties = "ties, besides itself"
     print_table(("group", "units", "parameters", "share", *(["ms"] if timed else []), ties), rows, texts=[ties])
     typer.echo(
         f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"

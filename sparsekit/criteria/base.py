@@ -29,7 +29,7 @@ class ScoringContext:
     model: nn.Module | None = None
 
     def weights_for(self, criterion: object) -> StateDict:
-        """The weights.
+        """Return the weights.
 
         Raises:
             MissingImportanceError: there are none.
@@ -67,12 +67,12 @@ class Criterion(Protocol):
 
 
 def is_comparable(criterion: object) -> bool:
-    """Whether the scores of units of different groups mean the same, so that one ranking of all units makes sense."""
+    """Tell whether the scores of units of different groups mean the same, so that one ranking of all units makes sense."""
     return bool(getattr(criterion, "comparable", False))
 
 
 def is_learned(criterion: object) -> bool:
-    """Whether the scores follow the importance that is learned."""
+    """Tell whether the scores follow the importance that is learned."""
     return bool(getattr(criterion, "learned", False))
 
 

@@ -54,7 +54,7 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
 
 
 def example_count(batch: Batch) -> int:
-    """Examples in a batch: the length of the first axis of its first tensor with axes; 1 where there is none."""
+    """Return examples in a batch: the length of the first axis of its first tensor with axes; 1 where there is none."""
     first = next((tensor for tensor in _tensors(batch) if tensor.dim()), None)
     return 1 if first is None else int(first.shape[0])
 
@@ -70,7 +70,7 @@ def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
-    """The loss of outputs, a scalar.
+    """Return the loss of outputs, a scalar.
 
     Args:
         outputs: Of a model.
@@ -143,7 +143,7 @@ def read_batches(
 
 
 def _length(batches: Iterable[Batch]) -> int | None:
-    """Number of batches, where it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
+    """Return the number of batches, where it is known: a loader over an `IterableDataset` has `__len__` and raises in it."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:

@@ -40,7 +40,7 @@ def with_data(
     limit: int = 40,
     progress: bool = False,
 ) -> Criterion:
-    """`as_criterion`, with the data where it reads data and has none of its own; `Fisher` where none is given.
+    """Return `as_criterion`, with the data where it reads data and has none of its own; `Fisher` where none is given.
 
     `limit` is the number of batches to score on at most, unless the criterion has one itself.
     """

@@ -25,7 +25,7 @@ Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
-    """The axis of a layer's input on which the positions of a slice of its weight lie; None where there is none such."""
+    """Return the axis of a layer's input on which the positions of a slice of its weight lie; None where there is none such."""
     if isinstance(module, nn.Linear) and piece.dim == 1:
         return -1
     if isinstance(module, ConvNd) and module.groups == 1 and piece.dim == (0 if module.transposed else 1):
@@ -34,7 +34,7 @@ def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
 
 
 def owners_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Identity of a parameter → the modules that have it."""
+    """Return identity of a parameter → the modules that have it."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for entry in module.parameters(recurse=False):
@@ -90,7 +90,7 @@ def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> I
 
 
 def sum_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, on the device of the first part."""
+    """Return the sum, on the device of the first part."""
     return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
@@ -195,10 +195,10 @@ def _one_pass(
 
 
 def _doubled(values: Tensor) -> Tensor:
-    """The values in float64, where the device has it."""
+    """Return the values in float64, where the device has it."""
     return values if values.device.type == "mps" else values.double()
 
 
 def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
-    """Whether a layer was called, always with the examples on the first axis and the channels on another."""
+    """Tell whether a layer was called, always with the examples on the first axis and the channels on another."""
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] == examples for x in inputs)

@@ -13,7 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 class Scored:
     """Return scores that were computed before.
 
-    Use it to prune to several budgets without scoring anew (`Pruned.scores` holds such criteria), or to bring scores of
+    Use it to prune to several budgets without scoring again (`Pruned.scores` holds such criteria), or to bring scores of
     your own.
 
     Args:
@@ -27,5 +27,5 @@ class Scored:
     comparable: bool = False
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
-        """The scores as they were given."""
+        """Return the scores as they were given."""
         return self.values

@@ -27,7 +27,7 @@ class _Cut(NamedTuple("_Cut", [("dep", Any), ("idxs", list[int])])):
 
 
 def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
-    """The library's function that cuts this slice of a layer; None for layers that it does not know."""
+    """Return the library's function that cuts this slice of a layer; None for layers that it does not know."""
     pruner = library.pruner.function.PrunerBox.get(library.ops.module2type(layer))
     depthwise = isinstance(layer, ConvNd) and 1 < layer.groups == layer.out_channels
     reads = isinstance(layer, ConvNd | nn.Linear) and piece.dim != int(getattr(layer, "transposed", False)) and not depthwise
@@ -35,7 +35,8 @@ def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
 
 
 def _cuts_of(group: UnitGroup, model: nn.Module) -> list[_Cut]:
-    """A group in the form that importance classes read: one cut for each layer and side, those that make the units first.
+    """Return a group in the form that importance classes read: one cut for each layer and side, those that make the units
+    first.
 
     Root positions are those along the first cut. If another layer has more or fewer positions per unit, they are spread evenly
     over the unit's.

@@ -17,7 +17,7 @@ Order = Literal[1, 2]
 
 
 def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False) -> list[UnitSlice]:
-    """The slices of entries, of those with some `names`, that make the units: side "out", and no running statistics.
+    """Return the slices of entries, of those with some `names`, that make the units: side "out", and no running statistics.
 
     With `coupled` also those that read the units.
     """
@@ -29,7 +29,7 @@ def own_slices(group: UnitGroup, names: Container[str], *, coupled: bool = False
 
 
 def unit_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
-    """Group name → the parameters in which its units lie, with their slices, each once; of tied names the first counts."""
+    """Group name → the parameters that hold its units, with their slices, each once; of tied names the first counts."""
     entries = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
     for name, group in graph.groups.items():
@@ -48,7 +48,7 @@ def along_axis(values: Tensor, dim: int) -> Tensor:
 
 
 def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
-    """Σ |θ| over the entries that make each unit, |θ|_J in the paper.
+    """Return Σ |θ| over the entries that make each unit, |θ|_J in the paper.
 
     Args:
         group: The units.
@@ -63,7 +63,7 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
 
 
 def unit_sums(group: UnitGroup, weights: StateDict, *, order: Order, coupled: bool = False) -> Tensor:
-    """Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none."""
+    """Return Σ |θ| or Σ θ² over `own_slices`: float (units,), 0 where there are none."""
     total: Tensor | None = None
     for piece in own_slices(group, weights, coupled=coupled):
         entry = wide(weights[piece.name].detach())

@@ -37,7 +37,7 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
 
 
 def _with_groups(graph: UnitGraph, groups: Mapping[str, UnitGroup]) -> UnitGraph:
-    """The graph with these groups and what concerns them alone."""
+    """Return the graph with these groups and what concerns them alone."""
     ties = (tuple(name for name in tied if name in groups) for tied in graph.ties)
     norms = (replace(site, places={name: at for name, at in site.places.items() if name in groups}) for site in graph.norms)
     return replace(

@@ -55,7 +55,7 @@ class UnitGraph:
     aliases: tuple[tuple[str, ...], ...] = ()
 
     def __repr__(self) -> str:
-        """A summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
+        """Return a summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
         shown = [f"{group.name}: {group.size} {group.kind}s" for group in list(self.groups.values())[:_SHOWN]]
         more = len(self.groups) - len(shown)
         listed = ", ".join([*shown, f"and {more} more"] if more else shown)
@@ -164,7 +164,7 @@ class UnitGraph:
         return gated
 
     def kept_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-        """Which positions stay along each axis that units touch.
+        """Return which positions stay along each axis that units touch.
 
         Args:
             keep: Group name → bool (units,), for every group.
@@ -185,7 +185,7 @@ class UnitGraph:
         return {name: dict(axes) for name, axes in found.items()}
 
     def rotated_indices(self, keep: Mapping[str, Tensor], groups: Collection[str]) -> dict[str, dict[int, Tensor]]:
-        """`kept_indices` with the kept units of some groups in another order, each in the place of the next.
+        """Return `kept_indices` with the kept units of some groups in another order, each in the place of the next.
 
         A model that is cut with them has the same units, in every tensor alike, and computes the same if each unit has the
         positions that the graph says. Masks alone cannot tell whether two kept units have each other's.
@@ -208,7 +208,7 @@ class UnitGraph:
         return {}
 
     def to_json(self) -> str:
-        """The graph as JSON text, exact, its fields by name and tensors as lists; `from_json` is its inverse."""
+        """Return the graph as JSON text, exact, its fields by name and tensors as lists; `from_json` is its inverse."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, default=Tensor.tolist)
 
     @staticmethod
@@ -244,7 +244,7 @@ class UnitGraph:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """All slices of a graph as arrays. The axes that units touch lie end to end, so that a position is one number.
+    """All slices of a graph as arrays. The axes that units touch are concatenated, so that a position is one number.
 
     Args:
         axes: (state-dict key, axis) of each of them.
@@ -278,7 +278,9 @@ class _Table:
         return cls(axes, bounds, positions, units, span)
 
     def kept(self, keep: npt.NDArray[np.bool_], moved: npt.NDArray[np.int64] | None = None) -> dict[str, dict[int, Tensor]]:
-        """State-dict key → axis → the positions kept, ascending; with `moved` those of the unit so many further on instead."""
+        """Return state-dict key → axis → the positions kept, ascending; with `moved` those of the unit so many further on
+        instead.
+        """
         stays = np.ones(self.bounds[-1], dtype=bool)
         own = keep[self.units]
         stays[self.positions[~own]] = False

@@ -1,4 +1,4 @@
-"""UnitSlice, UnitGroup: where units lie in tensors; Unprunable, SizeAttribute, NormSite: what else a trace has found."""
+"""UnitSlice, UnitGroup: where units are in tensors; Unprunable, SizeAttribute, NormSite: what else a trace has found."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Kind = Literal["channel", "feature", "cell", "head"]
 
 @dataclass(frozen=True, eq=False)
 class UnitSlice:
-    """Where the units of a group lie in one tensor.
+    """Where the units of a group are in one tensor.
 
     Args:
         name: State-dict key of the tensor.
@@ -55,7 +55,7 @@ class UnitGroup:
         name: Unique; the name of the first module that makes the units.
         size: Number of units.
         kind: What a unit is.
-        slices: Every tensor axis on which the units lie.
+        slices: Every tensor axis that holds the units.
     """
 
     name: str
@@ -125,7 +125,7 @@ class NormSite:
     places: Mapping[str, tuple[Tensor, Tensor]]
 
     def stays(self, keep: Mapping[str, Tensor]) -> Tensor:
-        """Which positions of the axis are kept, bool (size,), of group name → bool (units,)."""
+        """Return which positions of the axis are kept, bool (size,), of group name → bool (units,)."""
         stays = torch.ones(self.size, dtype=torch.bool)
         for name, (positions, units) in self.places.items():
             stays[positions] = keep[name].cpu()[units]

@@ -19,17 +19,17 @@ StateDict: TypeAlias = Mapping[str, Tensor]
 
 
 def narrow_shape(shape: Sequence[int], axes: Axes) -> torch.Size:
-    """The shape of what `gather` returns for a tensor of `shape`."""
+    """Return the shape of what `gather` returns for a tensor of `shape`."""
     return torch.Size(axes[dim].numel() if dim in axes else size for dim, size in enumerate(shape))
 
 
 def cut_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
-    """The axes that lose positions. With ascending positions the others need no index."""
+    """Return the axes that lose positions. With ascending positions the others need no index."""
     return {dim: index for dim, index in axes.items() if index.numel() < shape[dim]}
 
 
 def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
-    """The axes that lose positions, or have them in another order."""
+    """Return the axes that lose positions, or have them in another order."""
     return {
         dim: index
         for dim, index in axes.items()
@@ -38,7 +38,8 @@ def moved_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
 
 
 def places(index: Tensor, size: int) -> Tensor:
-    """The inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in it.
+    """Return the inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in
+    it.
 
     Example: `places([4, 1], 5)` is `[-1, 1, -1, -1, 0]`.
     """
@@ -78,7 +79,7 @@ def gate(dense: Tensor, dim: int, index: Tensor, gates: Tensor) -> Tensor:
 
     Args:
         dense: Any tensor.
-        dim: The axis on which the units lie.
+        dim: The axis of the units.
         index: int64 (units, span), the positions of each unit; others keep their values.
         gates: float (units,).
     """
@@ -100,7 +101,7 @@ def along(vector: Tensor, dim: int, rank: int) -> Tensor:
 
 
 def _mesh(dense: Tensor, axes: Axes) -> tuple[Any, ...]:
-    """What `dense` is indexed with to reach the entries at `axes`.
+    """Return what `dense` is indexed with to reach the entries at `axes`.
 
     Advanced indices with a slice between them would move their axes to the front, so whole axes between are spelt out.
     Example: axes 0 and 2 of three give tensors of the shapes (k, 1, 1), (1, n, 1) and (1, 1, m).

@@ -26,7 +26,7 @@ class Layer:
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
-    """State-dict keys of the output layer.
+    """Return state-dict keys of the output layer.
 
     Args:
         layers: The layers of the model, in forward order.
@@ -39,7 +39,8 @@ def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
 
 
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
-    """State-dict keys of the weight matrices that may be pruned by entry: all that train but those that the output layer reads.
+    """Return state-dict keys of the weight matrices that may be pruned by entry: all that train but those that the output layer
+    reads.
 
     Args:
         layers: The layers of the model, in forward order.
@@ -62,7 +63,8 @@ def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> 
 
 
 def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
-    """State-dict keys that the first layers read and no later one does: what only a pass through these layers is spent on.
+    """Return state-dict keys that the first layers read and no later one does: what only a pass through these layers is spent
+    on.
 
     Args:
         layers: The layers of the model, in forward order.

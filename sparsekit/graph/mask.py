@@ -72,7 +72,7 @@ class UnitMask(_Mask):
 
     @staticmethod
     def full(graph: UnitGraph) -> UnitMask:
-        """Every unit kept."""
+        """Return every unit kept."""
         return UnitMask({name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()})
 
     def check(self, graph: UnitGraph) -> None:
@@ -96,7 +96,9 @@ class UnitMask(_Mask):
         graph.check_counts(self.counts())
 
     def density(self, graph: UnitGraph) -> float:
-        """Entries kept / all entries of the model's state, in (0, 1], tied tensors once. Measured, not the requested ratio."""
+        """Return entries kept / all entries of the model's state, in (0, 1], tied tensors once. Measured, not the requested
+        ratio.
+        """
         self.check(graph)
         indices = graph.kept_indices(self)
         kept = total = 0
@@ -124,7 +126,7 @@ class WeightMask(_Mask):
                 )
 
     def density(self, graph: UnitGraph) -> float:
-        """Entries kept / all entries of the model's state, tied tensors once."""
+        """Return entries kept / all entries of the model's state, tied tensors once."""
         self.check(graph)
         total = sum(map(math.prod, graph.tensors.values()))
         dropped = sum(keep.numel() - int(keep.sum()) for name, keep in self.items() if name in graph.tensors)
@@ -132,7 +134,7 @@ class WeightMask(_Mask):
 
 
 def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
-    """The same mask by entry: True where no axis belongs to a dropped unit.
+    """Return the same mask by entry: True where no axis belongs to a dropped unit.
 
     Args:
         graph: The graph that `mask` belongs to.

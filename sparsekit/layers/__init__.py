@@ -47,7 +47,7 @@ rules = Registry(
 
 @cache
 def _known() -> dict[type[nn.Module] | str, LayerRule]:
-    """Type, or its name → rule."""
+    """Return type, or its name → rule."""
     made: list[LayerRule] = [rules[name]() for name in rules]
     found: dict[type[nn.Module] | str, LayerRule] = {}
     for rule in made:
@@ -56,7 +56,7 @@ def _known() -> dict[type[nn.Module] | str, LayerRule]:
 
 
 def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
-    """The rule of the nearest type of `module`, or None.
+    """Return the rule of the nearest type of `module`, or None.
 
     Args:
         module: Any module.
@@ -80,5 +80,5 @@ def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None =
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a module is a convolution of torch over any number of axes, transposed ones too."""
+    """Tell whether a module is a convolution of torch over any number of axes, transposed ones too."""
     return isinstance(module, ConvNd)

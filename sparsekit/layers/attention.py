@@ -23,14 +23,14 @@ _ARGUMENTS = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[
 
 
 def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
-    """Weights of queries, keys and values; one tensor if they are stacked."""
+    """Return weights of queries, keys and values; one tensor if they are stacked."""
     if module.in_proj_weight is not None:
         return [module.in_proj_weight]
     return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
 
 
 def _is_whole(module: nn.MultiheadAttention) -> bool:
-    """True if all heads together are as wide as the queries and the output, which is what torch's own forward needs."""
+    """Return true if all heads together are as wide as the queries and the output, which is what torch's own forward needs."""
     weights = _projections(module)
     rows = weights[0].shape[0] // 3 if len(weights) == 1 else weights[0].shape[0]
     return rows == weights[0].shape[1] == module.out_proj.weight.shape[0]
@@ -53,7 +53,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, as `nn.MultiheadAttention.forward` does.
+        """Return attend, as `nn.MultiheadAttention.forward` does.
 
         Raises:
             InvalidValueError: `is_causal` without `attn_mask`, or a mask of a shape that does not fit.
@@ -85,7 +85,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projected inputs, each (batch, heads, positions, head size), with the extra positions of keys and values."""
+        """Return projected inputs, each (batch, heads, positions, head size), with the extra positions of keys and values."""
         weights = (
             (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             if self.in_proj_weight is None
@@ -102,7 +102,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """What is added to the scores, to broadcast over (batch, heads, targets, sources); None if nothing is."""
+        """Return what is added to the scores, to broadcast over (batch, heads, targets, sources); None if nothing is."""
         batch, targets, sources = query.shape[0], query.shape[1], key.shape[1]
         total: Tensor | None = None
         if attn_mask is not None:
@@ -127,7 +127,7 @@ class NarrowMultiheadAttention(nn.MultiheadAttention):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores: -inf where a boolean mask is True."""
+    """Return a mask to be added to scores: -inf where a boolean mask is True."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
     return mask.to(dtype)

@@ -11,7 +11,7 @@ Found = TypeVar("Found")
 
 
 def of_type(module: nn.Module, table: Mapping[Any, Found]) -> Found | None:
-    """What a table of types, or of their names "package.module.Class", has for the nearest type of a module, or None."""
+    """Return what a table of types, or of their names "package.module.Class", has for the nearest type of a module, or None."""
     names = (name for kind in type(module).__mro__ for name in (kind, f"{kind.__module__}.{kind.__qualname__}"))
     return next((table[name] for name in names if name in table), None)
 

@@ -20,7 +20,7 @@ def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
 
 
 def _names(module: nn.RNNBase | nn.RNNCellBase) -> list[list[list[str]]]:
-    """The names that weights and biases may have: of each layer, of each of its directions."""
+    """Return the names that weights and biases may have: of each layer, of each of its directions."""
     if isinstance(module, nn.RNNCellBase):
         return [[[*_KINDS]]]
     ways = ("", "_reverse") if module.bidirectional else ("",)
@@ -34,7 +34,7 @@ def _data(x: Any) -> Tensor:
 
 
 def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The initial states that are passed in: none, the hidden state, or hidden state and cells."""
+    """Return the initial states that are passed in: none, the hidden state, or hidden state and cells."""
     return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
 
 
@@ -66,7 +66,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels 
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
-    """Both directions of a layer have one size, and their states end up in one tensor."""
+    """Return both directions of a layer have one size, and their states end up in one tensor."""
     first, last = directions[0], directions[-1]
     if first is None or last is None:
         return None

@@ -16,7 +16,7 @@ _Sizes: TypeAlias = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
 
 def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
-    """Depthwise layers lose whole conv groups, other grouped layers the same position of each."""
+    """Return depthwise layers lose whole conv groups, other grouped layers the same position of each."""
     groups = module.groups
     if groups > 1 and module.in_channels == groups:
         multiplier = module.out_channels // groups
@@ -28,7 +28,9 @@ def _convolution(module: ConvNd, shape: Sequence[int]) -> Mapping[str, int]:
 
 
 def _group_norm(module: nn.GroupNorm, shape: Sequence[int]) -> Mapping[str, int]:
-    """The unit is a whole norm group, so their number shrinks and their width stays; one group over all channels stays one."""
+    """Return the unit is a whole norm group, so their number shrinks and their width stays; one group over all channels stays
+    one.
+    """
     width = module.num_channels // module.num_groups
     return {"num_groups": 1 if module.num_groups == 1 else shape[0] // width, "num_channels": shape[0]}
 
@@ -63,7 +65,7 @@ class SizedRule(LayerRule):
 
 
 def _weight_shape(module: nn.Module) -> torch.Size | None:
-    """The shape of the weight, or of the statistics of a layer without one; None where there are neither.
+    """Return the shape of the weight, or of the statistics of a layer without one; None where there are neither.
 
     Args:
         module: A layer whose parameters may have just been replaced by narrower ones. If its weight is parametrised, or

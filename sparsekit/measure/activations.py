@@ -33,7 +33,7 @@ class Lengths:
     axes: Axes
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
-        """The number where the groups keep `counts` units."""
+        """Return the number where the groups keep `counts` units."""
         lengths: list[int] = [length(axis, counts) for axis in self.axes]
         return self.factor * math.prod(lengths)
 
@@ -87,7 +87,7 @@ def measure_shrinkage(
 
 
 def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
-    """The lengths of a shape, with whole positions for each unit; None where there are others."""
+    """Return the lengths of a shape, with whole positions for each unit; None where there are others."""
     own = [(size, spans) for size, spans in axes if spans]
     if any(each != int(each) for size, spans in own for each in (size, *spans.values())):
         return None

@@ -67,7 +67,7 @@ class Budget:
         return tuple(name for name in METRICS if getattr(self, name) is not None)
 
     def limits(self, dense: Mapping[str, float]) -> dict[str, float]:
-        """The largest cost that is allowed, by metric.
+        """Return the largest cost that is allowed, by metric.
 
         Args:
             dense: Metric → cost of the dense model.
@@ -90,7 +90,7 @@ class Budget:
         return found
 
     def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
-        """A budget on the way from the dense model to this one.
+        """Return a budget on the way from the dense model to this one.
 
         Args:
             progress: 0 for the dense model, 1 for this budget.
@@ -190,7 +190,7 @@ def _check(name: str, value: object) -> None:
 
 
 def format_cost(metric: str, value: float) -> str:
-    """A cost in words, such as `3.20 GFLOPs`, `1.21 M` for parameters, `4.70 MB` or `2.31 ms`."""
+    """Return a cost in words, such as `3.20 GFLOPs`, `1.21 M` for parameters, `4.70 MB` or `2.31 ms`."""
     if metric == "latency_ms":
         return f"{value:.3g} ms"
     unit = {"flops": "FLOPs", "params": ""}.get(metric, "B")

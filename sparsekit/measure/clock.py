@@ -13,12 +13,12 @@ from sparsekit.tracing.inputs import find_tensors
 
 
 def device_of(model: nn.Module, *inputs: Any) -> torch.device:
-    """Where a model or, without parameters, its inputs are."""
+    """Return where a model or, without parameters, its inputs are."""
     return next((tensor.device for tensor in [*model.parameters(), *find_tensors(inputs)]), torch.device("cpu"))
 
 
 def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """A function that makes a call and returns the seconds until the device has finished."""
+    """Return a function that makes a call and returns the seconds until the device has finished."""
     synchronize = torch.get_device_module(device).synchronize
 
     def timed(call: Callable[[], object]) -> float:
@@ -47,13 +47,15 @@ def evaluated(*models: nn.Module) -> Iterator[None]:
 def measure_latency(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float = 0.5, least: int = 5
 ) -> float:
-    """Median milliseconds of a forward pass without gradients, after two to warm up; takes `seconds`, and `least` passes."""
+    """Return the median milliseconds of a forward pass without gradients, after two to warm up; takes `seconds`, and `least`
+    passes.
+    """
     with torch.no_grad():
         return median_ms(lambda: model(*args, **kwargs), device_of(model, args), seconds=seconds, least=least)
 
 
 def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5, least: int = 5) -> float:
-    """The same of any call on a device."""
+    """Return the same of any call on a device."""
     timed = stopwatch(device)
     times: list[float] = []
     begun = time.perf_counter()

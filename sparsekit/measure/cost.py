@@ -113,7 +113,7 @@ class CostModel:
         return mask.counts()
 
     def forward_flops(self, mask: UnitMask | None = None) -> int:
-        """FLOPs of one example through the compact model; backward costs twice as much again.
+        """Return the FLOPs of one example through the compact model; backward costs twice as much again.
 
         Args:
             mask: What is kept; None keeps all.
@@ -122,7 +122,7 @@ class CostModel:
         return int(flops.factors @ flops.volumes.at(self._counts(mask))) // flops.scale
 
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """All metrics of the narrow model, exact but for those of `meters`.
+        """Return all metrics of the narrow model, exact but for those of `meters`.
 
         Args:
             counts: Group name → units kept, for every group.
@@ -133,7 +133,7 @@ class CostModel:
         return self.tracker(counts).totals()
 
     def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-        """State-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
+        """Return state-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
 
         Args:
             counts: Group name → units kept, for every group.
@@ -147,11 +147,11 @@ class CostModel:
         return found
 
     def dense_costs(self) -> dict[str, float]:
-        """The same where every unit is kept."""
+        """Return the same where every unit is kept."""
         return self.costs(self._counts(None))
 
     def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
-        """Costs at widths that change step by step.
+        """Return costs at widths that change step by step.
 
         Args:
             counts: Group name → units kept at the start, for every group.
@@ -188,7 +188,7 @@ class CostModel:
         return found
 
     def _axes(self, name: str) -> Axes:
-        """The axes of the tensor under a key."""
+        """Return the axes of the tensor under a key."""
         axes: list[tuple[int, dict[str, float]]] = [(size, {}) for size in self.graph.shapes[name]]
         for group, piece in self.graph.slices_of.get(name, ()):
             whole, spans = axes[piece.dim]
@@ -197,7 +197,7 @@ class CostModel:
         return tuple(axes)
 
     def cost(self, mask: UnitMask | WeightMask | None = None) -> Cost:
-        """All numbers for the traced pass."""
+        """Return all numbers for the traced pass."""
         entries = self.sizes(mask if isinstance(mask, UnitMask) else None)
         if isinstance(mask, WeightMask):
             entries |= {name: int(keep.sum()) for name, keep in mask.items()}
@@ -241,7 +241,7 @@ def count_cost(
     mask: UnitMask | WeightMask | None = None,
     **example_kwargs: Any,
 ) -> Cost:
-    """FLOPs, parameters and bytes of one forward pass under a mask.
+    """Return the FLOPs, parameters and bytes of one forward pass under a mask.
 
     Args:
         model: The dense model; not changed.
@@ -302,7 +302,7 @@ def measure_costs(
     metrics: Iterable[str] = (),
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
 ) -> CostModel:
-    """The same for inputs of any names, those of the options of `cost_model` among them."""
+    """Return the same for inputs of any names, those of the options of `cost_model` among them."""
     chosen = tuple(metrics)
     for name in chosen:
         if name not in METRICS:

@@ -40,7 +40,7 @@ class Call:
 
 
 class Recorder(DispatchMode):
-    """Notes every convolution and matrix product and the weight it reads, found by the memory it lies in."""
+    """Notes every convolution and matrix product and the weight it reads, found by its memory."""
 
     def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
         super().__init__()
@@ -51,7 +51,8 @@ class Recorder(DispatchMode):
         self.inside = 0
 
     def amount(self, call: Call) -> Fraction:
-        """What the lengths of a call tell: FLOPs of a product, and of a weight at how many positions all of it is used."""
+        """Return what the lengths of a call tell: FLOPs of a product, and of a weight at how many positions all of it is
+        used."""
         # A third of the positions where a call uses one of three projections that the weight holds.
         return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
@@ -126,7 +127,7 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
 
 
 def entry_keys(model: nn.Module) -> dict[int, str]:
-    """What tells the memory of an entry, `storage_id` → its first state-dict key."""
+    """Return what tells the memory of an entry, `storage_id` → its first state-dict key."""
     keys: dict[int, str] = {}
     for name, tensor in named_entries(model).items():
         keys.setdefault(storage_id(tensor), name)

@@ -27,7 +27,7 @@ class _Lives(DispatchMode):
         super().__init__()
         self.known = known  # memory of entries and inputs
         self.number: dict[int, int] = {}  # memory → number of the allocation that it is of
-        self.holders: dict[int, int] = {}  # memory → tensors alive that lie in it
+        self.holders: dict[int, int] = {}  # memory → tensors alive in it
         self.shapes: list[tuple[int, ...]] = []
         self.widths: list[int] = []  # bytes of a number
         self.alive: set[int] = set()
@@ -80,7 +80,7 @@ class MemoryMeter(Meter):
         return float((self._alive @ entries).max(initial=0.0))
 
     def gain(self, now: Array, then: Array, limit: float) -> float:
-        """By how many bytes the moments above the limit come down together, per such moment."""
+        """Return by how many bytes the moments above the limit come down together, per such moment."""
         moments = self._alive @ now
         above = moments > limit
         down = self._alive[above] @ (now - then)
@@ -110,7 +110,7 @@ def measure_memory(
     light, *call, dense = without_data(model, args, kwargs, lives)
     shapes = probe_shapes(light, graph, lambda module: lives(module, *call).shapes, rules)
     in_bytes = [((width, {}), *axes) for width, axes in zip(dense.widths, shapes, strict=True)]
-    # A moment whose tensors are all alive at the next one too is no peak.
+    # A moment whose tensors are all alive at the next one too is not a peak.
     peaks = [now for now, then in zip(dense.moments, [*dense.moments[1:], frozenset()]) if not now <= then]
     alive = np.zeros((len(peaks), len(shapes)))
     for place, moment in enumerate(peaks):

@@ -81,8 +81,8 @@ def measure_pair(
 
 
 def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
-    """Milliseconds of each module that has weights of its own in a forward pass: name → the least of all passes, with "" for
-    a whole pass. A pass before warms up."""
+    """Return the milliseconds of each module that has weights of its own in a forward pass: name → the least of all passes,
+    with "" for a whole pass. A pass before warms up."""
     synchronize = torch.get_device_module(device_of(model, args, kwargs)).synchronize
     begun: dict[str, float] = {}
     spent: dict[str, float] = {}
@@ -172,7 +172,7 @@ def time_turns(
 
 
 def prepare(model: nn.Module, runtime: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], object]:
-    """A call without arguments that runs a model, in eval mode, on its inputs.
+    """Return a call without arguments that runs a model, in eval mode, on its inputs.
 
     Raises:
         InvalidValueError: another runtime.

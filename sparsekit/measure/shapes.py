@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 
 def length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
-    """The length of an axis where the groups keep `counts` units; of whole numbers exact."""
+    """Return the length of an axis where the groups keep `counts` units; of whole numbers exact."""
     return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
 
 
 def shape_at(axes: Axes, counts: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape where the groups keep `counts` units."""
+    """Return the shape where the groups keep `counts` units."""
     return tuple(max(int(bool(axis[1])), round(length(axis, counts))) for axis in axes)
 
 
 def without_data(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[nn.Module, Any, Any], T]
 ) -> tuple[nn.Module, Any, Any, T]:
-    """A model in eval mode, its inputs, and what `run` makes of them: on the meta device, where a pass costs no arithmetic, or
-    as given. The model shares its parameters with the given one.
+    """Return a model in eval mode, its inputs, and what `run` makes of them: on the meta device, where a pass costs no
+    arithmetic, or as given. The model shares its parameters with the given one.
 
     Raises:
         TraceError: the model fails on the inputs.
@@ -80,7 +80,7 @@ def probe_shapes(
     leaders = list(sizes)
 
     def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
-        """By how much each axis of each shape is shorter where some widths are halved."""
+        """Return by how much each axis of each shape is shorter where some widths are halved."""
         halves = {name: _half(sizes[home]) for name, home in first.items() if home in halved}
         try:
             found = list(run(narrow_module(model, graph, _first_units(graph, halves), rules)))
@@ -108,7 +108,8 @@ def probe_shapes(
 
 
 def half_of_all(graph: UnitGraph) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Numbers of units where every width is halved, as `probe_shapes` halves them one by one, and the units that stay."""
+    """Return numbers of units where every width is halved, as `probe_shapes` halves them one by one, and the units that
+    stay."""
     first, sizes = _widths(graph)
     counts = {name: _half(sizes[home]) for name, home in first.items()}
     return counts, _first_units(graph, counts)
@@ -125,7 +126,7 @@ def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tenso
 
 
 def _half(size: int) -> int:
-    """About half of the units, and two where there are more: with a single one a copy may become a view."""
+    """Return about half of the units, and two where there are more: with a single one a copy may become a view."""
     return max(min(2, size - 1), size // 2, 1)
 
 
@@ -135,7 +136,7 @@ def _decoded(
     sizes: Mapping[str, int],
     shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
 ) -> list[list[dict[str, float]]] | None:
-    """The same from few passes, where no axis follows more than one width; None where one does.
+    """Return the same from few passes, where no axis follows more than one width; None where one does.
 
     Each width is halved in half of the passes, in another half than every other width, so that the passes in which an axis is
     shorter name its width. Two widths together would name more than half of them.

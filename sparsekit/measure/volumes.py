@@ -37,20 +37,20 @@ class Volumes:
         self._growth: dict[tuple[str, ...], Array] = {}
 
     def lengths(self, counts: Mapping[str, int]) -> Array:
-        """float (tensors, axes)."""
+        """Return float (tensors, axes)."""
         return self._fixed + self._spans @ np.array([counts[name] for name in self._groups], dtype=np.float64)
 
     def entries(self, lengths: Array) -> Array:
-        """float (tensors,): the numbers of entries at such lengths."""
+        """Return float (tensors,): the numbers of entries at such lengths."""
         found: Array = np.maximum(np.rint(lengths), self._least).prod(1)
         return found
 
     def at(self, counts: Mapping[str, int]) -> Array:
-        """float (tensors,): the numbers of entries where the groups keep `counts` units."""
+        """Return float (tensors,): the numbers of entries where the groups keep `counts` units."""
         return self.entries(self.lengths(counts))
 
     def growth(self, groups: tuple[str, ...]) -> Array:
-        """float (tensors, axes): by how much the axes grow where each of `groups` gets a unit more."""
+        """Return float (tensors, axes): by how much the axes grow where each of `groups` gets a unit more."""
         if groups not in self._growth:
             columns = [self._groups.index(name) for name in groups if name in self._groups]
             self._growth[groups] = self._spans[:, :, columns].sum(2)
@@ -64,15 +64,15 @@ class Meter(ABC):
 
     @abstractmethod
     def read(self, entries: Array) -> float:
-        """The cost where the tensors have `entries`, float (tensors,)."""
+        """Return the cost where the tensors have `entries`, float (tensors,)."""
 
     def gain(self, now: Array, then: Array, limit: float) -> float:
-        """How far a step from one number of entries to another leads towards a `limit` that is exceeded."""
+        """Return how far a step from one number of entries to another leads towards a `limit` that is exceeded."""
         del limit
         return self.read(now) - self.read(then)
 
     def at(self, counts: Mapping[str, int]) -> float:
-        """The cost where the groups keep `counts` units."""
+        """Return the cost where the groups keep `counts` units."""
         return self.read(self.volumes.at(counts))
 
 
@@ -101,21 +101,23 @@ class CostTracker:
         self._totals = {name: meter.read(self._entries[meter.volumes]) for name, meter in self._meters.items()}
 
     def _after(self, groups: Sequence[str], count: int) -> dict[Volumes, Array]:
-        """The lengths after a step."""
+        """Return the lengths after a step."""
         more = count - self.counts[groups[0]]
         return {volumes: own + volumes.growth(tuple(groups)) * more for volumes, own in self._lengths.items()}
 
     def totals(self) -> dict[str, float]:
-        """Metric → cost at the present widths."""
+        """Return metric → cost at the present widths."""
         return dict(self._totals)
 
     def change(self, groups: Sequence[str], count: int) -> dict[str, float]:
-        """Metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count` units."""
+        """Return metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count`
+        units.
+        """
         then = {volumes: volumes.entries(lengths) for volumes, lengths in self._after(groups, count).items()}
         return {name: meter.read(then[meter.volumes]) - self._totals[name] for name, meter in self._meters.items()}
 
     def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        """What the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
+        """Return what the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
         then = {volumes: volumes.entries(lengths) for volumes, lengths in self._after(groups, count).items()}
         return sum(
             meter.gain(self._entries[meter.volumes], then[meter.volumes], limits[name]) / max(limits[name], 1e-300)

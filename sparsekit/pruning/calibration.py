@@ -35,7 +35,7 @@ class SampledLoss:
     generator: torch.Generator
 
     def __call__(self, outputs: Any) -> Tensor:
-        """A scalar, the mean over examples, whose squared gradients have the curvature of the distance as their mean."""
+        """Return a scalar, the mean over examples, whose squared gradients have the curvature of the distance as their mean."""
         found = Distillation.outputs(outputs)
         noise = torch.randn(found.shape, generator=self.generator).to(found)
         return (found * noise).sum() / max(1, found.shape[0] if found.dim() > 1 else 1)
@@ -89,7 +89,7 @@ class Calibration:
         return SampledLoss(torch_generator(np.random.default_rng(0))) if self.distils else self.loss
 
     def measure(self, model: nn.Module) -> float:
-        """The mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
+        """Return the mean loss over the batches that judge, or the distance to the dense outputs: lower is better."""
         total, count = 0.0, 0
         with scoring(model), torch.no_grad():
             for batch, wanted in itertools.zip_longest(self.judge, self.wanted):
@@ -108,7 +108,7 @@ def _run(model: nn.Module, batch: Batch) -> Any:
 
 
 def _has_loss(model: nn.Module, batch: Batch) -> bool:
-    """Whether a batch has a target, or the model computes a loss of it."""
+    """Tell whether a batch has a target, or the model computes a loss of it."""
     args, kwargs, target = split_batch(batch, keep_target=True)
     if target is not None:
         return True

@@ -73,7 +73,7 @@ class Cut:
 
 
 def criterion_name(criterion: Criterion) -> str:
-    """The name of a criterion for messages and reports."""
+    """Return the name of a criterion for messages and reports."""
     return criterion.name if isinstance(criterion, Scored) else type(criterion).__name__
 
 
@@ -265,7 +265,7 @@ def _warn_of_starved(graph: UnitGraph, counts: Counts) -> None:
 
 
 def inside(outer: UnitMask, inner: Mapping[str, Tensor]) -> UnitMask:
-    """The mask of the dense model: `inner` says which of the units that `outer` keeps stay."""
+    """Return the mask of the dense model: `inner` says which of the units that `outer` keeps stay."""
     found = {}
     for name, keep in outer.items():
         both = keep.clone()

@@ -45,13 +45,13 @@ class Distillation:
             raise InvalidValueError(f"kind must be 'logits' or 'values', got {self.kind!r}")
 
     def teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """The outputs of the teacher, which has been put into eval mode."""
+        """Return the outputs of the teacher, which has been put into eval mode."""
         with torch.no_grad():
             return self.outputs(self.teacher(*args, **kwargs))
 
     @staticmethod
     def outputs(value: Any) -> Tensor:
-        """What is compared: `logits` where there are some, else the first floating tensor of two axes or more."""
+        """Return what is compared: `logits` where there are some, else the first floating tensor of two axes or more."""
         found = [getattr(value, "logits", None), *find_tensors(value)]
         tensor = next((t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0), None)
         if tensor is None:

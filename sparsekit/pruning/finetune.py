@@ -102,7 +102,7 @@ def finetune(
         clip_norm: Greatest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
-        resume: Whether to go on from the checkpoint if the file exists. What comes out has the same bits as without the
+        resume: Whether to continue from the checkpoint if the file exists. What comes out has the same bits as without the
             interruption, on the same machine, as long as batches depend on nothing but torch's generators.
         seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr.
@@ -289,7 +289,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader, its sampler and its batch sampler draw from, each once; none for a list."""
+    """Return the generators that a loader, its sampler and its batch sampler draw from, each once; none for a list."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]

@@ -54,19 +54,20 @@ class Reader:
         return patches.movedim(-1, 1).flatten(1), place.cpu()
 
     def _weight(self) -> tuple[Tensor, Tensor]:
-        """The dense weight of the outputs that stay, float (outputs, features), and which features stay, int64 (kept,)."""
+        """Return the dense weight of the outputs that stay, float (outputs, features), and which features stay, int64
+        (kept,)."""
         weight = wide(self.layer.weight.detach())
         weight = (weight if self.outputs is None else weight[self.outputs.to(weight.device)]).flatten(1)
         span = weight.shape[1] // self.layer.weight.shape[1]
         return weight, (self.kept[:, None] * span + torch.arange(span)).reshape(-1).to(weight.device)
 
     def kept_weight(self) -> Tensor:
-        """The dense weights of what stays, float (outputs, kept)."""
+        """Return the dense weights of what stays, float (outputs, kept)."""
         weight, kept = self._weight()
         return weight[:, kept]
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of the rows that stay, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
+        """Return columns of the rows that stay, float (rows, kept), and what the others add to the outputs, (rows, outputs)."""
         weight, kept = self._weight()
         gone = torch.ones(weight.shape[1], dtype=torch.bool, device=rows.device).index_fill_(0, kept, False)
         return rows[:, kept], rows[:, gone] @ weight[:, gone].t()
@@ -80,12 +81,12 @@ class Reader:
 
 
 def _choose(count: int, generator: torch.Generator) -> Tensor:
-    """int64: at most `_ROWS` of the numbers below `count`, all of them in order where there are no more."""
+    """Return int64: at most `_ROWS` of the numbers below `count`, all of them in order where there are no more."""
     return torch.arange(count) if count <= _ROWS else torch.randperm(count, generator=generator)[:_ROWS]
 
 
 def _padding(layer: ConvNd) -> list[tuple[int, int]]:
-    """(before, after) of each axis."""
+    """Return (before, after) of each axis."""
     if layer.padding == "valid":
         return [(0, 0)] * len(layer.kernel_size)
     if layer.padding == "same":
@@ -110,7 +111,7 @@ class _Sums:
         self.count += x.shape[0]
 
     def moments(self) -> list[Tensor]:
-        """float64, on the CPU: means of x, r, x·xᵀ, r·xᵀ and ‖r‖²."""
+        """Return float64, on the CPU: means of x, r, x·xᵀ, r·xᵀ and ‖r‖²."""
         return [each.cpu().double() / self.count for each in self._sums]
 
 

@@ -23,7 +23,7 @@ _TEXTS = {"metric", "a pass of", "what", "step", "group", "kind", "module", "rea
 
 
 def _bars(rows: Sequence[tuple[str, float, float]], told: Callable[[float], str]) -> str:
-    """A table of names with a bar for what was before, pale, and what is left of it, dark."""
+    """Return a table of names with a bar for what was before, pale, and what is left of it, dark."""
     most = max((before for _, before, _ in rows), default=0) or 1
     lines = (
         f"<tr><td class=t><code>{escape(name)}</code></td><td><div class=dense style='width: {460 * before / most:.1f}px'>"
@@ -55,19 +55,19 @@ def _title(report: PruneReport) -> str:
 
 
 def draw_summary(report: PruneReport) -> str:
-    """Costs and widths, for a notebook."""
+    """Return costs and widths, for a notebook."""
     return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{_widths(report)}</div>'
 
 
 def draw_page(report: PruneReport) -> str:
-    """The whole report as a page of its own."""
+    """Return the whole report as a page of its own."""
     tables = {title: f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables().items()}
     groups, kept = tables.pop("Groups"), tables.pop("Cannot be pruned", "")
     body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), *tables.values()]
     flops = [(layer.name, layer.flops_before, layer.flops_after) for layer in report.layers]
     body += ["<h2>Widths by layer</h2>", _widths(report)]
     body += ["<h2>FLOPs by layer, for one example</h2>", _bars(flops, partial(format_cost, "flops"))]
-    body += [groups, "<p>What lies between two groups counts for both.</p>", kept]
+    body += [groups, "<p>Weights between two groups count for both.</p>", kept]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(report.model)}, pruned</title></head>'
         f'<body style="margin: 24px; background: #fff"><div class="sk-prune">{"".join(body)}</div></body></html>'

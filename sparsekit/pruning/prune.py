@@ -42,7 +42,8 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import trace_units
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
-"""Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
+"""Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
+with."""
 
 CANDIDATES = (
     ("fisher", "by_cost"),
@@ -235,7 +236,7 @@ def _candidates(
     *,
     progress: bool,
 ) -> list[Candidate]:
-    """The cuts to try: what was named, each criterion with each allocation, or the default ones."""
+    """Return the cuts to try: what was named, each criterion with each allocation, or the default ones."""
     made: dict[str, Criterion] = {}
 
     def criterion_of(given: Criterion | str | None) -> Criterion:

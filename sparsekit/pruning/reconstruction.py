@@ -113,12 +113,14 @@ def reconstruct(
 
 
 def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
-    """Whether `reconstruct` refits some layers in sequence: whether layers in a chain of blocks read dropped units."""
+    """Tell whether `reconstruct` refits some layers in sequence: whether layers in a chain of blocks read dropped units."""
     return bool(find_chain(model, _readers(model, graph, mask)))
 
 
 def _parts(readers: Sequence[Reader], memory_bytes: int, left: dict[str, float]) -> list[list[Reader]]:
-    """Readers whose sums fit into memory together; one that does not fit by itself is noted in `left` and keeps its weights."""
+    """Return readers whose sums fit into memory together; one that does not fit by itself is noted in `left` and keeps its
+    weights.
+    """
     parts: list[list[Reader]] = [[]]
     held = 0
     for reader in readers:
@@ -211,7 +213,7 @@ def recalibrate_batchnorm(
 
 
 def batch_norms(model: nn.Module) -> dict[str, NormBase]:
-    """Prefix of the state-dict keys → batch norm that has running statistics."""
+    """Return prefix of the state-dict keys → batch norm that has running statistics."""
     return {
         f"{name}." if name else "": module
         for name, module in model.named_modules()
@@ -220,7 +222,7 @@ def batch_norms(model: nn.Module) -> dict[str, NormBase]:
 
 
 def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
-    """What the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
+    """Return what the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
 
     A few batches estimate statistics with noise, and they may differ from the data of the training: on EfficientNet-Lite0
     and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The

@@ -129,13 +129,13 @@ class PruneReport:
     slowest: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON data."""
+        """Return the report as JSON data."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PruneReport:
-        """The report that `to_dict` wrote; other entries are not looked at."""
+        """Return the report that `to_dict` wrote; other entries are not looked at."""
         own = {item.name: data[item.name] for item in fields(cls) if item.name in data}
         own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
         own["candidates"] = [CandidateReport(**each) for each in own.get("candidates", ())]
@@ -143,7 +143,7 @@ class PruneReport:
         return cls(**{**own, "layers": [LayerReport(**layer) for layer in own["layers"]]})
 
     def tables(self) -> dict[str, Table]:
-        """Title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
+        """Return title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
         costs = []
         for name, before in self.before.items():
             limit, requested = self.limits.get(name), self.requested.get(name)
@@ -233,7 +233,9 @@ class PruneReport:
 
 
 def count_denormals(model: nn.Module) -> int:
-    """Number of weights between 0 and the smallest normal number of their type, as training with penalties leaves them."""
+    """Return the number of weights between 0 and the smallest normal number of their type, as training with penalties leaves
+    them.
+    """
     weights = [entry.detach() for entry in model.parameters() if entry.is_floating_point() and not entry.is_meta]
     return sum(int(((weight != 0) & (weight.abs() < torch.finfo(weight.dtype).tiny)).sum()) for weight in weights)
 

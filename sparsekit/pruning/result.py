@@ -74,7 +74,7 @@ class Pruned:
         save_compact(self.model, path, graph=self.graph, mask=self.mask)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The report as a page that needs nothing else, with bars of the widths by layer.
+        """Return the report as a page that needs nothing else, with bars of the widths by layer.
 
         Args:
             path: Where to write it, too.

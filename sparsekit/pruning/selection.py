@@ -18,7 +18,7 @@ _KINDS = get_args(Kind)
 
 
 def is_inside(name: str, roots: Iterable[str]) -> bool:
-    """Whether a module of that name is one of the roots or inside of one; everything is inside of the model itself, ''."""
+    """Tell whether a module of that name is one of the roots or inside of one; everything is inside of the model itself, ''."""
     return any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
 
 
@@ -31,7 +31,7 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 
 
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
-    """The groups whose units are made by what is selected.
+    """Return the groups whose units are made by what is selected.
 
     A name stands for a group or for a module with all that is inside it. "channel", "feature", "cell" and "head" stand for all
     units of the kind, where no module has that name. Any other text is a regular expression that must match the whole name of a
@@ -44,7 +44,7 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     Raises:
         UnknownNameError: nothing is meant: no group and no module of that name, no match, no such type, or a module of
             another model. The message lists the nearest names.
-        InvalidValueError: the text is no regular expression, the selector is none of these, or what is meant has no weights.
+        InvalidValueError: the text is not a regular expression, the selector is none of these, or what is meant has no weights.
     """
     if selector in _KINDS and selector not in {*graph.groups, *dict(model.named_modules())}:
         return tuple(name for name, group in graph.groups.items() if group.kind == selector)
@@ -58,11 +58,11 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
 
 
 def select_modules(model: nn.Module, selector: Selector, others: Collection[str] = ()) -> set[str]:
-    """The names that are selected: of modules, and of `others`, which are selected by their names alone.
+    """Return the names that are selected: of modules, and of `others`, which are selected by their names alone.
 
     Raises:
         UnknownNameError: nothing is meant, as for `select_groups`.
-        InvalidValueError: the text is no regular expression, or the selector is of another kind.
+        InvalidValueError: the text is not a regular expression, or the selector is of another kind.
     """
     modules = dict(model.named_modules())
     if isinstance(selector, str):
@@ -80,7 +80,7 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
         if homes:
             return {name for name in modules if is_inside(name, homes)}
         raise UnknownNameError(
-            f"this {type(selector).__name__} is no module of the {type(model).__name__} that is pruned;"
+            f"this {type(selector).__name__} is not a module of the {type(model).__name__} that is pruned;"
             " pass a module of that very model, or its name"
         )
     raise InvalidValueError(

@@ -199,7 +199,7 @@ def _run(
 
 
 def _value(layer: str, stream: str | None, out: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Tensor:
-    """What is to be as in the dense model: the stream after the sum, or the output of the layer itself."""
+    """Return what is to be as in the dense model: the stream after the sum, or the output of the layer itself."""
     return outputs[layer] if stream is None else inputs[stream] if stream else out
 
 
@@ -208,7 +208,7 @@ def _noise(out: Tensor) -> Tensor:
 
 
 def _streams(block: nn.Module, layers: Collection[str], state: Tensor, others: _Others) -> dict[str, str | None]:
-    """Layer, in the order of calls → the module whose input is a stream to which the layer's output was added.
+    """Return layer, in the order of calls → the module whose input is a stream to which the layer's output was added.
 
     The name is "" where that stream is the block's output; it is None where there is no such stream. A stream is known by
     noise on the layer's output: it changes by just that noise.

@@ -20,7 +20,7 @@ def with_times(
     *,
     runtimes: Sequence[str] = ("eager",),
 ) -> PruneReport:
-    """The report with times before and after, and the five layers where most time is left.
+    """Return the report with times before and after, and the five layers where most time is left.
 
     `runtimes` are what else runs both models, on all example inputs and threads; one that cannot leaves a note.
     """

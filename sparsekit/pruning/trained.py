@@ -14,7 +14,7 @@ class UncalibratedWarning(UserWarning):
 
 
 def signs_of_training(model: nn.Module) -> str | None:
-    """What shows that a network was trained; None if nothing does.
+    """Return what shows that a network was trained; None if nothing does.
 
     Batch norms that have seen batches; else, in half of the larger matrices or more, rows whose norms differ three times as
     much as those of independent numbers do, whatever the initialiser.

@@ -22,7 +22,7 @@ def compact(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """A smaller module that computes what `model` computes when the dropped units are gated away.
+    """Return a smaller module that computes what `model` computes when the dropped units are gated away.
 
     Its layers are of the classes of the dense model but for two that torch cannot run narrow or runs wrong: attention with
     fewer heads than its width (`NarrowMultiheadAttention`), and strided 1×1 convolutions of few channels (`Conv2d` of
@@ -43,7 +43,7 @@ def compact(
 
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
-        InvalidValueError: the mask is no UnitMask.
+        InvalidValueError: the mask is not a UnitMask.
     """
     if not isinstance(mask, UnitMask):
         raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
@@ -56,8 +56,8 @@ def compact(
 def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
     """Let `save_pretrained` of a compact model refuse, with the way out, where units were `cut`; return the same model.
 
-    Models of the package transformers have such a method. It would write a configuration with the widths of the dense model
-    beside the weights, which cannot be read again, and that shows only when somebody loads it.
+        Models of the package transformers have such a method. It would write a configuration with the widths of the dense model
+    besides the weights, which cannot be read again, and that shows only when somebody loads it.
     """
     if cut and callable(getattr(compact, "save_pretrained", None)) and hasattr(compact, "config"):
         compact.save_pretrained = functools.partial(_refuse, type(compact).__name__)  # type: ignore[assignment]
@@ -76,7 +76,7 @@ def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:
-    """The state of the compacted model, gathered from a dense state.
+    """Return the state of the compacted model, gathered from a dense state.
 
     Args:
         state: Dense; float (as in `graph.shapes`). Not changed.

@@ -50,12 +50,12 @@ class NormCall:
         return self.name.endswith("_norm")
 
     def axis_of_scale(self, dim: int) -> int:
-        """The axis of `weight` and `bias` that goes with axis `dim` of `x`."""
+        """Return the axis of `weight` and `bias` that goes with axis `dim` of `x`."""
         return 0 if self.name == "group_norm" else dim - self.dims[0]
 
 
 def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NormCall | None:
-    """What a call of a torch function averages over; None if it is no such call or has arguments out of the ordinary."""
+    """Return what a call of a torch function averages over; None for other calls and for unusual arguments."""
     reader = _READERS.get(func)
     if reader is None:
         return None
@@ -76,7 +76,9 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def _norm(
     name: str, x: Tensor, first: int, weight: Tensor | None, bias: Tensor | None, eps: float | None, *, centre: bool = True
 ) -> NormCall:
-    """A norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis 1."""
+    """Return a norm over the axes of `x` from `first` on, with scale and shift along its last axes, of group_norm along axis
+    1.
+    """
     dims = tuple(range(first, x.dim()))
 
     def over(dim: int, kept: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ def _group_norm(
 
 
 def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
-    """The reader of mean, var, std, var_mean or std_mean: called again on what is kept, they give the same axes."""
+    """Return the reader of mean, var, std, var_mean or std_mean: called again on what is kept, they give the same axes."""
 
     def read(input: Tensor, *positional: Any, dim: int | Sequence[int] | None = None, **options: Any) -> NormCall:
         dim = options.pop("axis", dim)

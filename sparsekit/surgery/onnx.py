@@ -95,7 +95,7 @@ def export_onnx(model: nn.Module, args: Sequence[Any], path: Path | str, kwargs:
 
 
 def onnx_of(program: ExportedProgram) -> ONNXProgram:
-    """The ONNX program of one of torch.export.
+    """Return the ONNX program of one of torch.export.
 
     Raises:
         MissingDependencyError: onnx or onnxscript is not installed.

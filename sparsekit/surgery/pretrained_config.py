@@ -83,7 +83,7 @@ def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:
 
 
 def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:
-    """(old, new) of every number that follows the units: how many there are, widths, and heads that share keys."""
+    """Return (old, new) of every number that follows the units: how many there are, widths, and heads that share keys."""
     group = graph.groups[name]
     spans = {piece.span for piece in group.slices}
     least = min(spans)
@@ -126,7 +126,7 @@ def _set(config: Any, chosen: tuple[_Change, ...]) -> None:
 
 
 def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs: set[tuple[int, int]]) -> bool:
-    """Whether the class builds a model of these shapes, with the sizes that the cut one computes with."""
+    """Tell whether the class builds a model of these shapes, with the sizes that the cut one computes with."""
     try:
         with torch.device("meta"):
             built = type(small)(config)

@@ -17,9 +17,9 @@ from sparsekit.surgery.safe_convolution import guard_convolutions
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
-    """State-dict key → the parameter or persistent buffer itself; tied ones are the same object.
+    """Return state-dict key → the parameter or persistent buffer itself; tied ones are the same object.
 
-    The modules are asked, not `state_dict()`, whose hooks may copy tensors and which may hold values that are no tensors.
+    The modules are asked, not `state_dict()`, whose hooks may copy tensors and which may hold values that are not tensors.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -30,7 +30,7 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A deep copy of `model` in which some state entries are replaced; everything else is copied.
+    """Return a deep copy of `model` in which some state entries are replaced; everything else is copied.
 
     Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
     second, tied name, a list of flat weights) becomes a reference to its replacement.
@@ -82,7 +82,7 @@ def _copied(value: object, memo: dict[int, object], what: str) -> object:
 
 
 def _is_bare(tensor: Tensor) -> bool:
-    """Whether a clone of a tensor is all that deepcopy makes of it, in twenty times the time."""
+    """Tell whether a clone of a tensor is all that deepcopy makes of it, in twenty times the time."""
     return (
         type(tensor) in (Tensor, nn.Parameter) and tensor.grad is None and not vars(tensor) and tensor.layout is torch.strided
     )
@@ -93,7 +93,7 @@ _ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is copied attribute by attribute, which deepcopy does by a way that takes twice the time."""
+    """Tell whether a module is copied attribute by attribute, which deepcopy does by a way that takes twice the time."""
     return all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _PROTOCOL)
 
 
@@ -116,7 +116,7 @@ def narrow_state(
     keep: Mapping[str, Tensor],
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """The entries that units touch, without the positions of dropped units; other keys are absent.
+    """Return the entries that units touch, without the positions of dropped units; other keys are absent.
 
     `indices` is `graph.kept_indices(keep)`, if it is known, or the same positions in another order.
     """
@@ -140,7 +140,7 @@ def narrow_module(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     indices: Mapping[str, Mapping[int, Tensor]] | None = None,
 ) -> nn.Module:
-    """A copy of `model` without the dropped units, its size attributes set.
+    """Return a copy of `model` without the dropped units, its size attributes set.
 
     `indices` are the positions kept of each entry along each axis, if they are to be in another order than that of the model.
 
@@ -200,7 +200,7 @@ def _fit(
 
 
 def _grouped_convolutions(model: nn.Module, graph: UnitGraph) -> Iterator[ConvNd]:
-    """The convolutions that are no depthwise ones in the graph: it cuts the channels within their groups."""
+    """Yield the convolutions that are no depthwise ones in the graph: it cuts the channels within their groups."""
     for name, module in model.named_modules():
         if isinstance(module, ConvNd) and module.groups > 1 and not module.transposed:
             own = (graph.slices_of.get(f"{name}.{entry}" if name else entry, ()) for entry in _WEIGHTS)

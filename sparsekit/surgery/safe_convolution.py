@@ -79,7 +79,7 @@ torch.fx.wrap("strided_pointwise")  # a symbolic trace cannot look at strides
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether torch may see a tensor of four axes as channels-last: of strides (8, 1, 4, 2), yes; of (8, 4, 2, 1), no.
+    """Tell whether torch may see a tensor of four axes as channels-last: of strides (8, 1, 4, 2), yes; of (8, 4, 2, 1), no.
 
     Torch looks at the weight of a convolution as well as at its input, and at strides alone, whatever is contiguous.
     """

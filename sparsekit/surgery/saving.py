@@ -41,11 +41,11 @@ class SparseModel(Protocol):
     graph: UnitGraph
 
     def unit_mask(self) -> UnitMask:
-        """Which units are kept."""
+        """Return which units are kept."""
         ...
 
     def compact(self) -> nn.Module:
-        """The kept units as a plain, smaller module."""
+        """Return the kept units as a plain, smaller module."""
         ...
 
 
@@ -69,7 +69,7 @@ def save_compact(
         mask: What `model` keeps of the dense model.
 
     Raises:
-        InvalidValueError: the model has state that is no tensor; or only one of graph and mask was given.
+        InvalidValueError: the model has state that is not a tensor; or only one of graph and mask was given.
         ForeignMaskError: graph and mask do not belong together, or `model` was not compacted with them.
     """
     if isinstance(model, SparseModel):
@@ -123,7 +123,7 @@ def load_compact(
     empty = sorted(name for name, entry in [*small.named_parameters(), *small.named_buffers()] if entry.is_meta)
     if empty:
         raise InvalidValueError(
-            f"the factory makes {empty[0]!r} on the meta device, without data, and it is no part of the saved state;"
+            f"the factory makes {empty[0]!r} on the meta device, without data, and it is not part of the saved state;"
             " let the factory build the model on a real device"
         )
     resize(small, rules)
@@ -140,7 +140,7 @@ def load_compact(
 
 
 def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
-    """The mask of a saved compact model, with which `expand` puts its state back into the dense one.
+    """Return the mask of a saved compact model, with which `expand` puts its state back into the dense one.
 
     Args:
         path: What `save_compact` wrote from a `LearnableMask`, or with a graph and a mask.
@@ -180,7 +180,7 @@ def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     strange = [name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)]
     if strange:
         raise InvalidValueError(
-            f"the state of {type(model).__name__} has {strange[0]!r}, which is no tensor and cannot be saved without pickle;"
+            f"the state of {type(model).__name__} has {strange[0]!r}, which is not a tensor and cannot be saved without pickle;"
             " let get_extra_state return a tensor"
         )
     first: dict[int, str] = {}
@@ -248,7 +248,7 @@ def _check_architecture(
         saved = tensors[name].shape
         if len(saved) != own.dim() or any(a > b for a, b in zip(saved, own.shape, strict=True)):
             raise CompactFileError(
-                f"{what}: {name!r} is saved as {tuple(saved)}, which is no part of {tuple(own.shape)};"
+                f"{what}: {name!r} is saved as {tuple(saved)}, which is not part of {tuple(own.shape)};"
                 " pass the factory of the dense model that was compacted"
             )
     ties = _entries(model)[1]
@@ -297,7 +297,7 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
 
 
 def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, if they are wanted, and the description that `write_file` wrote.
+    """Return the tensors, if they are wanted, and the description that `write_file` wrote.
 
     Raises:
         CompactFileError: the file is damaged, of another format, or not ours.
@@ -306,7 +306,8 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            # Copies begin where torch lets tensors begin; on where they lie in the file the last bits of products would depend.
+            # Copies begin where torch lets tensors begin; otherwise the last bits of products would depend on their position
+            # in the file.
             found = {name: file.get_tensor(name).clone() for name in file.keys()} if tensors else {}  # noqa: SIM118
     except SafetensorError as error:
         raise CompactFileError(

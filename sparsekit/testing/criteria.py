@@ -41,7 +41,7 @@ class ExampleModel(nn.Module):
 
 
 def example_context(seed: int = 0) -> ScoringContext:
-    """Everything that a criterion may look at, drawn from `seed`."""
+    """Return everything that a criterion may look at, drawn from `seed`."""
     generator, graph = torch.Generator().manual_seed(seed), example_graph()
     importance = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()}
@@ -56,11 +56,11 @@ class CriterionContract:
     """
 
     def graph(self) -> UnitGraph:
-        """The units to score."""
+        """Return the units to score."""
         return example_graph()
 
     def context(self, seed: int = 0) -> ScoringContext:
-        """A context of `graph()`."""
+        """Return a context of `graph()`."""
         return example_context(seed)
 
     def test_every_unit_has_a_score_by_which_any_share_can_be_kept(self, criterion: Criterion) -> None:

@@ -1,6 +1,6 @@
 """BlockVerifier: the verification of a large model, one block at a time.
 
-Where all tensors of a group lie inside one module, the group is exact if that module makes the same outputs gated and cut:
+If all tensors of a group are inside one module, the group is exact if that module makes the same outputs gated and cut:
 nothing outside can tell the difference. So only that module is copied, and what it is called on is noted in one pass of the
 whole model. A model on the meta device has no values; its blocks get random ones, one after the other.
 """
@@ -33,7 +33,7 @@ LARGE_NUMBERS = 50_000_000
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether entries of the model are on the meta device, where they have no values."""
+    """Tell whether entries of the model are on the meta device, where they have no values."""
     return any(tensor.is_meta for tensor in named_entries(model).values())
 
 
@@ -52,7 +52,7 @@ def refuse_meta(model: nn.Module, what: str) -> None:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Whether a copy of the model is too much."""
+    """Tell whether a copy of the model is too much."""
     unique = {id(tensor): tensor.numel() for tensor in named_entries(model).values()}
     return is_meta(model) or sum(unique.values()) >= LARGE_NUMBERS
 
@@ -125,7 +125,7 @@ class BlockVerifier:
         return self._over_blocks(graph, whole, reasons) if whole else {}
 
     def _home(self, name: str) -> str:
-        """The nearest module above that is called and is not most of the model; "" where there is none."""
+        """Return the nearest module above that is called and is not most of the model; "" where there is none."""
         while name:
             module = self._modules[name]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
@@ -136,7 +136,7 @@ class BlockVerifier:
 
     @staticmethod
     def _key(graph: UnitGraph, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """What tells a set of groups from one of the same names in another graph."""
+        """Return what tells a set of groups from one of the same names in another graph."""
         groups = [graph.groups[name] for name in names]
         return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices)) for g in groups)
 
@@ -215,7 +215,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
-    """The longest module path that all tensors and sizes of some groups lie in."""
+    """Return the longest module path that all tensors and sizes of some groups lie in."""
     paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
     paths += [size.module for size in graph.sizes if size.group in names]
     paths += [site.module for site in graph.norms if site.places.keys() & set(names)]
@@ -224,7 +224,7 @@ def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
 
 
 def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) -> UnitGraph:
-    """The graph of one module of the model: names without the path of the module."""
+    """Return the graph of one module of the model: names without the path of the module."""
     whole = only(graph, names)
     cut = len(home) + 1
 
@@ -242,7 +242,7 @@ def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) ->
 
 
 def _with_values(block: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device with random values: entries about as large as those of a trained layer."""
+    """Return a copy of a module on the meta device with random values: entries about as large as those of a trained layer."""
     generator = torch.Generator().manual_seed(20131)
 
     def values(tensor: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def _with_values(block: nn.Module) -> nn.Module:
 
 
 def _valued(inputs: ModelInputs) -> ModelInputs:
-    """The same with values: random numbers, rising integers, everything visible."""
+    """Return the same with values: random numbers, rising integers, everything visible."""
     generator = torch.Generator().manual_seed(20132)
 
     def one(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def is_undefined(tensor: Tensor) -> bool:
 
 
 def rounding_floor(values: Iterable[Tensor]) -> float:
-    """An error that rounding may make anywhere in a pass, such as where large values cancel."""
+    """Return an error that rounding may make anywhere in a pass, such as where large values cancel."""
     largest = 0.0
     dtype = torch.float64
     for value in values:
@@ -31,9 +31,9 @@ def rounding_floor(values: Iterable[Tensor]) -> float:
 def compare_tensors(
     whole: Tensor, expected: Tensor, found: Tensor, floor: float = 0.0, *, is_output: bool = False
 ) -> str | None:
-    """Why a value of the compacted model is not that of the gated one, or None if it is.
+    """Return why a value of the compacted model is not that of the gated one, or None if it is.
 
-    Errors are judged channel by channel against what the mask has changed there: beside one channel of a residual stream with
+    Errors are judged channel by channel against what the mask has changed there: next to one channel of a residual stream with
     values in the thousands, the errors of all others would be nothing. Any axis may be the one of the channels.
 
     Args:
@@ -41,7 +41,7 @@ def compare_tensors(
         expected: The value of the gated model.
         found: The value of the compacted model.
         floor: An error that is allowed everywhere.
-        is_output: An output must be finite somewhere, and must not change where it is no floating-point value.
+        is_output: An output must be finite somewhere, and must not change where it is not a floating-point value.
     """
     if torch.equal(expected, found) and (not is_output or not expected.is_floating_point()):
         return None

@@ -64,7 +64,7 @@ class Dispatcher(DispatchMode):
         self._attach(call, found, mutates)
 
     def _key(self, call: Call) -> tuple[Any, ...] | None:
-        """What the answer of a handler depends on; None where it may depend on values, as of an index."""
+        """Return what the answer of a handler depends on; None where it may depend on values, as of an index."""
         key: list[Any] = [call.func, self.tracer.module]
         for name, value in call.arguments.items():
             if isinstance(value, Tensor):
@@ -86,7 +86,7 @@ class Dispatcher(DispatchMode):
         return found
 
     def _ask(self, call: Call) -> list[TensorLabels | None] | None:
-        """What the handler of a call says of its outputs; None where following units was given up."""
+        """Return what the handler of a call says of its outputs; None where following units was given up."""
         handler = find_handler(call.func, call.name)
         entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
         if self._exhausted(entering):

@@ -22,7 +22,7 @@ _STATES = frozenset({"transformers.cache_utils.Cache"})
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, mappings, dataclasses and plain objects, in a fixed order."""
+    """Return all tensors in nested tuples, lists, mappings, dataclasses and plain objects, in a fixed order."""
     found: list[Tensor] = []
     seen: set[int] = set()
 
@@ -49,7 +49,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def find_numbers(value: Any) -> list[bool | int | float | complex]:
-    """All plain numbers in nested tuples, lists, mappings and dataclasses, in a fixed order."""
+    """Return all plain numbers in nested tuples, lists, mappings and dataclasses, in a fixed order."""
     if type(value) in (bool, int, float, complex):
         return [value]
     if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def find_numbers(value: Any) -> list[bool | int | float | complex]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced, in nested tuples, lists, mappings, dataclasses and packed sequences.
+    """Return `value` with every tensor replaced, in nested tuples, lists, mappings, dataclasses and packed sequences.
 
     Other objects are passed on as they are, with the tensors that they hold.
     """
@@ -118,7 +118,7 @@ class ModelInputs:
 
     @classmethod
     def several(cls, example_inputs: object) -> list[ModelInputs]:
-        """The calls of a list of tuples and mappings, or of anything else the one call that it is, as `of` reads it."""
+        """Return the calls of a list of tuples and mappings, or of anything else the one call that it is, as `of` reads it."""
         given = example_inputs if isinstance(example_inputs, list) else []
         return [
             cls.of(call)
@@ -135,12 +135,12 @@ class ModelInputs:
             return model(*args, **kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
-        """The same with every tensor replaced."""
+        """Return the same with every tensor replaced."""
         args, kwargs = map_tensors(function, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def doubled(self) -> ModelInputs:
-        """The same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
+        """Return the same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
 
         A batch norm in train mode refuses a single row, and two equal ones would hide what it reads.
         """
@@ -153,7 +153,8 @@ class ModelInputs:
         return self.map(one)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
-        """The same with floating tensors in another dtype, None for theirs; a constant input, such as zeros, becomes random.
+        """Return the same with floating tensors in another dtype, None for theirs; a constant input, such as zeros, becomes
+        random.
 
         Without a generator it stays constant.
         """

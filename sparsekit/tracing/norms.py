@@ -58,7 +58,7 @@ class NormRecorder(NormMode):
             self.tracer.count(nodes, name, "normalized_shape")
 
     def _norm(self, call: NormCall, x: TensorLabels, dim: int, axis: Labels) -> TensorLabels:
-        """The units pass through; where scale and shift are gated, the result is zero."""
+        """Return the units pass through; where scale and shift are gated, the result is zero."""
         made = self.tracer.scaled(axis, call.weight, call.bias, dim=call.axis_of_scale(dim), quiet=True)
         if call.name == "rms_norm" and call.weight is None:
             made = axis  # zero stays zero
@@ -66,7 +66,7 @@ class NormRecorder(NormMode):
 
 
 def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
-    """The one axis of units among `dims`, or None if there is none or more than one."""
+    """Return the one axis of units among `dims`, or None if there is none or more than one."""
     if labels.joint is not None or labels.parts is not None or labels.mixed is not None:
         return None
     units = labels.units

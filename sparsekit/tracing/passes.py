@@ -31,7 +31,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 @cache
 def arguments_of(func: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The arguments of an operator, and those that it writes to."""
+    """Return the arguments of an operator, and those that it writes to."""
     arguments = operator_schema(func).arguments
     names = tuple(argument.name for argument in arguments)
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -55,7 +55,7 @@ class ReadOnly(DispatchMode):
         return func(*args, **kwargs)
 
     def protected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with copies in place of the values of the model that it would write to."""
+        """Return the arguments of a call, with copies in place of the values of the model that it would write to."""
         names, written = arguments_of(func)
         if written:
             args = tuple(self._apart(v) if name in written else v for name, v in zip(names, args, strict=False))
@@ -109,7 +109,7 @@ def private_passes() -> Iterator[None]:
 
 
 def lent_copy(model: nn.Module) -> nn.Module:
-    """A copy that lends its parameters from the model and has buffers of its own; run it within `ReadOnly`."""
+    """Return a copy that lends its parameters from the model and has buffers of its own; run it within `ReadOnly`."""
     return copy_with(model, dict(model.named_parameters(remove_duplicate=False)))
 
 

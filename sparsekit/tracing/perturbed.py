@@ -81,7 +81,9 @@ class PerturbedState:
 
 
 def dropped_positions(graph: UnitGraph, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
-    """State-dict key → axis → positions that gates of 0 zero, where a group loses units. `keep`: group name → bool (units,)."""
+    """Return state-dict key → axis → positions that gates of 0 zero, where a group loses units. `keep`: group name → bool
+    (units,).
+    """
     found: dict[str, dict[int, list[Tensor]]] = {}
     for name, stays in keep.items():
         for piece in graph.groups[name].slices if not bool(stays.all()) else ():
@@ -104,7 +106,7 @@ def _perturbed(name: str, own: Tensor, dtype: torch.dtype | None, generator: tor
 
 
 def _is_changed(own: Tensor) -> bool:
-    """Whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
+    """Tell whether an entry is a vector, whatever its rank, or all of its numbers are tiny."""
     return (
         own.is_floating_point() and own.layout is torch.strided and (own.numel() == max(own.shape, default=1) or _is_tiny(own))
     )

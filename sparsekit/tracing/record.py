@@ -24,7 +24,9 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Every k-th position along the longest axes, such that some thousand numbers are left; tensors of one shape are alike."""
+    """Return every k-th position along the longest axes, such that some thousand numbers are left; tensors of one shape are
+    alike.
+    """
     sizes, strides = list(tensor.shape), list(tensor.stride())
     total = tensor.numel()
     while total > _SAMPLE:
@@ -75,7 +77,7 @@ class PassRecord(DispatchMode):
         self._taken_out: set[int] = set()  # memory of the numbers that Python has got
         self._numbers: dict[int, int] = {}  # storage → number
         self._next = 0
-        self._held: dict[int, list[_Value]] = {}  # storage → values of it that are no samples
+        self._held: dict[int, list[_Value]] = {}  # storage → values of it that are not samples
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
@@ -145,7 +147,7 @@ class PassRecord(DispatchMode):
         return value
 
     def _live(self) -> set[int]:
-        """Numbers of the memory on which the outputs depend, or a number that Python has got."""
+        """Return numbers of the memory on which the outputs depend, or a number that Python has got."""
         live = {self._number(storage_id(tensor)) for tensor in self.outputs} | self._taken_out
         for op in reversed(self._ops):
             if not live.isdisjoint(op.writes):
@@ -153,7 +155,7 @@ class PassRecord(DispatchMode):
         return live
 
     def has_operators_of(self, other: "PassRecord") -> bool:
-        """Whether two passes have run the same operators in the same order."""
+        """Tell whether two passes have run the same operators in the same order."""
         return [op.name for op in self._ops] == [op.name for op in other._ops]
 
     def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[Tensor, ...]]:
@@ -176,7 +178,7 @@ def _is_compared(tensor: Tensor) -> bool:
 
 
 def _aligned(passes: Sequence[list[_Op]], loosely: bool) -> Iterator[tuple[_Op, ...]]:
-    """The operators that have the same place in all passes."""
+    """Yield the operators that have the same place in all passes."""
     names = [[op.name for op in ops] for ops in passes]
     if all(own == names[0] for own in names):
         yield from zip(*passes, strict=True)

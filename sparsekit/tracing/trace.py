@@ -213,7 +213,7 @@ def _run(
 
 
 def _failure(model: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
-    """Whose fault it is that a pass under the tracer failed: that of the inputs, or of what the model does."""
+    """Return whose fault it is that a pass under the tracer failed: that of the inputs, or of what the model does."""
     name, said = type(model).__name__, f"{type(error).__name__}: {error}"
     try:
         inputs.call(lent_copy(model).eval())
@@ -288,7 +288,7 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
 
 
 def _verified(verifier: Verifier | BlockVerifier, tracer: Tracer, built: Built) -> Built:
-    """The graph without the groups whose removal is not exact."""
+    """Return the graph without the groups whose removal is not exact."""
     while built.graph.groups and (failures := verifier.failures(built.graph)):
         for name, reason in failures.items():
             if not try_other_sizes(tracer, built.sizes, name):

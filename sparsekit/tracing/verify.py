@@ -90,7 +90,8 @@ class Verifier:
                 return
 
     def _accepts(self, calls: Sequence[ModelInputs], dtype: torch.dtype | None) -> bool:
-        """Whether the model runs on `calls`, which are used from now on: disturbed, or as they are where that breaks it."""
+        """Tell whether the model runs on `calls`, which are used from now on: disturbed, or as they are where that breaks
+        it."""
         self._calls = [inputs.prepared(dtype, self._generator) for inputs in calls]
         try:
             if not _finite(self._record(self._dense).outputs):
@@ -135,7 +136,7 @@ class Verifier:
         """
         if self._refusal is not None:
             return dict.fromkeys(graph.groups, self._refusal)
-        # What fails is often all of one kind, and is found sooner where it lies together.
+        # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
         for trial in self._schedule:
@@ -152,7 +153,9 @@ class Verifier:
         return bad
 
     def _confirmed(self, graph: UnitGraph, units: Sequence[tuple[str, ...]]) -> dict[str, str]:
-        """Which groups are wrong with their units in order: some models look at the order of units, not at which there are."""
+        """Return which groups are wrong with their units in order: some models look at the order of units, not at which there
+        are.
+        """
         largest = max(graph.groups[name].size for names in units for name in names)
         bits = [HALF._replace(bit=bit) for bit in range((largest - 1).bit_length())]
         for trial in (*self._schedule, *bits):
@@ -180,7 +183,7 @@ class Verifier:
             return
 
     def _try(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> str | None:
-        """Why a mask over some groups is not exact, or None if it is."""
+        """Return why a mask over some groups is not exact, or None if it is."""
         reason, exact = self._compare(graph, trial, names)
         sets = [tied for tied in graph.tied_sets if set(tied) <= set(names)]
         if reason is not None or exact or len(sets) == 1:
@@ -190,7 +193,7 @@ class Verifier:
         return next((why for why in alone if why is not None), None)
 
     def _compare(self, graph: UnitGraph, trial: Trial, names: Sequence[str]) -> tuple[str | None, bool]:
-        """Why the gated and the narrow model differ under a mask over some groups, or None if they do not.
+        """Return why the gated and the narrow model differ under a mask over some groups, or None if they do not.
 
         Returns:
             The reason, and whether the two are equal up to rounding, whatever the mask has changed.
@@ -236,7 +239,7 @@ class Verifier:
     def _told(
         self, graph: UnitGraph, trial: Trial, names: Sequence[str], reason: str | None, exact: bool
     ) -> tuple[str | None, bool]:
-        """The answer of a trial; in train mode it counts only if the model can be compared there."""
+        """Return the answer of a trial; in train mode it counts only if the model can be compared there."""
         if reason is None or not trial.training:
             return reason, exact
         if not self._compares_training:
@@ -310,7 +313,7 @@ class Verifier:
         found: PassRecord,
         defined: Sequence[bool],
     ) -> tuple[list[float], list[float]] | None:
-        """How far the outputs and the values of the narrow model move if its entries change by rounding.
+        """Return how far the outputs and the values of the narrow model move if its entries change by rounding.
 
         A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows.
         None where the entries are kept in a lesser dtype than that of the pass, or where

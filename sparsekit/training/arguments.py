@@ -58,7 +58,7 @@ def learning_of(
 def costs_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph, budget: Budget | None, rules: Rules | None
 ) -> CostModel | None:
-    """The cost of the model by its widths; None without example inputs.
+    """Return the cost of the model by its widths; None without example inputs.
 
     Raises:
         InvalidValueError: a budget without example inputs.
@@ -68,14 +68,14 @@ def costs_of(
             return None
         raise InvalidValueError("a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs")
     call = ModelInputs.several(example_inputs)[0]
-    with eager():  # counting is no reason to compile
+    with eager():  # counting should not compile
         return measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics, rules)
 
 
 def graph_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_norms: bool
 ) -> UnitGraph:
-    """The units: those given, or those that a trace finds.
+    """Return the units: those given, or those that a trace finds.
 
     Raises:
         InvalidValueError: neither example inputs nor a graph.

@@ -1,4 +1,4 @@
-"""What a learnable mask saves beside the dense weights, and how it goes on from there."""
+"""What a learnable mask saves besides the dense weights, and how it continues from there."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _RULE = f"{_OWN}rule."
 
 
 def saved_entries(masked: Any, rule: Rule, prefix: str) -> dict[str, Tensor]:
-    """The dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
+    """Return the dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
     entries: dict[str, Tensor] = dict(masked.narrow_model.dense_state())
     entries.update({f"{_OWN}importance.{name}": scores for name, scores in masked.importance().items()})
     entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in masked.narrow_model.mask.items()})

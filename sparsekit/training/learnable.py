@@ -188,7 +188,7 @@ class LearnableMask(MaskFromPruned):
         return self._rule.exploration_cost
 
     def extra_repr(self) -> str:
-        """What is kept, by which rule, and whether the mask still changes; for `print`."""
+        """Return what is kept, by which rule, and whether the mask still changes; for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
         state = "converged" if self.converged else "still learning"
@@ -207,7 +207,7 @@ class LearnableMask(MaskFromPruned):
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Called by `torch.jit.script`."""
+        """Return called by `torch.jit.script`."""
         raise UnsupportedModelError(EXPORT_INSTEAD)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
@@ -296,17 +296,17 @@ class LearnableMask(MaskFromPruned):
         self._rule.update_importance(self, gradients)
 
     def unit_mask(self) -> UnitMask:
-        """What is kept now: hard, no gradient."""
+        """Return what is kept now: hard, no gradient."""
         self._rule.apply_pending(self)
         return self.narrow_model.mask
 
     def compact(self) -> nn.Module:
-        """The sparse model as a plain, smaller module with the same outputs; a copy."""
+        """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
         self._rule.apply_pending(self)
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
-        """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
+        """Return the dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
         return self.narrow_model.dense_state()
 
     def narrow_state(self) -> dict[str, Tensor]:
@@ -315,11 +315,11 @@ class LearnableMask(MaskFromPruned):
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """The narrow weights under the model's own keys, a shared one once."""
+        """Return the narrow weights under the model's own keys, a shared one once."""
         return self.narrow_model.named_parameters()
 
     def weights(self) -> list[nn.Parameter]:
-        """The narrow weights, as a list: `parameters()`."""
+        """Return the narrow weights, as a list: `parameters()`."""
         return list(self.model.parameters())
 
     def add_optimizer(self, optimizer: HasState) -> None:
@@ -330,7 +330,8 @@ class LearnableMask(MaskFromPruned):
         units: `state[leaf][name]`, each of the leaf's shape.
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimisers that are
-        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), begin anew with every
+        not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
+        every
         weight matrix whose units change. `LBFGS` is refused when the mask changes.
 
         Args:
@@ -369,10 +370,10 @@ class LearnableMask(MaskFromPruned):
         self._rule.update_importance(self, None, getattr(optimizer, "grad_scale", None))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
+        """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
 
         These are importance, mask, ratio, what the rule of learning remembers, and sums of weights. Save the state dict of the
-        optimiser beside it and load both, in either order.
+        optimiser with it and load both, in either order.
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")

@@ -159,7 +159,7 @@ class LossImportanceRule(Rule):
             self._sampling = self._group is not None or self.counters["step"] % _EVERY == 0
 
     def _count_costs(self, masked: MaskedModule) -> dict[str, float]:
-        """First group of a bundle with dropped units → extra work of a pass with the bundle, in narrow passes."""
+        """Return first group of a bundle with dropped units → extra work of a pass with the bundle, in narrow passes."""
         mask, groups = masked.narrow_model.mask, masked.graph.groups
         own = masked.widths.pass_flops(mask)
         return {
@@ -271,7 +271,7 @@ class LossImportanceRule(Rule):
     def _move_widths(self, masked: MaskedModule) -> None:
         """Move widths between groups towards those at which all of them lose least for what the budget allows.
 
-        By less from round to round: a width changes what all units beside it are worth, and would swing.
+        By less from round to round: a width changes the importance of the other units in the layer, and would oscillate.
         """
         limits, counts = {}, masked.narrow_model.mask.counts()
         self.counters["rounds"] = self.counters.get("rounds", 0.0) + 1.0

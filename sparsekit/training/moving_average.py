@@ -90,7 +90,7 @@ class MovingAverage:
     def copy_to(self, masked: LearnableMask) -> None:
         """Load the average into a learnable mask of the same model, which keeps its mask and importance.
 
-        To score the average while training goes on, use `compact`, or copy to a deep copy of the mask.
+        To score the average while training continues, use `compact`, or copy to a deep copy of the mask.
         """
         masked.load_state_dict({**masked.state_dict(), **self.dense_state()})
 

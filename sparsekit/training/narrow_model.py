@@ -123,15 +123,15 @@ class NarrowModel:
         self.load(model.state_dict(), None)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The narrow leaves, tied ones once, in the order of the model's state."""
+        """Return the narrow leaves, tied ones once, in the order of the model's state."""
         return [entry.parameter for entry in self._entries if entry.parameter is not None]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """State-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
+        """Return state-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def tensors(self) -> Iterator[tuple[str, list[str], Tensor]]:
-        """(key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
+        """Yield (key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
         for entry in self._entries:
             yield entry.key, entry.names, entry.tensor if entry.parameter is None else entry.parameter
 
@@ -140,11 +140,13 @@ class NarrowModel:
         return self.module(*args, **kwargs)
 
     def positions(self, key: str) -> Mapping[int, Tensor]:
-        """Axis → int64 (narrow size,): the dense positions of a narrow entry, ascending, along the axes that units touch."""
+        """Return axis → int64 (narrow size,): the dense positions of a narrow entry, ascending, along the axes that units
+        touch.
+        """
         return self._axes.get(key, {})
 
     def _cut(self, entry: _Entry) -> Axes:
-        """The axes along which the narrow entry lacks positions."""
+        """Return the axes along which the narrow entry lacks positions."""
         return cut_axes(self.graph.shapes[entry.key], self.positions(entry.key))
 
     def load(self, state: StateDict, mask: UnitMask | None) -> None:
@@ -186,7 +188,7 @@ class NarrowModel:
         fit_sizes(self.module, self.sizes, self.graph, self.mask.counts(), self.rules)
 
     def writable(self, key: str) -> Tensor:
-        """The dense copy of an entry that units touch, to be written to."""
+        """Return the dense copy of an entry that units touch, to be written to."""
         if key not in self._owned:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
@@ -233,7 +235,7 @@ class NarrowModel:
             self._fit_sizes()
 
     def _read(self, read: Callable[[_Entry], Tensor]) -> dict[str, Tensor]:
-        """What `read` makes of each entry, under the model's keys and in their order."""
+        """Return what `read` makes of each entry, under the model's keys and in their order."""
         found: dict[str, Tensor] = {}
         for entry in self._entries:
             found.update(dict.fromkeys(entry.names, read(entry)))
@@ -260,7 +262,7 @@ class NarrowModel:
         return found
 
     def compact(self) -> nn.Module:
-        """The narrow module as a plain module of its own: a copy without gradients."""
+        """Return the narrow module as a plain module of its own: a copy without gradients."""
         small = copy_with(self.module, {})
         for parameter in small.parameters():
             parameter.grad = None

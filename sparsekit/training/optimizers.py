@@ -110,7 +110,7 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
 
 
 def _frozen(masked: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure of a step, run with the mask frozen."""
+    """Return the closure of a step, run with the mask frozen."""
 
     @functools.wraps(closure)
     def run() -> Any:
@@ -127,12 +127,12 @@ def _after_load(reference: Callable[[], Any], optimizer: Optimizer) -> None:
 
 
 def holds(optimizer: Any, leaf: nn.Parameter) -> bool:
-    """Whether `leaf` is among the parameters that `optimizer` steps."""
+    """Tell whether `leaf` is among the parameters that `optimizer` steps."""
     return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
 
 
 def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
-    """Whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
+    """Tell whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
     fresh = "step" in state and float(state["step"]) == 0.0
     fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
     return bool(state) and not (fresh and fits)

@@ -36,7 +36,7 @@ class ImportanceRegularizer:
             raise InvalidValueError(f"target must be 'standardised' or 'absolute', got {self.target!r}")
 
     def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The target of every unit, a constant for the gradient.
+        """Return the target of every unit, a constant for the gradient.
 
         Args:
             magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
@@ -53,7 +53,7 @@ class ImportanceRegularizer:
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.
 @lru_cache(maxsize=256)
 def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """The group of each unit, int64 (J,), and the size of each group, int64 (groups,)."""
+    """Return the group of each unit, int64 (J,), and the size of each group, int64 (groups,)."""
     with torch.inference_mode(False):
         counts = torch.tensor(sizes, dtype=torch.long)
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)

@@ -71,7 +71,7 @@ class MaskedModule(nn.Module, ABC):
         return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
 
     def importance_vector(self) -> Tensor:
-        """The present importance of all units, float (J,), in the order of the graph's groups; a copy."""
+        """Return the present importance of all units, float (J,), in the order of the graph's groups; a copy."""
         return self.scores.clone()
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:

@@ -96,7 +96,8 @@ class SwapStatistics:
         return (max(counters["curve"], 0.0) + self.num_std_errors * math.sqrt(counters["noise"])) / counters["spread"]
 
     def _moments(self, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, its standard error and variance of the samples; the error is infinite where there are fewer than three."""
+        """Return mean, its standard error and variance of the samples; the error is infinite where there are fewer than
+        three."""
         count, total, squares = self.memory[kind]
         mean = total / count.clamp_min(1.0)
         variance = (squares - total * mean).clamp_min(0.0) / (count - 1.0).clamp_min(1.0)
@@ -159,7 +160,7 @@ class SwapStatistics:
 
 
 def _choose_swaps(keep: Tensor, cost: Tensor, gain: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Pair the kept units that cost least with the dropped ones that gain most, while the gain exceeds the cost.
+    """Return pair the kept units that cost least with the dropped ones that gain most, while the gain exceeds the cost.
 
     Returns:
         int64 (swaps,) each, at most `most`: the units that leave, and those that enter in their places.
@@ -172,7 +173,7 @@ def _choose_swaps(keep: Tensor, cost: Tensor, gain: Tensor, most: int) -> tuple[
 
 
 def _gain(slope: Tensor, curve: Tensor) -> Tensor:
-    """Decrease of the loss in the best step down a slope; 0 if there is none."""
+    """Return decrease of the loss in the best step down a slope; 0 if there is none."""
     return torch.where(curve > 0.0, 0.5 * slope.clamp_min(0.0).square() / curve, 0.0)
 
 

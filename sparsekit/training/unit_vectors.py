@@ -43,7 +43,7 @@ class Reader:
         self.units = units
 
     def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Σ gradient · weight at each position along the axis: (narrow size,)."""
+        """Return Σ gradient · weight at each position along the axis: (narrow size,)."""
         kind = weight.device.type
         if torch.is_autocast_enabled(kind):  # backward() under autocast: CUDA would sum in half precision
             with torch.autocast(kind, enabled=False):
@@ -61,7 +61,7 @@ class Reader:
         return product.sum([d for d in range(product.dim()) if d != self.dim])
 
     def magnitudes(self) -> Tensor:
-        """Σ |weight| at each position along the axis."""
+        """Return Σ |weight| at each position along the axis."""
         weight = wide(self.leaf.detach())
         if weight.dim() == 1:
             return weight.abs()
@@ -96,7 +96,7 @@ class UnitVectors:
         self.reload()
 
     def _readers(self, *, gated: bool) -> list[Reader]:
-        """Readers of the gated entries, or of the units' own parameters."""
+        """Return readers of the gated entries, or of the units' own parameters."""
         graph = self.narrow_model.graph
         wanted: dict[tuple[str, int], Tensor] = {}
         for name, group in graph.groups.items():
@@ -125,7 +125,7 @@ class UnitVectors:
         self._follow(self.magnitudes_of(self.narrow_model.dense_state()) if magnitudes is None else magnitudes)
 
     def magnitudes_of(self, dense: StateDict) -> Tensor:
-        """Σ |θ| over each unit's own parameters in a dense state: float (J,), on the device of the tables."""
+        """Return Σ |θ| over each unit's own parameters in a dense state: float (J,), on the device of the tables."""
         leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
         return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
@@ -144,7 +144,7 @@ class UnitVectors:
         self._still = full - self._narrow_magnitudes()
 
     def _narrow_units(self, reader: Reader) -> Tensor:
-        """The unit of each narrow position: int64 (narrow size,); J where none."""
+        """Return the unit of each narrow position: int64 (narrow size,); J where none."""
         assert reader.units is not None
         return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
 
@@ -154,7 +154,7 @@ class UnitVectors:
         return flat.new_zeros(self.total + 1).index_add_(0, units, flat)[:-1]
 
     def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-        """∂L/∂gate of each kept unit, 0 for the others: float (J,).
+        """Return ∂L/∂gate of each kept unit, 0 for the others: float (J,).
 
         Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed: leaf → gradient,
         or None for `.grad` of the leaves.
@@ -164,14 +164,15 @@ class UnitVectors:
         return self._sums([_products(reader, gradients) for reader in self._consumers], self._consumer_units)
 
     def magnitudes(self) -> Tensor:
-        """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
+        """Return Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
 
         Only the narrow entries are read; all others are as they were at the last change of the mask.
         """
         return self._still + self._narrow_magnitudes()
 
     def unchanging_sums(self) -> Tensor:
-        """The part of the magnitudes that is not in narrow entries, rounding included: float (J,), for `restore_sums`."""
+        """Return the part of the magnitudes that is not in narrow entries, rounding included: float (J,), for
+        `restore_sums`."""
         return self._still.clone()
 
     def restore_sums(self, sums: Tensor) -> None:
@@ -182,7 +183,7 @@ class UnitVectors:
                 self._still = sums
 
     def _narrow_magnitudes(self) -> Tensor:
-        """Σ |θ| over the narrow entries of each kept unit, 0 for the others: float (J,)."""
+        """Return Σ |θ| over the narrow entries of each kept unit, 0 for the others: float (J,)."""
         vectors = [wide(reader.leaf.detach()) for reader in self._producers if reader.leaf.dim() == 1]
         values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
         if vectors:
@@ -190,7 +191,7 @@ class UnitVectors:
         return self._sums(values, self._producer_units)
 
     def mask_unchanged(self, scores: Tensor) -> bool:
-        """Whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.
+        """Tell whether the mask is still that of the largest scores, float (J,) on any device, in every group, without sorting.
 
         True while the least kept score exceeds the largest dropped one. False also where they are equal, and
         the caller then compares by index.

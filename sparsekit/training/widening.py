@@ -125,7 +125,7 @@ class Probe(NamedTuple):
     """The wide entry; 0 where dropped units are read."""
     leaf: nn.Parameter
     at: Axes
-    """Where the leaf lies in the wide entry."""
+    """Position of the leaf in the wide entry."""
 
 
 class Reading(NamedTuple):
@@ -139,9 +139,9 @@ class Reading(NamedTuple):
 
 class _Entry(NamedTuple):
     axes: Axes
-    """Where the wide entry lies in the dense one."""
+    """Position of the wide entry in the dense one."""
     at: Axes
-    """Where the narrow entry lies in the wide one."""
+    """Position of the narrow entry in the wide one."""
     probes: list[tuple[str, str, int, Tensor, Tensor]]
     """(key, group, axis, positions of each unit, those of dropped units)."""
 
@@ -151,12 +151,12 @@ _ROUNDING = 1e-3
 
 
 def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
-    """The mask with all units of `groups`."""
+    """Return the mask with all units of `groups`."""
     return UnitMask({**mask, **{name: torch.ones_like(mask[name]) for name in groups}})
 
 
 class Widening:
-    """Where the narrow entries lie in those of a model that has all units of `groups` too; true until the mask changes."""
+    """Positions of the narrow entries in those of a model that has all units of `groups` too; true until the mask changes."""
 
     def __init__(self, narrow_model: NarrowModel, groups: Sequence[str]) -> None:
         self._narrow_model = narrow_model

@@ -27,7 +27,7 @@ def check_model(model: nn.Module) -> None:
     holds on to the weights that it was made with.
 
     Raises:
-        UnsupportedModelError: the model is none, lies on the meta device, or has a DataParallel or DistributedDataParallel.
+        UnsupportedModelError: it is not a model, is on the meta device, or has a DataParallel or DistributedDataParallel.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
@@ -71,7 +71,7 @@ def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
         if [weight.shape for weight in masked.weights()] != before:
             raise UnsupportedModelError(
                 "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
-                " DistributedDataParallel, which would no longer average their gradients; wrap it anew:"
+                " DistributedDataParallel, which would no longer average their gradients; wrap it again:"
                 " ddp = DistributedDataParallel(masked)"
             )
 

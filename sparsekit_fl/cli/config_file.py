@@ -82,14 +82,14 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
 
 
 def text_of(value: Any) -> str:
-    """A value as --set takes it."""
+    """Return a value as --set takes it."""
     if isinstance(value, list | tuple):
         return ",".join(map(text_of, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def toml_of(values: Mapping[str, Any]) -> str:
-    """Numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
+    """Return numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
     lines = []
     for name, value in values.items():
         text = json.dumps(
@@ -100,7 +100,7 @@ def toml_of(values: Mapping[str, Any]) -> str:
 
 
 def written(method: str, given: Mapping[str, Any]) -> str:
-    """The options of a run as a TOML file that `read_file` reads.
+    """Return the options of a run as a TOML file that `read_file` reads.
 
     Args:
         method: As the user wrote it.

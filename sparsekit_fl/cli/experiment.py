@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:
-    """All that `sparsekit_fl.run` wants, beside the method.
+    """All that `sparsekit_fl.run` wants, besides the method.
 
     Args:
         engine: Runs the clients; None for Flower, which runs the experiment in an app.
@@ -39,7 +39,7 @@ class Experiment:
     described: Mapping[str, Any]
 
     def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
-        """Run a method in the folder that the options name; with `resume` go on with what is there."""
+        """Run a method in the folder that the options name; with `resume`, continue with what is there."""
         from sparsekit_fl.rounds import run
 
         return run(
@@ -155,7 +155,7 @@ def _engine(options: RunOptions) -> Engine:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return how many this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

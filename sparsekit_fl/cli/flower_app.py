@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.base import Method
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
-# Templates that must not carry the names that have a meaning where they lie.
+# Templates that must not carry the names that have a meaning in their folder.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 _SET = "set."
 

@@ -281,13 +281,13 @@ class TrainingLog:
         return TrainingLog(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def metrics(self) -> dict[str, float]:
-        """`loss` and `accuracy`, each the mean over the epochs."""
+        """Return `loss` and `accuracy`, each the mean over the epochs."""
         found = {"loss": self.loss, "accuracy": self.accuracy}
         return {name: sum(values) / len(values) for name, values in found.items() if values}
 
 
 def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
-    """Make forward passes run in a smaller type; weights are cast anew each time, as a step may change them midway."""
+    """Make forward passes run in a smaller type; weights are cast again each time, as a step may change them midway."""
     if amp == "off":
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=getattr(torch, amp), cache_enabled=False)
@@ -381,7 +381,7 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """The outputs of batches as those of one batch: tensors, or tuples, lists and mappings of them."""
+    """Return the outputs of batches as those of one batch: tensors, or tuples, lists and mappings of them."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)  # type: ignore[arg-type]

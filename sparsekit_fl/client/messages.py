@@ -48,7 +48,7 @@ class WorkCost:
         seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
             client's. What policies decide by.
         wall_seconds: Measured here.
-        flops_scoring: The part of `flops` that is no training: forward passes by which a method decides while it
+        flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
         flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
             batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
@@ -226,12 +226,12 @@ def _parts(message: Request | Update) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def update_bytes(update: Update) -> int:
-    """Size of an update on the wire, computed without encoding it."""
+    """Return size of an update on the wire, computed without encoding it."""
     return packed_bytes(*_parts(update))
 
 
 def request_bytes(request: Request, graph: UnitGraph) -> int:
-    """Size of a request to train on the wire, computed without encoding it."""
+    """Return size of a request to train on the wire, computed without encoding it."""
     tensors, meta = _parts(request)
     kept = Kept(graph, request.mask)
     for name, tensor in request.state.items():

@@ -62,7 +62,7 @@ class Kept:
             self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
 
     def only(self, rows: Mapping[str, Tensor]) -> Kept:
-        """The same, but of some entries, whose masks are not by entry, only rows, int64, among those that are kept."""
+        """Return the same, but of some entries, whose masks are not by entry, only rows, int64, among those that are kept."""
         found = copy.copy(self)
         found._axes = dict(self._axes)
         for name, index in rows.items():
@@ -71,17 +71,17 @@ class Kept:
         return found
 
     def is_whole(self, name: str) -> bool:
-        """True where every entry of `name` is kept and its shape is the model's."""
+        """Return true where every entry of `name` is kept and its shape is the model's."""
         return name not in self._axes and name not in self._flat
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what is kept of `name`."""
+        """Return shape of what is kept of `name`."""
         if name in self._flat:
             return (self._flat[name].numel(),)
         return tuple(narrow_shape(self.graph.shapes[name], self._axes.get(name, {})))
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
-        """What is kept of the dense `tensor`; a view where everything is."""
+        """Return what is kept of the dense `tensor`; a view where everything is."""
         if name in self._flat:
             return tensor.reshape(-1).index_select(0, self._flat[name].to(tensor.device))
         return gather(tensor, self._axes.get(name, {}))
@@ -98,11 +98,11 @@ class Kept:
         self.scatter(name, self.gather(name, into) + kept, into)
 
     def gather_all(self, state: StateDict) -> dict[str, Tensor]:
-        """What is kept of each entry of a dense state."""
+        """Return what is kept of each entry of a dense state."""
         return {name: self.gather(name, tensor) for name, tensor in state.items()}
 
     def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
-        """A new dense state: `into` with the kept entries written over it."""
+        """Return a new dense state: `into` with the kept entries written over it."""
         result: dict[str, Tensor] = {}
         for name, tensor in kept.items():
             if self.is_whole(name):
@@ -114,7 +114,7 @@ class Kept:
 
 
 def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:
-    """A dense state in which everything that `mask` drops is zero; untouched keys are the same tensors."""
+    """Return a dense state in which everything that `mask` drops is zero; untouched keys are the same tensors."""
     kept = Kept(graph, mask)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -134,7 +134,8 @@ _NAMES = {
 
 
 def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
-    """What a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked for."""
+    """Return what a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked
+    for."""
     return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
@@ -156,13 +157,13 @@ def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> tuple[byt
 
 
 def packed_bytes(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
-    """Exactly `len(pack(tensors, meta))`, from dtypes and shapes alone: tensors on the device "meta" will do."""
+    """Return exactly `len(pack(tensors, meta))`, from dtypes and shapes alone: tensors on the device "meta" will do."""
     header, _, size = _header(tensors, meta)
     return 8 + len(header) + size
 
 
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
-    """Tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes."""
+    """Return tensors and metadata, plain JSON values, as one safetensors file; equal input gives equal bytes."""
     header, order, _ = _header(tensors, meta)
     return b"".join([len(header).to_bytes(8, "little"), header, *(plain_bytes(tensors[name]) for name in order)])
 
@@ -183,7 +184,7 @@ def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """A mask as bytes: the tensor to send (uint8) and its description.
+    """Return a mask as bytes: the tensor to send (uint8) and its description.
 
     An entry takes one bit per position, padded to whole bytes. Of a weight mask, an entry that is kept or dropped whole takes
     nothing, and one of which few positions are kept, or few dropped, takes their positions, four bytes each.
@@ -226,7 +227,7 @@ def _unpack_entry(form: str, count: int, data: npt.NDArray[np.uint8]) -> tuple[n
 def unpack_mask(
     tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, graph: UnitGraph | None = None
 ) -> Mask | None:
-    """The inverse of `pack_mask`.
+    """Return the inverse of `pack_mask`.
 
     Args:
         tensors: With the bits.

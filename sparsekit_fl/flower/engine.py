@@ -259,7 +259,7 @@ def identity_of(spec: RunSpec) -> str:
 
 
 def describe_clients(clients: Iterable[Client], identity: str) -> bytes:
-    """Return as bytes which clients a device has: ids, numbers of examples to train, validate and test with, capabilities."""
+    """Encode which clients a device has: ids, numbers of examples to train, validate and test with, capabilities."""
     rows = [
         [one.id, *(len(split) for split in (one.data.train, one.data.val, one.data.test)), *astuple(one.capability)]
         for one in clients

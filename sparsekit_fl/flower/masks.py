@@ -1,4 +1,4 @@
-"""Masks and narrow states as Flower carries them: one ConfigRecord beside the ArrayRecord of a message."""
+"""Masks and narrow states as Flower carries them: one ConfigRecord next to the ArrayRecord of a message."""
 
 from __future__ import annotations
 

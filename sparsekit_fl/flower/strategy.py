@@ -112,7 +112,7 @@ class SubmodelStrategy(Strategy):
                     raise DataError("this round already has its reply, or did not ask it")
                 good[node] = (reply, *self._read(node, reply.content))
             except (DataError, KeyError, TypeError, ValueError) as error:
-                _log.warning("round %d goes on without the update of node %d: %s", server_round, node, error)
+                _log.warning("round %d continues without the update of node %d: %s", server_round, node, error)
         # In the order of nodes, so that the sums do not depend on which reply came first.
         ordered = [good[node] for node in sorted(good)]
         if ordered:
@@ -179,11 +179,11 @@ class SubmodelStrategy(Strategy):
         }
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
-        """As the strategy inside: the whole global model travels, and `load_submodel` cuts it."""
+        """Do as the strategy inside does: the whole global model travels, and `load_submodel` cuts it."""
         return self._inner.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As the strategy inside."""
+        """Do as the strategy inside does."""
         return self._inner.aggregate_evaluate(server_round, replies)
 
 

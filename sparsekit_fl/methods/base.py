@@ -149,7 +149,7 @@ class Method(Checked):
             task: What it was asked, from `assign`.
 
         Raises:
-            UpdateError: the update must not change anything; the round goes on without this client.
+            UpdateError: the update must not change anything; the round continues without this client.
         """
         if update.mask is not None and not self.masked:
             raise UpdateError(

@@ -148,7 +148,7 @@ def load_leaves(client: ClientContext, start: StateDict, mask: Mask | None) -> d
 
 
 def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
-    """State-dict key → narrow leaf, of those that train."""
+    """Return state-dict key → narrow leaf, of those that train."""
     return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
 
 

@@ -54,7 +54,7 @@ def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
 
 
 def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
+    """Return Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
 
     `outputs` are d logits, classes last.
 

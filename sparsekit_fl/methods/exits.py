@@ -28,8 +28,8 @@ _MOST = 4  # exits: as many as the paper has in its ResNets, and as a VGG has po
 class ExitHead(nn.Module):
     """One linear layer on the features; those of a convolution are averaged to a grid of at most 4 positions per axis first.
 
-    Other features are averaged over what lies between examples and features, unless the model gives an output for each of
-    those positions. `inputs` and `outputs` are shapes with the axis of examples; features lie on axis 1 after a
+    Other features are averaged over the axes between examples and features, unless the model gives an output for each of
+    those positions. `inputs` and `outputs` are shapes with the axis of examples; features are on axis 1 after a
     convolution, else on the last.
     """
 
@@ -40,7 +40,7 @@ class ExitHead(nn.Module):
         self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if convolution else inputs[-1], outputs[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """float (N, features, …) or (N, …, features) → (N, outputs), or (N, …, outputs)."""
+        """Return float (N, features, …) or (N, …, features) → (N, outputs), or (N, …, outputs)."""
         if self._grid:
             pools: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
             inputs = pools[len(self._grid) - 1](inputs, self._grid).flatten(1)
@@ -55,7 +55,7 @@ class _Stop(BaseException):
 
 
 class WithExits(nn.Module):
-    """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state lies under "model.".
+    """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state is under "model.".
 
     `places` are qualified names of the modules before which the exits `heads` are, in forward order; each is called once per
     pass.
@@ -164,7 +164,7 @@ def place_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> With
     costs = cost_model(model, *inputs)
     work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
     convolution = {place: is_convolution(private.get_submodule(layers[place].name)) for place in read}
-    # Number of axes, and the positions for which there are features; token ids are no features.
+    # Number of axes, and the positions for which there are features; token ids are not features.
     resolutions = {
         place: (one.dim(), *(one.shape[2:] if convolution[place] else one.shape[1:-1]))
         for place, one in read.items()

@@ -46,7 +46,7 @@ _NOISE = 0.01  # upper end of the noise on importance that starts at the absolut
 
 
 def utility(accuracy: float) -> float:
-    """U(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.
+    """Return u(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), reward function.
     """
@@ -306,7 +306,8 @@ def learning(masked: LearnableMask) -> Adjust:
 def pull_to_received(
     masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
 ) -> Adjust:
-    """`pull_towards` the received dense state under a mask that changes: the anchors of kept units are gathered again."""
+    """Return `pull_towards` the received dense state under a mask that changes: the anchors of kept units are gathered
+    again."""
     narrow, version = masked.narrow_model, -1
     pull: Adjust
 

@@ -37,7 +37,7 @@ def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float]
 
 
 def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
-    """Erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
+    """Return erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
 
     Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
     share what is left of `density`, the share of all entries together, in (0, 1].

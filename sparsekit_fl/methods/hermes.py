@@ -61,7 +61,7 @@ class Hermes(PruneWhenAccurate):
 
 
 def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:
-    """Leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
+    """Return leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
 
     Units are numbered through all groups; one more number stands for positions that make no unit.
     """

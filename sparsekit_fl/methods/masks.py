@@ -40,12 +40,14 @@ def prunable_weights(graph: UnitGraph, who: str = "this method") -> tuple[str, .
 
 
 def weight_count(ratio: float, size: int) -> int:
-    """max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
+    """Return max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
     return 0 if ratio <= 0.0 or size == 0 else max(1, min(size, math.ceil(ratio * size - 1e-9)))
 
 
 def keep_largest_entries(scores: Tensor, count: int) -> Tensor:
-    """bool, shaped like `scores`, without NaN: exactly the `count` largest; ties go to the lower place in row-major order."""
+    """Return bool, shaped like `scores`, without NaN: exactly the `count` largest; ties go to the lower place in row-major
+    order.
+    """
     flat = scores.detach().reshape(-1)
     if count <= 0 or count >= flat.numel():
         return torch.full(scores.shape, count > 0)

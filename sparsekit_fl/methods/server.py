@@ -165,7 +165,7 @@ def mean_change(
 def _changed_rows(graph: UnitGraph, deltas: StateDict, kept: Kept) -> tuple[StateDict, Kept]:
     """Return changes without the rows of the output layer that did not change."""
     if isinstance(kept.mask, WeightMask):
-        return deltas, kept  # its entries lie in one row
+        return deltas, kept  # its entries are in one row
     names = head_entries(graph.layers)
     head = {name: delta for name, delta in deltas.items() if name in names and delta.ndim}
     rows = {name: (delta != 0).reshape(len(delta), -1).any(dim=1).nonzero().reshape(-1) for name, delta in head.items()}

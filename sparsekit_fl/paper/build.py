@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 def have_capabilities(clients: Iterable[Client]) -> bool:
-    """Whether any of the clients has another capability than the default."""
+    """Tell whether any of the clients has another capability than the default."""
     return any(client.capability != Capability() for client in clients)
 
 

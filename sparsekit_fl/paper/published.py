@@ -1,8 +1,8 @@
-"""The published tables beside ours: where they differ by more than chance, and why.
+"""The published tables next to ours: where they differ by more than chance, and why.
 
 The numbers are in `published.json`, the reasons in `reasons.json`.
 A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
-Published numbers stand beside runs of their own protocol alone: data, model, partition, levels of devices and training.
+Published numbers are shown only next to runs of their own protocol: data, model, partition, levels of devices and training.
 """
 
 import json
@@ -91,7 +91,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_beside(comparison: Comparison) -> Any:
-    """Pair every published row of the comparison's data set with the runs of its method.
+    """Return pair every published row of the comparison's data set with the runs of its method.
 
     Returns:
         DataFrame with two rows for each pair, its accuracy and its FLOPs, in published order; None where the protocol is not

@@ -241,7 +241,7 @@ class Capability(Checked):
             object.__setattr__(self, "flops_per_second", _FULL_FLOPS_PER_SECOND * self.ratio)
 
     def at(self, ratio: float) -> Capability:
-        """The same device at another ratio: the speed changes in proportion, the links stay."""
+        """Return the same device at another ratio: the speed changes in proportion, the links stay."""
         return replace(self, ratio=ratio, flops_per_second=self.flops_per_second / self.ratio * ratio)
 
 
@@ -286,7 +286,7 @@ class Client(Checked):
     Args:
         id: Names it, an integer >= 0, different for every client of a run.
         data: Its examples.
-        capability: Its device; a run with capability levels draws the ratio anew.
+        capability: Its device; a run with capability levels draws the ratio again.
 
     Raises:
         InvalidValueError: the id is not an integer >= 0.
@@ -309,5 +309,5 @@ class Client(Checked):
                 held = [f"{split} has {size} example{'s' * (size != 1)}" for split, size in sizes.items() if size]
                 raise DataError(
                     f"{name} of client {self.id} is empty, {', '.join(held) or 'as are its other splits'}; every client needs"
-                    " examples to train on and to be scored with (val alone may be None): leave this client out, or deal anew"
+                    " examples to train on and to be scored with (val alone may be None): leave this client out, or deal again"
                 )

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_folder(name: str, root: Path | str, *, aliases: Sequence[str] = (), layout: str) -> Path:
-    """The folder of a data set under the user's data directory.
+    """Return the folder of a data set under the user's data directory.
 
     Args:
         name: The data set.
@@ -97,7 +97,7 @@ _FORMAT = 1
 
 
 def cache_directory() -> Path:
-    """`$SPARSEKIT_CACHE` if set, else the folder where the system keeps caches.
+    """Return `$SPARSEKIT_CACHE` if set, else the folder where the system keeps caches.
 
     That is `~/.cache/sparsekit` (or below `$XDG_CACHE_HOME`) on Linux, `~/Library/Caches/sparsekit` on macOS and
     `%LOCALAPPDATA%\\sparsekit\\Cache` on Windows.
@@ -113,7 +113,7 @@ def cache_directory() -> Path:
 
 
 def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors decoded from files, from the cache if these files were decoded before.
+    """Return tensors decoded from files, from the cache if these files were decoded before.
 
     A cache that cannot be read or written costs time, never the run.
 

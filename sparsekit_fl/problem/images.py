@@ -52,7 +52,7 @@ class ImageTransform:
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """`(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
+        """Return `(batch, C, H, W)` uint8 → float `(batch, channels, *size)`."""
         pixels = images.to(torch.get_default_dtype()).div_(255)
         height, width = pixels.shape[-2:]
         if (height, width) != self.size:
@@ -109,12 +109,12 @@ def _load(
 
 
 def mnist(root: Path | str | None = None) -> DataSource:
-    """60,000 + 10,000 handwritten digits."""
+    """Return 60,000 + 10,000 handwritten digits."""
     return _load("mnist", root, repo="ylecun/mnist", classes=10, shape=(1, 28, 28), mean=(0.1307,), std=(0.3081,))
 
 
 def cifar10(root: Path | str | None = None) -> DataSource:
-    """50,000 + 10,000 small photographs of ten kinds."""
+    """Return 50,000 + 10,000 small photographs of ten kinds."""
     return _load(
         "cifar10", root, repo="uoft-cs/cifar10", classes=10, shape=(3, 32, 32),
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
@@ -122,7 +122,7 @@ def cifar10(root: Path | str | None = None) -> DataSource:
 
 
 def cifar100(root: Path | str | None = None) -> DataSource:
-    """50,000 + 10,000 small photographs of a hundred kinds, with the fine labels."""
+    """Return 50,000 + 10,000 small photographs of a hundred kinds, with the fine labels."""
     return _load(
         "cifar100", root, repo="uoft-cs/cifar100", classes=100, shape=(3, 32, 32),
         mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
@@ -130,7 +130,7 @@ def cifar100(root: Path | str | None = None) -> DataSource:
 
 
 def tiny_imagenet(root: Path | str | None = None) -> DataSource:
-    """Photographs of 200 kinds; the validation split is the test set."""
+    """Return photographs of 200 kinds; the validation split is the test set."""
     # The true test labels were never published.
     return _load(
         "tiny-imagenet", root, repo="zh-plus/tiny-imagenet", classes=200, shape=(3, 64, 64),

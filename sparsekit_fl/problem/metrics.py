@@ -67,7 +67,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, classes last, for single labels and for sequences alike.
+    """Return mean cross-entropy in nats, classes last, for single labels and for sequences alike.
 
     Args:
         outputs: Logits, float `(N, classes)` or `(N, T, classes)`.
@@ -89,7 +89,7 @@ cross_entropy.weight = _counted  # type: ignore[attr-defined]
 
 
 def loss_weight(loss: Any, targets: Tensor) -> Any:
-    """Return how much the loss of a batch counts beside other batches.
+    """Return how much the loss of a batch counts next to other batches.
 
     Args:
         loss: A loss with an attribute `weight`, a function of targets, says what its mean is over: `cross_entropy` counts

@@ -38,7 +38,7 @@ class InputShape:
     shape: tuple[int, ...]
 
     def zeros(self) -> tuple[Tensor]:
-        """Example inputs: one example of zeros."""
+        """Return example inputs: one example of zeros."""
         return (torch.zeros(1, *self.shape, dtype=torch.int64 if self.kind == "tokens" else torch.get_default_dtype()),)
 
 
@@ -124,7 +124,7 @@ class ModelSpec:
         return (torch.randint(self.classes, (1, *self.example), generator=generator),)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
-        """A network without a data set, and its example inputs: what `sparsekit units` shows."""
+        """Return a network without a data set, and its example inputs: what `sparsekit units` shows."""
         return self.factory()(), self.example_inputs()
 
 
@@ -172,7 +172,7 @@ class Cnn(nn.Module):
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """float `(N, channels, *size)` → logits `(N, classes)`."""
+        """Return float `(N, channels, *size)` → logits `(N, classes)`."""
         hidden = F.relu(F.max_pool2d(self.conv1(images), 2))
         hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
         hidden = F.relu(self.fc1(hidden.flatten(1)))
@@ -206,7 +206,7 @@ class NextWordLstm(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 `(N, T)` → logits of the next tokens `(N, T, vocabulary)`."""
+        """Return int64 `(N, T)` → logits of the next tokens `(N, T, vocabulary)`."""
         hidden, _ = self.lstm1(self.embedding(tokens))
         hidden, _ = self.lstm2(hidden)
         return F.linear(hidden, self.embedding.weight, self.bias)
@@ -258,13 +258,13 @@ class Vgg(nn.Module):
         self.classifier = nn.Linear(channels * (size[0] // 32) * (size[1] // 32), classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """float `(N, channels, *size)` → logits `(N, classes)`."""
+        """Return float `(N, channels, *size)` → logits `(N, classes)`."""
         logits: Tensor = self.classifier(self.features(images).flatten(1))
         return logits
 
 
 def vgg11(classes: int = 10, channels: int = 3, size: tuple[int, int] = (32, 32)) -> Vgg:
-    """VGG11; 9.23 million parameters for ten classes at 32×32."""
+    """Return VGG11; 9.23 million parameters for ten classes at 32×32."""
     return Vgg(11, classes, channels, size)
 
 

@@ -69,7 +69,7 @@ def _labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, Ten
 
 
 def _rows_by_class(pool: TensorData, classes: int) -> list[Indices]:
-    """Positions of the examples of each class, in the order of the pool."""
+    """Return positions of the examples of each class, in the order of the pool."""
     labels = pool.labels().numpy()
     order = np.argsort(labels, kind="stable").astype(np.int64)
     bounds = np.searchsorted(labels[order], np.arange(classes + 1))
@@ -92,7 +92,7 @@ def pathological(
     out, so that no shard straddles two classes. Each client draws `classes_per_client` shards without replacement, with
     `distinct` of different classes as long as enough classes have shards left: a class is drawn with a chance in
     proportion to its shards left. The last tenth of each shard is held out for validation. A client is tested on
-    `images_per_class` test examples, drawn anew for each client, of each class it owns, or on all there are if the class
+    `images_per_class` test examples, drawn again for each client, of each class it owns, or on all there are if the class
     has fewer.
 
     Args:
@@ -142,7 +142,7 @@ def pathological(
 
 
 def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of the pathological partition under which every client lacks exactly `lack` of the classes.
+    """Return keywords of the pathological partition under which every client lacks exactly `lack` of the classes.
 
     A client keeps the number of examples that `keywords` give it, cut into more or fewer classes: the level changes what a
     client sees and not how much, which the paper leaves open.
@@ -172,7 +172,7 @@ def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, A
 
 
 def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:
-    """Which classes a client draws its shards from; with `distinct` a class twice only if too few classes are left."""
+    """Return which classes a client draws its shards from; with `distinct` a class twice only if too few classes are left."""
     remaining = np.asarray(left, dtype=np.float64)
     different = min(count, int((remaining > 0).sum())) if distinct else 1
     drawn = [int(c) for c in rng.choice(len(left), size=different, replace=False, p=remaining / remaining.sum())]

@@ -82,7 +82,7 @@ class Problem:
             )
 
     def recipe(self) -> dict[str, Any]:
-        """How another process makes the model again and reads raw inputs, as plain JSON values.
+        """Return how another process makes the model again and reads raw inputs, as plain JSON values.
 
         Returns:
             `about`; `factory`, the model's code as `package.module:function` where that can be imported; `example_inputs`, the

@@ -28,7 +28,7 @@ Sentences = Sequence[Sequence[str]]
 
 
 def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
-    """Word → id of the most frequent words, after padding (0) and unknown (1), at most `size` in all.
+    """Return word → id of the most frequent words, after padding (0) and unknown (1), at most `size` in all.
 
     Ties in frequency go to the word that sorts first.
     """
@@ -39,7 +39,7 @@ def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
 
 
 def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, chunk: int = 10) -> DataSource:
-    """A next-word source from the texts of natural clients.
+    """Return a next-word source from the texts of natural clients.
 
     Each text is cut into chunks of `chunk` words; inputs are all words but the last, targets all but the first.
     A last chunk of two words or more is padded; a single word predicts nothing and is left out.
@@ -86,7 +86,7 @@ def token_source(name: str, users: Mapping[str, Sentences], *, vocabulary: int, 
 
 
 def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
-    """The texts of every user.
+    """Return the texts of every user.
 
     Args:
         paths: JSON files with `users`, `num_samples` and `user_data → {x, y}`, as LEAF writes them for Reddit: a sample of `x`
@@ -119,7 +119,7 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
 
 
 def reddit(root: Path | str | None = None) -> DataSource:
-    """Comments by user, for next-word prediction in chunks of ten words, nine of them inputs.
+    """Return comments by user, for next-word prediction in chunks of ten words, nine of them inputs.
 
     Args:
         root: Directory with `reddit/**/*.json` in the layout of LEAF; its folders `train`, `val` and `test` are read in this
@@ -146,7 +146,7 @@ def _folder(name: str, root: Path | str | None, layout: str, *aliases: str) -> P
 
 
 def speeches(text: str) -> dict[str, list[list[str]]]:
-    """Who says what.
+    """Return who says what.
 
     Args:
         text: Blocks separated by blank lines; the first line of a block is `SPEAKER:`.
@@ -168,7 +168,7 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
 
 
 def shakespeare(root: Path | str | None = None) -> DataSource:
-    """The plays in one file of a million letters, for next-word prediction in chunks of ten words, nine of them inputs.
+    """Return the plays in one file of a million letters, for next-word prediction in chunks of ten words, nine of them inputs.
 
     Args:
         root: Directory with `shakespeare/input.txt` or `tinyshakespeare/input.txt`.

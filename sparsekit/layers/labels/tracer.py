@@ -133,7 +133,7 @@ class Tracer:
         return found
 
     def settle(self, labels: TensorLabels) -> TensorLabels:
-        """Joint labels with all axes but the first tied."""
+        """Return joint labels with all axes but the first tied."""
         while labels.joint is not None:
             labels = self.tie(labels, labels.joint.dims[-1])
         return labels
@@ -148,7 +148,7 @@ class Tracer:
         return self._known.get(id(tensor))
 
     def entry(self, tensor: Tensor) -> Entry | None:
-        """The state entry that a tensor is or rearranges, if any."""
+        """Return the state entry that a tensor is or rearranges, if any."""
         return self.joint_labels(tensor).entry
 
     def set(self, tensor: Tensor, labels: TensorLabels | None) -> None:
@@ -179,7 +179,7 @@ class Tracer:
         return entry
 
     def labels_of(self, entry: Entry) -> TensorLabels:
-        """The labels of an entry as it is, the same object in every pass."""
+        """Return the labels of an entry as it is, the same object in every pass."""
         if entry.number not in self._entry_labels:
             self._entry_labels[entry.number] = self._fresh_labels(entry)
         return self._entry_labels[entry.number]
@@ -195,7 +195,7 @@ class Tracer:
         return TensorLabels(tuple(axes), entry)
 
     def source(self, gated: AbstractSet[tuple[int, int]]) -> int:
-        """The id of a set of (entry number, axis) that must all be gated for a value to be zero."""
+        """Return the id of a set of (entry number, axis) that must all be gated for a value to be zero."""
         key = frozenset(gated)
         if not key:
             return ALWAYS_ZERO
@@ -205,11 +205,11 @@ class Tracer:
         return self._source_ids[key]
 
     def gated_by(self, source: int) -> frozenset[tuple[int, int]]:
-        """The set behind an id."""
+        """Return the set behind an id."""
         return self._sources[source]
 
     def both(self, a: IntArray, b: IntArray) -> IntArray:
-        """Sources of a value that is zero where both `a` and `b` are zero."""
+        """Return sources of a value that is zero where both `a` and `b` are zero."""
         out = np.full(a.shape[0], NOT_ZERO, dtype=np.int64)
         for x, y in set(zip(a.tolist(), b.tolist(), strict=True)):
             if x != NOT_ZERO and y != NOT_ZERO:
@@ -262,7 +262,7 @@ class Tracer:
 
         Args:
             what: Labels, several of them, or nodes.
-            reason: Why; where it is no `Cause`, the line of the user's code is added.
+            reason: Why; if it is not a `Cause`, the line of the user's code is added.
             quiet: It is normal and needs no warning.
         """
         if what is None:
@@ -277,7 +277,7 @@ class Tracer:
             self.fixed.append((nodes, self.cause(reason, quiet=quiet) if isinstance(reason, str) else reason))
 
     def cause(self, reason: str, *, quiet: bool = False) -> Cause:
-        """Why units stay whole, with the user's own source line."""
+        """Return why units stay whole, with the user's own source line."""
         if quiet:
             return Cause(self.module, reason, True)
         frames: list[tuple[str, int]] = []
@@ -299,7 +299,7 @@ class Tracer:
         """Unite units with scale, shift and statistics, position by position along axis `dim` of each.
 
         Returns:
-            The units of the values that are made, which are zero where scale and shift are gated; None where they are no units.
+            The units of the values that are made, which are zero where scale and shift are gated; None if they are not units.
         """
         scales = [self.labels(tensor) for tensor in (weight, bias) if tensor is not None]
         own = [*scales, *(self.labels(tensor) for tensor in statistics if tensor is not None)]

@@ -43,7 +43,7 @@ OUTPUT = Cause("", "model output", True)
 
 
 def user_line(frames: Sequence[tuple[str, int]]) -> str:
-    """` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
+    """Return ` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
 
     `frames` are pairs of file name and line number, innermost first.
     """
@@ -99,15 +99,15 @@ class Labels:
         return self.size > 0 and int(self.nodes[0]) == ANY
 
     def take(self, positions: IntArray | slice) -> Labels:
-        """The labels at some positions of the one axis."""
+        """Return the labels at some positions of the one axis."""
         return Labels(self.nodes[positions], self.sources[positions])
 
     def without_zero(self) -> Labels:
-        """The same units, whose values are no longer zero when gated away."""
+        """Return the same units, whose values are no longer zero when gated away."""
         return Labels(self.nodes, np.full(self.size, NOT_ZERO, dtype=np.int64))
 
     def same(self, other: Labels) -> bool:
-        """Equal nodes and sources."""
+        """Return equal nodes and sources."""
         return np.array_equal(self.nodes, other.nodes) and np.array_equal(self.sources, other.sources)
 
 
@@ -125,12 +125,12 @@ def joined(parts: Sequence[Labels | None]) -> Labels | None:
 
 
 def aligned(array: IntArray, rank: int) -> IntArray:
-    """The array with new axes of size 1 in front, as in broadcasting."""
+    """Return the array with new axes of size 1 in front, as in broadcasting."""
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
 def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
-    """The array with size 1 along every axis, from the first one on, along which it is constant."""
+    """Return the array with size 1 along every axis, from the first one on, along which it is constant."""
     for dim in range(first, array.ndim):
         line = array.take([0], dim)
         if array.shape[dim] > 1 and (array == line).all():
@@ -197,11 +197,11 @@ class TensorLabels:
         return tuple(None if axis is None or axis.is_uniform else axis for axis in self.axes)
 
     def without_zero(self) -> TensorLabels:
-        """The units on each axis of a computed tensor whose values are no longer zero when gated away."""
+        """Return the units on each axis of a computed tensor whose values are no longer zero when gated away."""
         return TensorLabels(tuple(None if axis is None else axis.without_zero() for axis in self.units))
 
     def all_nodes(self) -> IntArray:
-        """The nodes of all axes and parts."""
+        """Return the nodes of all axes and parts."""
         found = [labels.nodes.reshape(-1) for labels in (*self.axes, self.joint) if labels is not None]
         found += [part.all_nodes() for part in self.parts or ()]
         found += [] if self.mixed is None else [self.mixed]
@@ -209,25 +209,27 @@ class TensorLabels:
         return nodes[nodes >= 0]
 
     def with_axis(self, dim: int, labels: Labels | None) -> TensorLabels:
-        """The same with one axis replaced."""
+        """Return the same with one axis replaced."""
         return replace(self, axes=tuple(labels if d == dim else axis for d, axis in enumerate(self.axes)))
 
     def moved(self, axes: Sequence[Labels | None], move: Callable[[IntArray], IntArray]) -> TensorLabels:
-        """The labels after axes were moved: `axes` are those of now, `move` does the same to labels of the tensor's rank."""
+        """Return the labels after axes were moved: `axes` are those of now, `move` does the same to labels of the tensor's
+        rank.
+        """
         joint = self.joint
         return replace(self, axes=tuple(axes), joint=joint and Labels(move(joint.nodes), move(joint.sources)))
 
     def inserted(self, dim: int) -> TensorLabels:
-        """The labels with a new axis of size 1 before `dim`."""
+        """Return the labels with a new axis of size 1 before `dim`."""
         return self.moved((*self.axes[:dim], None, *self.axes[dim:]), lambda array: np.expand_dims(array, dim))
 
     def dropped(self, gone: set[int]) -> TensorLabels:
-        """The labels without some axes, along which joint ones do not vary."""
+        """Return the labels without some axes, along which joint ones do not vary."""
         left = [axis for d, axis in enumerate(self.axes) if d not in gone]
         return self.moved(left, lambda array: array.squeeze(tuple(gone)))
 
     def collapsed(self) -> TensorLabels:
-        """The same labels; joint ones that are left with one axis are those of that axis."""
+        """Return the same labels; joint ones that are left with one axis are those of that axis."""
         if self.joint is None or len(self.joint.dims) > 1:
             return self
         alone = replace(self, joint=None)
@@ -236,11 +238,11 @@ class TensorLabels:
         return alone
 
     def computed(self) -> TensorLabels:
-        """The same units on a tensor that is no mere rearrangement of an entry."""
+        """Return the same units on a tensor that is not just a rearrangement of an entry."""
         return self if self.entry is None else replace(self, entry=None)
 
     def same(self, other: TensorLabels | None) -> bool:
-        """Equal labels on every axis."""
+        """Return equal labels on every axis."""
         if other is None or len(self.axes) != len(other.axes) or self.parts is not None or other.parts is not None:
             return False
         pairs = zip((*self.axes, self.joint), (*other.axes, other.joint), strict=True)

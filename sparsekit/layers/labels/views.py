@@ -16,7 +16,7 @@ def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tensor
         written: Labels of the values written.
 
     Returns:
-        None if units would lie beside values that belong to no unit, or if axes cannot be matched.
+        None if units would be next to values that belong to no unit, or if axes cannot be matched.
     """
     before = tracer.joint_labels(tensor)
     if before.parts or before.joint or before.entry or written.parts or written.joint:
@@ -41,7 +41,7 @@ def written_over(tracer: Tracer, tensor: Tensor, target: Tensor, written: Tensor
 
 
 def _same_axis(tensor: Tensor, target: Tensor, k: int) -> int | None:
-    """The axis of `tensor` whose positions are those of axis `k` of `target`, one by one."""
+    """Return the axis of `tensor` whose positions are those of axis `k` of `target`, one by one."""
     size, stride = target.shape[k], target.stride(k)
     found = [d for d in range(tensor.dim()) if tensor.shape[d] == size and tensor.stride(d) == stride]
     if len(found) != 1 or stride == 0 or size < 2:

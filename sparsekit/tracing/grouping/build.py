@@ -64,7 +64,7 @@ class _Builder:
         self._fix_all()
 
     def _roots_of(self, runs: Iterable[IntArray | npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
-        """Whether each node is the root of one of these."""
+        """Tell whether each node is the root of one of these."""
         found = np.zeros(self.tracer.nodes, dtype=bool)
         for nodes in runs:
             found[self.root[nodes]] = True
@@ -121,7 +121,7 @@ class _Builder:
                 self.gates[root] = frozenset(self.number[key] for key in gated if key in self.number)
 
     def groups(self) -> list[list[int]]:
-        """Roots of active units, grouped by signature, in forward order."""
+        """Return roots of active units, grouped by signature, in forward order."""
         size, alive = self.tracer.nodes, self._roots_of([self.made]) & (self.cause == -1)
         active = np.flatnonzero(alive[self.root])
         self.members: dict[int, IntArray] = {}
@@ -185,7 +185,7 @@ class _Builder:
         return UnitGroup(name, len(roots), kind, tuple(piece for _, piece in pieces))
 
     def fixed(self) -> tuple[tuple[Unprunable, Cause], ...]:
-        """What stays whole, by producing module and cause."""
+        """Return what stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
         left = self.cause != -1  # fixed roots that no record has made yet
         for nodes, _ in self.tracer.made:
@@ -203,7 +203,7 @@ class _Builder:
 
 
 def _owner(entry: Entry) -> str:
-    """The module that an entry belongs to as its user wrote it, past what parametrising and compiling put in between."""
+    """Return the module that an entry belongs to as its user wrote it, past what parametrising and compiling put in between."""
     name, parent = entry.names[0], entry.names[0].rpartition(".")[0]
     parent = re.sub(r"(^|\.)parametrizations\..*$", "", parent)
     parent = ".".join(part for part in parent.split(".") if part != "_orig_mod")
@@ -211,7 +211,7 @@ def _owner(entry: Entry) -> str:
 
 
 def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:
-    """Connected components of `size` nodes: the lowest node of each node's component, int64 (size,)."""
+    """Return connected components of `size` nodes: the lowest node of each node's component, int64 (size,)."""
     parent = np.arange(size, dtype=np.int64)
     if not united:
         return parent
@@ -275,7 +275,7 @@ def build(tracer: Tracer, shapes: Mapping[str, torch.Size]) -> Built:
 
 
 def find_sites(tracer: Tracer, root: IntArray, nodes: Mapping[str, IntArray]) -> tuple[NormSite, ...] | None:
-    """The norms over units that stay in some group, one for each call that averages over them.
+    """Return the norms over units that stay in some group, one for each call that averages over them.
 
     Where one and the same call saw different units from time to time, they are fixed. `nodes`: group → root of each unit.
 

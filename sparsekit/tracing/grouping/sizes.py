@@ -28,8 +28,8 @@ _CHOICES: tuple[frozenset[str | None], ...] = (
 
 
 def _kind(name: str) -> str | None:
-    """What an attribute of this name may be: a number of heads (`num_heads`, `n_head`, `nhead`, `heads`, `h`), the width of
-    all heads together (`all_head_size`, `inner_dim`), or a width that may be that of the model too (`embed_dim`, `d`)."""
+    """Return what an attribute of this name may be: a number of heads (`num_heads`, `n_head`, `nhead`, `heads`, `h`), the width
+    of all heads together (`all_head_size`, `inner_dim`), or a width that may be that of the model too (`embed_dim`, `d`)."""
     name = name.lower().strip("_")
     if (name == "h" or name.endswith(("head", "heads"))) and not any(word in name for word in (*_WIDTHS, "per")):
         return _COUNT
@@ -62,7 +62,7 @@ def tie_splits(tracer: Tracer, root: IntArray) -> bool:
 
 
 def _varying(split: Split, root: IntArray) -> list[int]:
-    """Axes of a split along which units differ."""
+    """Return axes of a split along which units differ."""
     units = np.where(split.nodes >= 0, root[split.nodes], split.nodes)
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
 
@@ -70,7 +70,8 @@ def _varying(split: Split, root: IntArray) -> list[int]:
 def counted_sizes(
     tracer: Tracer, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[SizeAttribute, ...]:
-    """Attributes that count the units of one group; where they count those of several, verification keeps these whole."""
+    """Return attributes that count the units of one group; where they count those of several, verification keeps these
+    whole."""
     found: dict[tuple[str, str], SizeAttribute] = {}
     for nodes, module, attribute in tracer.counts:
         names = {group_of.get(int(root[node])) if node >= 0 else None for node in nodes}
@@ -83,7 +84,7 @@ def counted_sizes(
 def find_sizes(
     tracer: Tracer, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
 ) -> tuple[SizeAttribute, ...]:
-    """All integers of modules that may follow the heads kept. `heads`: group of attention heads → number of heads."""
+    """Return all integers of modules that may follow the heads kept. `heads`: group of attention heads → number of heads."""
     found: dict[SizeAttribute, None] = {}
     for split in tracer.splits:
         varying = _varying(split, root) if split.numbers else []
@@ -110,7 +111,7 @@ def _followers(split: Split, dim: int, group: str, units: int) -> Sequence[SizeA
 def chosen_sizes(
     tracer: Tracer, candidates: Sequence[SizeAttribute]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
-    """Those integers that are taken to follow the heads, after the choices that have failed.
+    """Return those integers that are taken to follow the heads, after the choices that have failed.
 
     Returns:
         The attributes, and the groups that must keep equally many units because they share one.

@@ -21,7 +21,7 @@ _OWN = frozenset(("aten", "prims", "quantized"))
 
 
 def find_handler(func: Any, name: str) -> Handler | None:
-    """The handler of an operator, or None. Operators of other libraries may have names of torch's own."""
+    """Return the handler of an operator, or None. Operators of other libraries may have names of torch's own."""
     if name in HANDLERS and func.namespace in _OWN:
         return HANDLERS[name]
     return pointwise.spread if pointwise.is_pointwise(func) else None

@@ -14,7 +14,7 @@ Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments or results of an operator, which are tensors, lists of them and plain values."""
+    """Yield the tensors among arguments or results of an operator, which are tensors, lists of them and plain values."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -36,7 +36,7 @@ class Call:
     outputs: tuple[Tensor, ...]
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """An argument by schema name."""
+        """Return an argument by schema name."""
         value = self.arguments.get(name, default)
         return default if value is None else value
 
@@ -47,7 +47,7 @@ class Call:
         return tensor
 
     def dim(self, default: int = 0) -> int:
-        """The argument `dim` as an axis of `self` counted from the front."""
+        """Return the argument `dim` as an axis of `self` counted from the front."""
         rank: int = self.arguments["self"].dim()
         return int(self.arg("dim", default)) % max(rank, 1)
 

@@ -78,7 +78,7 @@ def _pad(call: Call) -> Outputs:
 
 
 def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
-    """False if an index as wide as the units moves them apart; then they are fixed."""
+    """Return false if an index as wide as the units moves them apart; then they are fixed."""
     if index.dim() != len(labels.axes):
         return True
     along = call.tracer.labels(index)
@@ -92,7 +92,7 @@ def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: in
 
 @handles("index_add index_copy scatter_add")
 def _indexed(call: Call) -> Outputs:
-    """`self` with `source` added or written at positions along one axis."""
+    """Return `self` with `source` added or written at positions along one axis."""
     tracer, out = call.tracer, call.arguments["self"]
     source, index = call.arguments.get("source", call.arguments.get("src")), call.arguments.get("index")
     if not isinstance(source, Tensor) or not isinstance(index, Tensor) or source.dim() != out.dim() or not out.dim():
@@ -114,7 +114,7 @@ def _indexed(call: Call) -> Outputs:
 
 @handles("gather")
 def _gather(call: Call) -> Outputs:
-    """Values picked along one axis."""
+    """Return values picked along one axis."""
     tracer, tensor, index = call.tracer, call.arguments["self"], call.arguments["index"]
     dim = call.dim()
     labels = tracer.labels(tensor, dim)
@@ -132,7 +132,7 @@ def _gather(call: Call) -> Outputs:
 
 @handles("im2col")
 def _patches(call: Call) -> Outputs:
-    """Patches side by side: each channel becomes one position per place in the kernel."""
+    """Return patches side by side: each channel becomes one position per place in the kernel."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
     dim, places = out.dim() - 2, int(np.prod(kernel))
     call.tracer.fix(x.axes[dim + 1 :], "cut into patches along an axis of units")
@@ -145,7 +145,7 @@ def _patches(call: Call) -> Outputs:
 
 @handles("col2im")
 def _from_patches(call: Call) -> Outputs:
-    """The inverse: overlapping patches are summed, and the positions of one channel are one unit."""
+    """Return the inverse: overlapping patches are summed, and the positions of one channel are one unit."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
     dim, places = out.dim() - 3, int(np.prod(kernel))
     call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")

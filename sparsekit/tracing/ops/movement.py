@@ -38,7 +38,9 @@ def _permute(call: Call) -> Outputs:
 
 @handles("as_strided")
 def _restride(call: Call) -> Outputs:
-    """Other strides for axes of one position, as the pooling of channels-last maps writes in place; all else is not known."""
+    """Return other strides for axes of one position, as the pooling of channels-last maps writes in place; all else is not
+    known.
+    """
     tensor, labels = call.out, call.labels("self")
     wide = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     strides = [math.prod(tensor.shape[dim + 1 :]) for dim in wide]
@@ -168,7 +170,7 @@ def _as_real(call: Call) -> Outputs:
 
 @handles("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90")
 def _moved(call: Call) -> Outputs:
-    """Any other rearrangement of one tensor: run it on the positions of each axis of units and see where they went."""
+    """Return any other rearrangement of one tensor: run it on the positions of each axis of units and see where they went."""
     labels, tensor = call.labels("self"), call.arguments["self"]
     others = []
     for other in call.tensors:
@@ -203,7 +205,7 @@ def _moved(call: Call) -> Outputs:
 
 @handles("channel_shuffle native_channel_shuffle")
 def _channel_shuffle(call: Call) -> Outputs:
-    """Only equal parts can be shuffled again, so every part loses the same positions."""
+    """Return only equal parts can be shuffled again, so every part loses the same positions."""
     labels, groups = call.labels("self"), int(call.arguments["groups"])
     axis = labels.units[1]
     if axis is not None:
@@ -212,7 +214,7 @@ def _channel_shuffle(call: Call) -> Outputs:
 
 
 def _one_axis(call: Call, axis: Labels, positions: IntArray) -> tuple[int, Labels] | None:
-    """The axis of the result along which units differ, and its labels; None where there is no such axis.
+    """Return the axis of the result along which units differ, and its labels; None if there is no such axis.
 
     Args:
         call: The rearrangement.

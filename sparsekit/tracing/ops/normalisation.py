@@ -17,7 +17,7 @@ def _batch_norm(call: Call) -> Outputs:
     x = call.labels("input")
     made = call.tracer.scaled(x.units[1], *map(call.arguments.get, ("weight", "bias", "running_mean", "running_var")))
     others = x.without_zero().with_axis(1, None)
-    # Statistics over the batch or over space would mix units that lie on those axes.
+    # Statistics over the batch or over space would mix units on those axes.
     call.tracer.fix(others.axes, f"normalised by {call.name!r} across an axis of units")
     return [others.with_axis(1, made), None, None, None][: len(call.outputs)]
 

@@ -20,12 +20,12 @@ _FIRST = frozenset({"prelu", "_prelu_kernel"})  # zero where the first operand i
 
 
 def is_pointwise(func: Any) -> bool:
-    """True for operators that torch itself tags as element-wise."""
+    """Return true for operators that torch itself tags as element-wise."""
     return torch.Tag.pointwise in func.tags
 
 
 def _keeps_zero(call: Call) -> bool:
-    """True if the operator, with its other arguments as given, maps zero to zero. Asked of the operator itself."""
+    """Return true if the operator, with its other arguments as given, maps zero to zero. Asked of the operator itself."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -38,7 +38,7 @@ def _keeps_zero(call: Call) -> bool:
 
 
 def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> IntArray:
-    """Sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
+    """Return sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
     unknown = np.full(size, NOT_ZERO, dtype=np.int64)
     if name == "mul":
         return functools.reduce(lambda a, b: np.where(a != NOT_ZERO, a, b), operands)
@@ -101,7 +101,7 @@ def combine(
 def _meet(
     call: Call, name: str, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
 ) -> tuple[list[TensorLabels], Labels | None]:
-    """Joint labels of an element-wise result, and the operands with those that the result keeps taken out.
+    """Return joint labels of an element-wise result, and the operands with those that the result keeps taken out.
 
     An axis along which another operand has ordinary values stays whole; where another operand has units along one axis,
     that axis is the one of the units.
@@ -136,7 +136,7 @@ def _meet(
 def _fitting(
     call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int, number: int
 ) -> TensorLabels:
-    """Operand `number` with the axes of its joint labels tied that the other operands do not tell apart."""
+    """Return operand `number` with the axes of its joint labels tied that the other operands do not tell apart."""
     labels, shift = owners[number], rank - len(shapes[number])
     assert labels.joint is not None
     ordinary, dims = None, labels.joint.dims
@@ -159,7 +159,7 @@ def _fitting(
     "where masked_fill prelu _prelu_kernel rrelu dropout native_dropout hardswish hardsigmoid mish log_sigmoid_forward softplus"
 )
 def spread(call: Call) -> Outputs:
-    """Any element-wise operator: units at one position are one."""
+    """Return any element-wise operator: units at one position are one."""
     tensors = call.tensors
     if call.name == "where":
         tensors = [

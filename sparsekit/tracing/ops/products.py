@@ -39,7 +39,7 @@ def _repeated(labels: Labels | None, size: int) -> Labels | None:
     "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention"
 )
 def _attention(call: Call) -> Outputs:
-    """softmax(q k^T · scale + mask) v over the last two axes; all axes before are batch or heads."""
+    """Return softmax(q k^T · scale + mask) v over the last two axes; all axes before are batch or heads."""
     tracer, out = call.tracer, call.outputs[0]
     rank = out.dim()
     query, key = call.labels("query", -1, -2), call.labels("key", -1, -2)
@@ -65,13 +65,13 @@ def _nothing(call: Call) -> Outputs:
 
 
 def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
-    """An axis of a factor that stays in the product; a state entry makes units there."""
+    """Return an axis of a factor that stays in the product; a state entry makes units there."""
     call.tracer.make(owner, dim)
     return owner.units[dim]
 
 
 def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
-    """(…, m, k) times (…, k, n), or vectors of the last axis."""
+    """Return (…, m, k) times (…, k, n), or vectors of the last axis."""
     a_last, b_first = len(a.axes) - 1, max(len(b.axes) - 2, 0)
     call.tracer.contract(a, a_last, b, b_first)
     axes = [*_batch(call, [a, b], 1)] if len(a.axes) == 3 else []
@@ -83,7 +83,7 @@ def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
 
 
 def _with_bias(call: Call, product: TensorLabels, name: str, space: int = 0) -> TensorLabels:
-    """A product with its bias, if there is one, added along all but the last axes of space."""
+    """Return a product with its bias, if there is one, added along all but the last axes of space."""
     bias = call.arguments.get(name)
     if not isinstance(bias, Tensor):
         return product

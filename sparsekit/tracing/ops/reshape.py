@@ -14,7 +14,7 @@ _Runs: TypeAlias = Sequence[tuple[list[int], list[int]]]
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of axes with equal products: (axes before, axes after)."""
+    """Return smallest runs of axes with equal products: (axes before, axes after)."""
     runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -98,7 +98,7 @@ def _laid(labels: Labels, before: Sequence[int], after: Sequence[int], runs: _Ru
 
 
 def _can_follow(labels: TensorLabels, joint: Labels, before: Sequence[int], runs: _Runs) -> bool:
-    """False if a reshape lays joint labels over another axis of units, or is too large to follow."""
+    """Return false if a reshape lays joint labels over another axis of units, or is too large to follow."""
     size = 1
     for mine, _ in runs:
         if any(d in joint.dims for d in mine):
