@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
     model, x, y, good = task(seed=3)
     rules = {
         "importance in units of loss": sk.LossImportance(steps=STEPS),
-        "importance as a parameter (paper)": sk.GradientImportance(),
+        "importance as a parameter (paper)": sk.GradientImportance(lr=0.2, refresh_every=1),
     }
     histories = {}
     for name, learning in rules.items():
