@@ -111,12 +111,15 @@ def pathological(
         One ClientData per client.
 
     Raises:
+        InvalidValueError: more classes per client than there are.
         DataError: too few shards; the message says how many there are and what would do.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
         class borders; here a shard has one class.
     """
     train, test = _labelled_pools(source, "pathological")
+    if classes_per_client > source.classes:
+        raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
     rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
     size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
     shards = [[members[start : start + size] for start in range(0, len(members) - size + 1, size)] for members in rows]
