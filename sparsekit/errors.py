@@ -5,6 +5,7 @@ Each class also inherits the builtin that a caller would expect (`ValueError`, `
 """
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,3 +111,11 @@ def nearest(name: str, known: Iterable[str], *, most: int | None = None) -> str:
     hint = f"did you mean {close[0]!r}? " if close else ""
     rest = f" and {len(names) - most} more" if most is not None and len(names) > most else ""
     return f"{hint}known: {', '.join(names[:most]) if names else 'none'}{rest}"
+
+
+def level_of_user() -> int:
+    """Return the `stacklevel` with which a warning of the caller names the first line outside of this project."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sparsekit", "sparsekit_fl"):
+        frame, level = frame.f_back, level + 1
+    return level

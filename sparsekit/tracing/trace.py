@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError, level_of_user
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Unprunable
 from sparsekit.layers import LayerRule, find_rule
@@ -122,7 +122,7 @@ def trace_units(
             " may fail or change after a cut. Pass a call that takes it in further_calls=[…]. Where a lambda or a"
             " closure holds the original module, a copy calls the original: make it a method",
             UnreadParametersWarning,
-            stacklevel=2,
+            stacklevel=level_of_user(),
         )
     if refusal is not None:
         warnings.warn(
@@ -130,7 +130,7 @@ def trace_units(
             f" {refusal}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
             " wrong; pass inputs that it accepts in both modes, such as a batch of two",
             TrainModeWarning,
-            stacklevel=2,
+            stacklevel=level_of_user(),
         )
     if not built.graph.groups:
         found = built.graph.unprunable
@@ -311,5 +311,5 @@ def _warn(built: Built, hint: str) -> None:
         warnings.warn(
             f"{modules} cannot be pruned: {cause.reason}{where}{hint if _is_average(items[0]) else ''}",
             UnprunableWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )

@@ -216,3 +216,12 @@ def test_denormal_weights_are_counted_and_told(dtype: torch.dtype) -> None:
     assert report.denormals == 5
     assert any("5 weights are denormal" in note for note in report.notes)
     assert report.to_dict()["denormals"] == 5
+
+
+def test_a_warning_points_at_the_line_of_the_user() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sk.prune(model, torch.zeros(2, 8), budget="params=90%")
+        sk.LearnableMask(model, (torch.zeros(2, 8),), ratio=0.5)
+    assert [one.filename for one in seen if "cannot be pruned" in str(one.message)] == [__file__] * 2
