@@ -27,7 +27,6 @@ from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, pull_towards, train_leaves, trained_leaves
-from sparsekit_fl.methods.first_pattern import first_pattern
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
 
@@ -36,9 +35,6 @@ Ratios = Literal["bandit", "capability"] | Ratio
 
 Pattern = Literal["learned", "ordered", "magnitude", "random"]
 """Which units a client trains: those that it has learned, or those that a criterion puts first."""
-
-Start = Literal["magnitude", "activation", "fisher"]
-"""What the importance of units is at first."""
 
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
@@ -71,10 +67,6 @@ class FedLPS(Method):
             whatever a client can do.
         pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
             "magnitude" in the received model, or "random" ones, drawn again in each round.
-        start: What importance starts from at the first participation of a client: the "magnitude" of units in the received
-            model, or their "activation" or "fisher" scores on the client's own first batches. With data, the layers that read
-            dropped units are also refitted, as for a network that was trained before. The regulariser pulls importance to
-            magnitudes; with `strength=0`, it stays where the data put it until the gradients move it.
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
         high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
@@ -107,7 +99,6 @@ class FedLPS(Method):
 
     ratios: Ratios = "bandit"
     pattern: Pattern = "learned"
-    start: Start = "magnitude"
     bandit: str = "p-ucbv"
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
     high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
@@ -225,10 +216,7 @@ class FedLPS(Method):
         metrics: Mapping[str, float] = {}
         if "importance" not in client.memory:
             metrics = _initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
-        start = task.state
-        if self.start != "magnitude" and "importance" not in client.memory:
-            start, client.memory["importance"] = first_pattern(client, start, task.ratio, self.start, self._term())
-        masked = self._loaded(client, start, task.ratio)
+        masked = self._loaded(client, task.state, task.ratio)
         leaves, batches = trained_leaves(masked), client.batches()
         adjusts = [learning(masked)]
         if self.mu:
@@ -252,7 +240,8 @@ class FedLPS(Method):
     def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         """Load the client's mask, with its importance."""
         rate = client.training.lr if self.importance_lr is None else self.importance_lr
-        rule = GradientImportance(regularizer=self._term(), lr=rate, refresh_every=self.refresh_every)
+        term = ImportanceRegularizer(strength=self.strength, target=self.target)
+        rule = GradientImportance(regularizer=term, lr=rate, refresh_every=self.refresh_every)
         importance = client.memory.get("importance")
         client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
         if importance is None and self.target == "absolute":
@@ -260,9 +249,6 @@ class FedLPS(Method):
             noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
             client.masked.load(start, importance=targets + noise.to(targets))
         return client.masked
-
-    def _term(self) -> ImportanceRegularizer:
-        return ImportanceRegularizer(strength=self.strength, target=self.target)
 
     def _pull(self, start: StateDict, masked: LearnableMask) -> float:
         """Return the factor of (θ − ω) in the gradient, 2μ or 2μ / entries."""
