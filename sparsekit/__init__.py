@@ -81,7 +81,6 @@ _HOMES = {
     "sparsekit.pruning.report": "PruneReport",
     "sparsekit.pruning.result": "Pruned",
     "sparsekit.surgery.compaction": "compact expand",
-    "sparsekit.surgery.optimizer_state": "remap_optimizer",
     "sparsekit.surgery.pretrained": "load_pretrained save_pretrained",
     "sparsekit.surgery.pretrained_config": "fit_config",
     "sparsekit.surgery.saving": "load_compact load_mask save_compact",

@@ -29,7 +29,10 @@ def test_what_does_not_fit_starts_anew_and_is_named(caplog):
         found = read_initial({"a": torch.ones(2), "b": torch.ones(7), "c": torch.ones(1)}, FRESH)
     assert found["a"].tolist() == [1, 1]
     assert found["b"].tolist() == [0, 0, 0]
-    assert "1 of 2 entries are from the state; these start anew: b; these of it are not used: b, c" in caplog.text
+    assert (
+        "1 of 2 entries are from the state; these start from their initial values: b; these of it are not used: b, c"
+        in caplog.text
+    )
 
 
 @pytest.mark.same_bits

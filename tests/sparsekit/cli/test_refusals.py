@@ -39,7 +39,7 @@ LINES = {
         ("nets.py:missing", "'nets.py:missing' failed with FileNotFoundError"),
         ("broken.py:make", "'broken.py' failed with SyntaxError"),
         ("broken:make", "'broken' failed with SyntaxError: invalid syntax (broken.py, line 1)"),
-        ("no.py:make", "there is no file 'no.py'"),
+        ("no.py:make", "the file 'no.py' does not exist"),
         (
             "needs.py:make",
             "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)",

@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CompactFileError, match=r"holds a Sequential, the factory makes a .*only in the file \['0.bias'"):
         sk.load_compact(saved, lambda: zoo.build("lstm")[0])
     small = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
-    with pytest.raises(CompactFileError, match=r"'0.weight' is saved as \(4, 5\), which is no part of \(2, 5\)"):
+    with pytest.raises(CompactFileError, match=r"'0.weight' is saved as \(4, 5\), which is not part of \(2, 5\)"):
         sk.load_compact(saved, small)
     other = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     with pytest.raises(CompactFileError, match=r"at '1' it has ReLU, the factory makes GELU"):

@@ -128,6 +128,6 @@ def test_memory_does_not_grow_with_the_widths_that_were_tried(make: Callable[...
         _step(masked, optimizer, x, y, zero_late=False)
         optimizer.step()
         widths.add(tuple(masked.unit_mask().counts().values()))
-    assert len(widths) > 3
+    assert len(widths) > (1 if masked.budget else 3)
     del optimizer
     assert _live_bytes() - before < 5 * dense
