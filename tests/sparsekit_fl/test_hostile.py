@@ -35,7 +35,7 @@ from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.tensors import digest
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
-FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 class Masked(Method):
