@@ -158,7 +158,7 @@ def train(bench: Bench, share: float, rule: str, seed: int, steps: int = 100) ->
     first = masked.unit_mask()
     rate = 3e-4 if network.loss is None else 0.004
     optimizer = torch.optim.AdamW(masked.param_groups(weight_decay=0.01), lr=rate) if network.loss is None else torch.optim.SGD(
-        masked.param_groups(weight_decay=0.0), lr=rate, momentum=0.9
+        masked.param_groups(weight_decay=0.0), lr=rate
     )  # fmt: skip
     teacher, batches = Distillation(network.model), list(network.training)
     np.random.default_rng(seed).shuffle(batches)
@@ -176,7 +176,10 @@ def train(bench: Bench, share: float, rule: str, seed: int, steps: int = 100) ->
         optimizer.step()
     told = {"seconds": time.process_time() - began, "explored": masked.exploration_cost}
     swapped = sum(int((keep & ~first[name]).sum()) for name, keep in masked.unit_mask().items())
-    return masked.compact().eval(), told | {"swapped": swapped, "kept": sum(masked.unit_mask().counts().values())}
+    small = masked.compact().eval()
+    if network.loss is not None:
+        recalibrate_batchnorm(small, network.training)
+    return small, told | {"swapped": swapped, "kept": sum(masked.unit_mask().counts().values())}
 
 
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
