@@ -61,7 +61,7 @@ def _run(code: str, names: dict[str, Any], where: str, monkeypatch: pytest.Monke
 def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {code: name for name, code in reversed(EXAMPLES.items())}
     for code, name in own.items():
-        if name.rpartition(".")[0] == module:
+        if name.rpartition(".")[0] == module and not _needs(code) & OF_OTHERS:
             # Each in a folder of its own, with copies of what was prepared.
             folder = tmp_path / name
             folder.mkdir()
