@@ -21,6 +21,8 @@ from sparsekit.tracing.passes import ReadOnly, arguments_of
 _WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
 _ITEM = torch.ops.aten._local_scalar_dense.default
+# What memory held before it is written differs from pass to pass. Circular padding, for one, allocates its result like this.
+_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class PassRecord(DispatchMode):
                 self._numbers[storage] = self._next
                 self._next += 1
             writes.append(self._number(storage))
-            if not func.is_view and _is_compared(tensor):
+            if not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED and _is_compared(tensor):
                 values.append(self._value(tensor))
         self._ops.append(_Op(func.name(), self._frames[-1], reads, tuple(writes), values))
         return result

@@ -20,6 +20,7 @@ from sparsekit.tracing import blocks, verify
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import private_passes
+from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.verify import Verifier
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -112,6 +113,27 @@ def test_a_tiny_scale_hides_no_error(shape: tuple[int, ...], size: float, fixed:
         with private_passes():
             verifier: Any = (BlockVerifier if large else Verifier)(model, calls)
             assert list(verifier.failures(spoiled(graph, name))) == [name]
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda x: torch.empty(x.shape),
+        lambda x: torch.empty_like(x),
+        lambda x: torch.empty_strided(x.shape, x.stride()),
+        lambda x: torch.empty_permuted(x.shape, (0, 1)),
+        lambda x: x.new_empty(x.shape),
+        lambda x: x.new_empty_strided(x.shape, x.stride()),
+    ],
+)
+def test_what_memory_held_before_it_was_written_is_not_compared(allocate: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(2, 3)
+    with PassRecord() as record:
+        y = allocate(x)
+        y.copy_(x)
+        z = y + 1
+    record.finish([z])
+    assert [a.tolist() for a, _ in record.pairs(record)] == [x.tolist(), z.tolist()]
 
 
 def test_a_group_that_others_would_hide_is_judged_alone() -> None:
