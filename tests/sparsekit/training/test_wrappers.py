@@ -76,4 +76,4 @@ def test_ranks_that_start_from_other_weights_train_the_same_units_of_the_first_r
     for name, tensor in first["state"].items():
         assert torch.equal(tensor, second["state"][name]), name
     for found in (first, second):
-        assert "wrap it anew" in found["message"]
+        assert "wrap it again" in found["message"]

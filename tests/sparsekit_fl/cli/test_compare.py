@@ -121,7 +121,7 @@ def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
 def test_the_same_command_continues_after_a_kill_and_refuses_other_options(mine: str, tmp_path: Path) -> None:
     methods = ["fedavg", f"{mine}:killed"]
     command = ["compare", *methods, "--seeds", "1", *TINY, "--out", str(tmp_path / "out"), "--json"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     line = [sys.executable, "-c", "from sparsekit.cli.main import main; main()", *command]
     assert subprocess.run(line, env=environment, capture_output=True, check=False).returncode == -signal.SIGKILL
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != ".lock"}
