@@ -54,10 +54,15 @@ def test_scores_are_those_on_the_librarys_own_groups(name: str, model: nn.Module
     make, needs_data = CLASSES[name]
     graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
     importance = make()
+    model.first.weight.grad = own = torch.ones_like(model.first.weight)
     found = TorchPruning(importance, batches=DATA if needs_data else None, loss=F.cross_entropy).scores(
         graph, ScoringContext(model=model)
     )
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is (own if name == "first.weight" else None), "gradients of the model are restored"
+    assert torch.equal(own, torch.ones_like(own))
     reference = make()
+    model.first.weight.grad = None
     if needs_data:
         for x, y in DATA:
             F.cross_entropy(model(x), y).backward()

@@ -1,5 +1,7 @@
 """A learnable mask with a budget: widths of all groups, one cost."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +73,20 @@ def test_inputs_may_have_the_names_of_options_of_the_cost_model() -> None:
     assert sum(sk.prune(model, inputs, budget="params=50%").mask["a"]) == 3
 
 
-def test_a_rule_that_would_never_move_widths_refuses_a_budget() -> None:
-    with pytest.raises(InvalidValueError, match="widths would never move; use learning=LossImportance"):
-        sk.LearnableMask(_model(), (_data()[0],), budget="flops=50%", learning=sk.GradientImportance())
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("explore= and steps= are for learning from the loss", {"criterion": sk.criteria.Magnitude(), "explore": 0.1}),
+        ("explore= and steps= are for learning from the loss", {"criterion": sk.criteria.Magnitude(), "steps": 100}),
+        ("together with explore", {"learning": sk.LossImportance(), "explore": 0.1}),
+        ("together with explore, steps", {"learning": sk.GradientImportance(), "explore": 0.0, "steps": 100}),
+        ("LossImportance learns it", {"learning": sk.LossImportance(), "criterion": sk.criteria.Magnitude()}),
+        ("learning must be LossImportance", {"learning": sk.LossImportance}),
+        ("criterion must be an object", {"criterion": sk.criteria.Magnitude}),
+        ("not both", {"ratio": 0.5, "budget": "flops=50%"}),
+        ("widths would never move; use learning=Loss", {"budget": "flops=50%", "learning": sk.GradientImportance()}),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused(told: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError, match=told):
+        sk.LearnableMask(_model(), (_data()[0],), **options)

@@ -50,6 +50,8 @@ def test_the_compact_average_computes_what_a_copy_of_the_mask_with_the_average_d
         shake(masked, seed)
         train_step(masked, optimizer, x, None)
         average.update()
+    shake(masked, 3)  # the average follows a change of the mask without another update
+    masked.unit_mask()
     trained = masked.dense_state()
     twin = copy.deepcopy(masked)
     average.copy_to(twin)
