@@ -73,7 +73,7 @@ def with_lightning(folder: Path) -> nn.Module:
             return F.cross_entropy(self.masked(batch[0]), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.masked.param_groups(weight_decay=0.01), 1e-3)
+            return torch.optim.AdamW(self.masked.parameters(), 1e-3)
 
     x = torch.randn(256, 16)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(1)), batch_size=32)

@@ -203,7 +203,8 @@ class MaskedModel:
         return self._call(self._gated(), args, kwargs, self.mask)
 
     def _gated(self) -> dict[str, Tensor]:
-        gates = {name: keep.float() for name, keep in self.mask.items()}
+        device = next(self.module.parameters()).device
+        gates = {name: keep.float().to(device) for name, keep in self.mask.items()}
         return self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
 
     def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
@@ -248,9 +249,10 @@ class MaskedModel:
                 if piece.gated and leaf is not None and gradient is not None:
                     product = wide(gradient) * wide(leaf.detach())
                     other = [dim for dim in range(product.dim()) if dim != piece.dim]
-                    total += (product.sum(other) if other else product)[piece.index].sum(1)
+                    total += (product.sum(other) if other else product)[piece.index.to(total.device)].sum(1)
             sums.append(total)
-        return torch.cat(sums) * self.kept
+        total = torch.cat(sums)
+        return total * self.kept.to(total.device)
 
     def _call(self, gated: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], updated: UnitMask) -> Any:
         """Run the dense module; statistics of the units in `updated` are renewed."""

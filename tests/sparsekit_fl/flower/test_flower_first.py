@@ -178,7 +178,7 @@ def test_a_bad_reply_changes_nothing(change: Any, mask: Any, caplog: pytest.LogC
     made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, mask=mask), app_of(how), state, nodes)[0]
             for nodes, how in ((3, change), (2, lambda *_: None))}  # fmt: skip
     assert all(torch.equal(made[3][name], made[2][name]) for name in state)
-    assert "goes on without the update of node 1002" in caplog.text
+    assert "continues without the update of node 1002" in caplog.text
 
 
 def test_a_reply_twice_counts_once_and_the_order_of_replies_changes_no_bit() -> None:
