@@ -47,6 +47,7 @@ class _Value:
     tensor: Tensor
     shape: torch.Size
     memory: int
+    is_compared: bool = True
 
 
 @dataclass(slots=True)
@@ -160,6 +161,20 @@ class PassRecord(DispatchMode):
         """Tell whether two passes have run the same operators in the same order."""
         return [op.name for op in self._ops] == [op.name for op in other._ops]
 
+    def compare_only_shapes_of(self, other: "PassRecord", *, loosely: bool = False) -> None:
+        """Leave out the values that have another shape in another pass of the same code, or no counterpart there.
+
+        These are the values with units, if `other` is a pass of a model without some of them.
+        """
+        same = {
+            id(a)
+            for first, second in _aligned([self._ops, other._ops], loosely)
+            for a, b in zip(first.values, second.values, strict=False)
+            if a.shape == b.shape
+        }
+        for value in (value for op in self._ops for value in op.values):
+            value.is_compared = id(value) in same
+
     def pairs(self, *others: "PassRecord", loosely: bool = False) -> Iterator[tuple[Tensor, ...]]:
         """Samples of the values on which the outputs of this pass depend, each with those that other passes have in its place.
 
@@ -171,7 +186,7 @@ class PassRecord(DispatchMode):
         for ops in _aligned([self._ops, *(other._ops for other in others)], loosely):
             for values in zip(*(op.values for op in ops), strict=False):
                 first = values[0]
-                if first.memory in live and all(value.shape == first.shape for value in values):
+                if first.is_compared and first.memory in live and all(value.shape == first.shape for value in values):
                     yield tuple(v.tensor if v.tensor.shape != v.shape else sample(v.tensor) for v in values)
 
 

@@ -39,6 +39,11 @@ class Trial(NamedTuple):
         """Whether groups keep one unit only, of which some statistics are not defined."""
         return self.share == 0
 
+    @property
+    def moves_alone(self) -> bool:
+        """Whether units change their places and none is dropped."""
+        return self.mixed and self.share == 1
+
 
 HALF = Trial(0, 0.5)
 LEAST = Trial(0, 0.0, twice=True, positive=True)
