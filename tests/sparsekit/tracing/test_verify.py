@@ -136,6 +136,27 @@ def test_what_memory_held_before_it_was_written_is_not_compared(allocate: Callab
     assert [a.tolist() for a, _ in record.pairs(record)] == [x.tolist(), z.tolist()]
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_model_without_errors_is_compared_once_under_each_mask(
+    norm: Callable[[int], nn.Module], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that is suspected without a reason costs a search among all groups, and a second look at each."""
+    counts = []
+    failures = Verifier.failures
+
+    def counted(self: Verifier, graph: sk.UnitGraph) -> dict[str, str]:
+        found = failures(self, graph)
+        counts.append((self.trials, len(self._schedule)))
+        return found
+
+    monkeypatch.setattr(Verifier, "failures", counted)
+    layers = [layer for _ in range(depth) for layer in (nn.Conv2d(8, 8, 3, padding=1), norm(8), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    sk.trace_units(model, torch.randn(4, 8, 5, 5))
+    assert counts and all(trials == masks for trials, masks in counts)
+
+
 def test_a_group_that_others_would_hide_is_judged_alone() -> None:
     """The columns of one group are tiny, but not as a whole tensor: beside the others its error is nothing."""
     torch.manual_seed(0)
