@@ -154,7 +154,8 @@ def test_a_model_without_errors_is_compared_once_under_each_mask(
     layers = [layer for _ in range(depth) for layer in (nn.Conv2d(8, 8, 3, padding=1), norm(8), nn.ReLU())]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     sk.trace_units(model, torch.randn(4, 8, 5, 5))
-    assert counts and all(trials == masks for trials, masks in counts)
+    assert counts
+    assert all(trials == masks for trials, masks in counts)
 
 
 def test_a_group_that_others_would_hide_is_judged_alone() -> None:
