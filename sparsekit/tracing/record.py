@@ -8,7 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,8 @@ from sparsekit.tracing.passes import ReadOnly, arguments_of
 _WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
 _ITEM = torch.ops.aten._local_scalar_dense.default
-# What memory held before it is written differs from pass to pass. Circular padding, for one, allocates its result like this.
+# Uninitialised memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-_NOTHING = torch.empty(0)
-
-OpShapes: TypeAlias = list[tuple[str, tuple[str, int], list[torch.Size]]]
-"""Of each operator of a pass, its name, its call of a module and the shapes of its values."""
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -165,19 +161,14 @@ class PassRecord(DispatchMode):
         """Tell whether two passes have run the same operators in the same order."""
         return [op.name for op in self._ops] == [op.name for op in other._ops]
 
-    def shapes(self) -> OpShapes:
-        """Return the name, the frame and the shapes of the values of each operator."""
-        return [(op.name, op.frame, [value.shape for value in op.values]) for op in self._ops]
+    def compare_only_shapes_of(self, other: "PassRecord", *, loosely: bool = False) -> None:
+        """Leave out values that have another shape in another pass of the same code, or no counterpart in it.
 
-    def compare_only(self, shapes: OpShapes, *, loosely: bool = False) -> None:
-        """Leave out the values that have another shape in another pass of the same code, or no counterpart there.
-
-        These are the values with units, if the other pass is of a model without some of them.
+        If the other pass ran on a model without some of its units, these are the values with an axis of units.
         """
-        others = [_Op(name, frame, (), (), [_Value(_NOTHING, shape, 0) for shape in own]) for name, frame, own in shapes]
         same = {
             id(a)
-            for first, second in _aligned([self._ops, others], loosely)
+            for first, second in _aligned([self._ops, other._ops], loosely)
             for a, b in zip(first.values, second.values, strict=False)
             if a.shape == b.shape
         }

@@ -41,7 +41,7 @@ class Trial(NamedTuple):
 
     @property
     def moves_alone(self) -> bool:
-        """Whether units change their places and none is dropped."""
+        """Whether units change places and none is dropped."""
         return self.mixed and self.share == 1
 
 

@@ -19,7 +19,7 @@ from sparsekit.tracing.compare import compare_tensors, is_undefined, rounding_fl
 from sparsekit.tracing.inputs import ModelInputs, find_numbers, find_tensors, with_tokens
 from sparsekit.tracing.passes import InFloat64, ReadOnly, train_without_dropout
 from sparsekit.tracing.perturbed import PerturbedState
-from sparsekit.tracing.record import OpShapes, PassRecord
+from sparsekit.tracing.record import PassRecord
 from sparsekit.tracing.trials import FEW, HALF, MANY, Masks, Trial
 
 _MANY_NUMBERS = 2_000_000  # larger models are compared under fewer masks; never by the clock
@@ -56,7 +56,6 @@ class Verifier:
         entries = named_entries(self.model)
         self._refusal: str | None = None
         self._schedule = MANY if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else FEW
-        self._halves: dict[tuple[str, ...], OpShapes] = {}  # names of groups → shapes of a pass with half of their units
         self._by_module = False  # whether passes are recorded by module, since operators differ somewhere
         self._masks = Masks(self._generator)
         self._prepare(entries, torch.float64, self.lean)
@@ -227,29 +226,22 @@ class Verifier:
             return self._told(graph, trial, names, f"the compacted model fails: {_described(error)}", exact=False)
         if not self._by_module and not expected.has_operators_of(found):
             self._by_module = True
-            self._halves.clear()
             return self._compare(graph, trial, names)
         if trial.moves_alone:
-            # Values with units have the same shapes in another order: only those that half of the units do not change count.
-            half = self._halves.get(tuple(names))
-            expected.compare_only(half if half is not None else self._shapes_of_half(graph, names), loosely=bool(graph.norms))
+            # In both models, values with an axis of units have the same shape, but different orders.
+            try:
+                half = narrow_module(self._dense, graph, self._masks.draw(graph, set(names), HALF)[1], self.rules)
+                expected.compare_only_shapes_of(self._record(half), loosely=bool(graph.norms))
+            except Exception as error:  # noqa: BLE001
+                return f"the compacted model fails: {_described(error)}", False
         undefined = trial.is_least and any(
             is_undefined(a) and is_undefined(b) for a, b in zip(expected.outputs, found.outputs, strict=False)
         )
         reason, exact = self._judge(graph, trial, names, expected, found)
-        if trial == HALF:
-            self._halves[tuple(names)] = found.shapes()
         if undefined and reason is None:
             # Statistics of one unit are not defined, and say nothing of the others.
             return self._compare(graph, HALF._replace(rest=trial.rest, training=trial.training, mixed=trial.mixed), names)
         return self._told(graph, trial, names, reason, exact)
-
-    def _shapes_of_half(self, graph: UnitGraph, names: Sequence[str]) -> OpShapes:
-        _, keep = self._masks.draw(graph, set(names), HALF)
-        try:
-            return self._record(narrow_module(self._dense, graph, keep, self.rules)).shapes()
-        except Exception:  # noqa: BLE001 (the model needs these units: outputs are compared alone)
-            return []
 
     def _told(
         self, graph: UnitGraph, trial: Trial, names: Sequence[str], reason: str | None, exact: bool

@@ -80,7 +80,7 @@ def test_of_all_models_measured_the_one_nearest_below_the_limit_is_kept(
     """Milliseconds are any monotone function of the share, times noise; no share below `smallest` can be made."""
     draws = iter(noise)
     times: dict[float, list[float]] = {}
-    low, high = 0.0, 1.5  # every share lies between those that were too small or fast enough and those that were too slow
+    low, high = 0.0, 1.5  # every new share is above those that were refused or fast enough, and below those that were too slow
 
     def true(share: float) -> float:
         return fixed + (1.0 - fixed) * share**power
@@ -114,7 +114,7 @@ def test_of_all_models_measured_the_one_nearest_below_the_limit_is_kept(
         assert noisy or true(smallest) > 0.9 * limit
     else:
         assert measured == accepted[found] == max(accepted.values())
-        assert len(times[found]) == 2, "what was within the limit once is measured again"
+        assert len(times[found]) == 2, "a model within the limit is measured twice"
         assert measured >= 0.95 * limit or found == 1.0 or len(times) == 8 or noisy or true(smallest) > 0.8 * limit
 
 

@@ -141,7 +141,7 @@ def test_what_memory_held_before_it_was_written_is_not_compared(allocate: Callab
 def test_a_model_without_errors_is_compared_once_under_each_mask(
     norm: Callable[[int], nn.Module], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group that is suspected without a reason costs a search among all groups, and a second look at each."""
+    """A false suspicion would trigger a search over all groups and a second comparison of each."""
     counts = []
     failures = Verifier.failures
 
