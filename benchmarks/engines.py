@@ -39,7 +39,7 @@ import sparsekit_fl as fl
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.fit import TrainingLog
 from sparsekit_fl.client.messages import Evaluation, Update
-from sparsekit_fl.engine import Engine, Processes
+from sparsekit_fl.engines import Engine, Processes
 from sparsekit_fl.problem.models import Cnn, Vgg
 from sparsekit_fl.results import RoundRecord
 

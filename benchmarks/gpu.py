@@ -35,7 +35,7 @@ from torch import Tensor
 
 from sparsekit import LearnableMask, compact, make_mask, trace_units
 from sparsekit.criteria import Magnitude, Random, ScoringContext
-from sparsekit_fl.devices import describe_environment
+from sparsekit_fl.processes import describe_environment
 
 SECONDS = 525
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.server import ServerContext as ServerContext
     from sparsekit_fl.problem.datasets import datasets as datasets
     from sparsekit_fl.problem.datasets import DataSource as DataSource
-    from sparsekit_fl.engine import Engine as Engine, Processes as Processes
+    from sparsekit_fl.engines import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.base import Method as Method
     from sparsekit_fl.methods.client import sgd as sgd
@@ -58,7 +58,7 @@ _HOMES = {
     "sparsekit_fl.client.context": "ClientContext",
     "sparsekit_fl.methods.server": "ServerContext mean",
     "sparsekit_fl.problem.datasets": "datasets DataSource",
-    "sparsekit_fl.engine": "Engine Processes",
+    "sparsekit_fl.engines": "Engine Processes",
     "sparsekit_fl.paper.build": "build_problem",
     "sparsekit_fl.methods.base": "Method",
     "sparsekit_fl.methods.client": "sgd Model Result Task",

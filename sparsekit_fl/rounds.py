@@ -19,20 +19,20 @@ from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
 from sparsekit_fl.checkpoint import RunFolder, write_atomically
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
+from sparsekit_fl.client.packing import digest
 from sparsekit_fl.config import RunConfig
-from sparsekit_fl.devices import describe_environment
-from sparsekit_fl.engine import Engine, Processes, RunClients
+from sparsekit_fl.engines import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import hash_models, model_path, save_whole, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
+from sparsekit_fl.processes import describe_environment
 from sparsekit_fl.results import FinalScores, RoundRecord, RoundScores, RunResult, plain
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.tensors import digest
 
 _log = logging.getLogger(__name__)
 

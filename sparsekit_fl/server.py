@@ -13,7 +13,7 @@ from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import State
 from sparsekit_fl.client.messages import Reply, Request, Update
-from sparsekit_fl.client.packing import Kept, upload_dtype
+from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
 from sparsekit_fl.config import Upload
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.client import Task
@@ -21,7 +21,6 @@ from sparsekit_fl.methods.server import ClientInfo, Roster, ServerContext
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
-from sparsekit_fl.tensors import clone, is_finite
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MAX_COUNTED = 2**31

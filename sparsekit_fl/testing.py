@@ -18,7 +18,7 @@ from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.engine import Engine, Processes
+from sparsekit_fl.engines import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Keep, Model, Result, Task, keep_model, kept_model, sgd

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.packing import unpack
-from sparsekit_fl.engine import RunClients
+from sparsekit_fl.engines import RunClients
 from sparsekit_fl.flower.app import Node, make_app
 from sparsekit_fl.flower.engine import GridEngine
 from sparsekit_fl.flower.wire import read

@@ -49,7 +49,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("paper", "rounds"),
         ("callbacks",),
         ("engines",),
-        ("engine",),
         ("client_round", "server"),
         ("comparison", "results", "spec"),
         ("models",),
@@ -58,9 +57,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("problem",),
         ("trials",),
         ("config",),
-        ("options", "devices"),
+        ("options",),
         ("checkpoint", "stored"),
-        ("errors", "processes", "streams", "tensors"),
+        ("errors", "processes", "streams"),
     ),
 }
 
@@ -89,7 +88,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
-    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engine", "sparsekit_fl.processes"),
+    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engines", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
     "filelock": ("sparsekit_fl.checkpoint", "sparsekit.cli.search"),
     "tensorboard": ("sparsekit_fl.callbacks",),

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
+from sparsekit_fl.client.packing import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm, is_finite
 from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
 from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.tensors import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm, is_finite
 
 _EVALUATION_BATCH = 256
 

@@ -1,4 +1,4 @@
-"""What of a state travels under a mask, and tensors and JSON to bytes and back, in the safetensors format, of known size.
+"""Tensors of a state: arithmetic, what of them travels under a mask, and the way to bytes and back, in the safetensors format.
 
 Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
 """
@@ -6,6 +6,7 @@ Never a pickled object: what comes from a wire or a disk is parsed by the safete
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -30,7 +31,47 @@ from sparsekit.graph import (
     scatter_,
 )
 from sparsekit_fl.config import Upload
-from sparsekit_fl.tensors import plain_bytes
+
+# One kernel for a whole list; torch's optimizers use them too.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+
+
+def clone(state: StateDict) -> dict[str, Tensor]:
+    """Return a copy that shares no memory with `state` and carries no graph."""
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a float or complex tensor holds neither NaN nor infinity.
+
+    If the sum is finite, so are its terms, and a sum takes a twentieth of the time of checking each term.
+    """
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def plain_bytes(tensor: Tensor) -> memoryview:
+    """Return the raw bytes of a tensor in row-major order; of a view, the bytes of the values that it shows."""
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # A tensor of one number counts as contiguous with any stride, and cannot be viewed as bytes with it.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def digest(state: StateDict) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and raw bytes, in the order of sorted names."""
+    sha = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name]
+        sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+        sha.update(plain_bytes(tensor))
+    return sha.hexdigest()
+
 
 Mask = UnitMask | WeightMask
 """What is kept, by unit or by entry."""

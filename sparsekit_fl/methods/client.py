@@ -15,10 +15,18 @@ from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.fit import Adjust, Batch, Batches, SgdStep, Step, TorchStep, TrainingLog, make_step
 from sparsekit_fl.client.messages import Scores, WorkCost
-from sparsekit_fl.client.packing import Kept, Mask, mask_state, recall_mask, remember_mask
+from sparsekit_fl.client.packing import (
+    Kept,
+    Mask,
+    foreach_add,
+    foreach_lerp_,
+    foreach_sub,
+    mask_state,
+    recall_mask,
+    remember_mask,
+)
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.problem.problem import Loss
-from sparsekit_fl.tensors import foreach_add, foreach_lerp_, foreach_sub
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""

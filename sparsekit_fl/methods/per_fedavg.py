@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from sparsekit_fl.client.fit import Batch, Batches, SgdStep, make_step
+from sparsekit_fl.client.packing import foreach_copy_
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Result, StateDict, Task
 from sparsekit_fl.methods.client import Leaves, load_leaves
 from sparsekit_fl.options import Hint, NonNegative
-from sparsekit_fl.tensors import foreach_copy_
 
 _LARGEST_BATCH = 256  # of an adaptation step before deployment, which sees all training examples of a client that has fewer
 

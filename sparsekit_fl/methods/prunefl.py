@@ -22,14 +22,13 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import WorkCost, require_metrics
-from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
+from sparsekit_fl.client.packing import foreach_add_, mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
 from sparsekit_fl.options import Count, NonNegativeCount
 from sparsekit_fl.problem.data import Capability
-from sparsekit_fl.tensors import foreach_add_
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4

@@ -10,7 +10,7 @@ import torch
 from personal import tiny_run
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.engine import Processes
+from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem

@@ -26,13 +26,12 @@ from sparsekit_fl.client.messages import (
     encode_reply,
     encode_request,
 )
-from sparsekit_fl.client.packing import Kept, pack
+from sparsekit_fl.client.packing import Kept, digest, pack
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.results import RoundScores, plain
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.tensors import digest
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -13,7 +13,7 @@ import pytest
 from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl.tensors import digest
+from sparsekit_fl.client.packing import digest
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
 

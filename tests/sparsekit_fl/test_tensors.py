@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekit_fl.tensors import digest, is_finite
+from sparsekit_fl.client.packing import digest, is_finite
 
 STATE = {"a": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
 

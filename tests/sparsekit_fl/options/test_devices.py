@@ -7,7 +7,7 @@ import torch
 from personal import tiny_run
 
 import sparsekit_fl as fl
-from sparsekit_fl.devices import device_of, devices, exact_arithmetic
+from sparsekit_fl.processes import device_of, devices, exact_arithmetic
 from sparsekit_fl.testing import tiny_config
 
 
