@@ -140,7 +140,7 @@ def smollm2(length: int = 256) -> Network:
 # ------------------------------------------------------------------------------------------- EfficientNet-Lite0
 
 
-def _images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:
+def images(split: str, places: Sequence[int], pixels: int) -> tuple[Tensor, Tensor]:
     """float32 (images, 3, pixels, pixels) as the network wants them, and int64 (images,): class among 200."""
     import pyarrow.parquet as parquet
     from PIL import Image
@@ -179,7 +179,7 @@ def efficientnet_lite0(pixels: int = 96) -> Network:
     model._fc = head
 
     def batches(split: str, places: Sequence[int], size: int = 32) -> list[Any]:
-        x, y = _images(split, places, pixels)
+        x, y = images(split, places, pixels)
         return list(zip(x.split(size), y.split(size)))
 
     draw = np.random.default_rng(0).permutation(20000)

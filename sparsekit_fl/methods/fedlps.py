@@ -10,16 +10,21 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import sparsekit as sk
+from sparsekit.allocation import by_ratio
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.surgery import expand
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
@@ -36,8 +41,12 @@ Ratios = Literal["bandit", "capability"] | Ratio
 Pattern = Literal["learned", "ordered", "magnitude", "random"]
 """Which units a client trains: those that it has learned, or those that a criterion puts first."""
 
+Start = Literal["magnitude", "activation", "fisher"]
+"""What the importance of units is at first."""
+
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
+_BATCHES = 16  # that importance starts from, where it starts from data
 _NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
 
 
@@ -67,6 +76,10 @@ class FedLPS(Method):
             whatever a client can do.
         pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
             "magnitude" in the received model, or "random" ones, drawn again in each round.
+        start: What importance starts from at the first participation of a client: the "magnitude" of units in the received
+            model, or their "activation" or "fisher" scores on the client's own first batches. With data, layers that read
+            dropped units are also refitted, as for a network that was trained before. The regulariser pulls importance to
+            magnitudes; with `strength=0` it stays where the data put it until the gradients move it.
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
         high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
@@ -99,6 +112,7 @@ class FedLPS(Method):
 
     ratios: Ratios = "bandit"
     pattern: Pattern = "learned"
+    start: Start = "magnitude"
     bandit: str = "p-ucbv"
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
     high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
@@ -216,7 +230,10 @@ class FedLPS(Method):
         metrics: Mapping[str, float] = {}
         if "importance" not in client.memory:
             metrics = _initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
-        masked = self._loaded(client, task.state, task.ratio)
+        state = task.state
+        if self.start != "magnitude" and "importance" not in client.memory:
+            state = self._begin(client, task)
+        masked = self._loaded(client, state, task.ratio)
         leaves, batches = trained_leaves(masked), client.batches()
         adjusts = [learning(masked)]
         if self.mu:
@@ -225,6 +242,27 @@ class FedLPS(Method):
         final = masked.unit_mask()
         client.memory["importance"] = masked.importance_vector().cpu()
         return Result.of(client, final, log, metrics=metrics)
+
+    def _begin(self, client: ClientContext, task: Task) -> StateDict:
+        """Put importance from the client's first batches into its memory, and return the state with its submodel refitted."""
+        (batches,) = ([(*each.inputs, each.targets) for each in islice(epoch, _BATCHES)] for epoch in client.batches(epochs=1))
+        client.load(task.state, None)
+        pruned = sk.prune(
+            client.masked.compact(),
+            client.problem.example_inputs,
+            batches=batches,
+            loss=client.problem.loss,
+            criterion=self.start,
+            allocation=partial(by_ratio, ratios=task.ratio),
+            graph=client.graph,
+            multiple_of=1,
+        )
+        # Three passes for gradients, and one to refit.
+        client.scored.append(4 * sum(len(batch[-1]) for batch in batches) * client.costs.forward_flops(None))
+        (found,) = pruned.scores.values()
+        scores = torch.cat([found.values[name].float() for name in client.graph.groups])
+        client.memory["importance"] = self._term().targets(scores, [group.size for group in client.graph.groups.values()]).cpu()
+        return expand(pruned.model.state_dict(), client.graph, pruned.mask, into=task.state)
 
     def _chosen(self, client: ClientContext, task: Task) -> Result:
         """Train under units that a criterion chooses: what is left of FedLPS if the pattern is not learned."""
@@ -240,8 +278,7 @@ class FedLPS(Method):
     def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         """Load the client's mask, with its importance."""
         rate = client.training.lr if self.importance_lr is None else self.importance_lr
-        term = ImportanceRegularizer(strength=self.strength, target=self.target)
-        rule = GradientImportance(regularizer=term, lr=rate, refresh_every=self.refresh_every)
+        rule = GradientImportance(regularizer=self._term(), lr=rate, refresh_every=self.refresh_every)
         importance = client.memory.get("importance")
         client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
         if importance is None and self.target == "absolute":
@@ -249,6 +286,9 @@ class FedLPS(Method):
             noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
             client.masked.load(start, importance=targets + noise.to(targets))
         return client.masked
+
+    def _term(self) -> ImportanceRegularizer:
+        return ImportanceRegularizer(strength=self.strength, target=self.target)
 
     def _pull(self, start: StateDict, masked: LearnableMask) -> float:
         """Return the factor of (θ − ω) in the gradient, 2μ or 2μ / entries."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from personal import STATE, server_context, watched
+from personal import STATE, client_context, server_context, watched
 from torch import nn
 
+import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
@@ -74,6 +75,30 @@ def test_fedlps_paper_has_the_sums_of_the_paper_and_counts_no_download() -> None
     method.aggregate(ctx, [dataclasses.replace(update, cost=fl.WorkCost(seconds=2.0, downlink_bytes=int(rate)))])
     ((_, reward),) = method._bandit(ctx, memory["7"], seed=0).told
     assert reward == pytest.approx(utility(0.5) - utility(0.1))
+
+
+@pytest.mark.parametrize("criterion", ["activation", "fisher"])
+def test_a_pattern_that_starts_from_own_data_keeps_units_that_serve_it_and_loses_nothing(criterion: str) -> None:
+    spec, client, context = client_context(fedlps(start=criterion, strength=0.0))
+    state = {name: tensor.clone() for name, tensor in TinyNet().state_dict().items()}
+    state["first.weight"][::2], state["first.bias"][::2] = 9.0, -1e3  # large, and behind a ReLU always zero
+    state["last.weight"][:, ::2], state["first.bias"][1::2] = 9.0, 1.0
+    start = spec.method._begin(context, fl.Task(state=state, ratio=0.5))
+    assert context.memory["importance"].argsort(descending=True)[:4].sort().values.tolist() == [1, 3, 5, 7]
+    inputs = client.data.train.inputs[0]
+    net = TinyNet().eval()
+    net.load_state_dict(start)
+    small = sk.compact(net, spec.graph, UnitMask({"first": torch.arange(8) % 2 == 1}))
+    torch.testing.assert_close(small(inputs), net(inputs), rtol=1e-3, atol=1e-3)
+
+
+def test_own_data_are_scored_at_the_first_participation_alone() -> None:
+    plain, own = (watched(fedlps(start=start, strength=0.0, ratios=0.5), rounds=8)[1] for start in ("magnitude", "fisher"))
+    seen = set()
+    for one, other in zip(plain, own, strict=True):
+        assert (other.cost.flops_scoring > one.cost.flops_scoring) == (other.client_id not in seen)
+        seen.add(other.client_id)
+    assert len(seen) < len(own)
 
 
 def test_utility_is_the_papers_function() -> None:

@@ -1,0 +1,109 @@
+"""Federated fine-tuning of a network that was trained: do personal patterns pay where an ordered prefix is chance?
+
+    python benchmarks/federated_finetuning.py --out finetuning [--methods fedlps-fisher heterofl] [--seeds 0 1 2]
+
+EfficientNet-Lite0 with its weights of ImageNet; clients hold 20 of the 200 classes of Tiny ImageNet each, capabilities from 1
+to 1/16. A run continues where it ended; its scores go to OUT/finetuning.jsonl.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import torch
+from common import add, read
+from efficientnet_lite_pytorch import EfficientNet
+from real_nets import DATA, efficientnet_lite0, images
+
+import sparsekit_fl as fl
+
+METHODS: dict[str, fl.Method] = {
+    "fedlps-fisher": fl.methods.fedlps(start="fisher", strength=0.0, ratios="capability"),
+    "heterofl": fl.methods.heterofl(),
+    "fedlps": fl.methods.fedlps(ratios="capability"),
+    "fedlps-random": fl.methods.fedlps_random(ratios="capability"),
+    "fedavg": fl.methods.fedavg(),
+    "local": fl.methods.local(),
+    "fedlps-activation": fl.methods.fedlps(start="activation", strength=0.0, ratios="capability"),
+    "fedrolex": fl.methods.fedrolex(),
+    "fedlps-magnitude": fl.methods.fedlps_magnitude(ratios="capability"),
+    "fedlps-ordered": fl.methods.fedlps_ordered(ratios="capability"),
+    "fedper": fl.methods.fedper(),
+}
+
+
+def clients(count: int, classes: int, images_each: int, pixels: int, seed: int) -> list[fl.Client]:
+    """Clients of some classes each, with as many images of each class: four fifths train, a tenth validates, a tenth tests."""
+    labels = np.array(parquet.read_table(DATA / "tiny_imagenet" / "train.parquet")["label"].to_pylist())
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(200) for _ in range(-(-count * classes // 200))])
+    owners = order[: count * classes].reshape(count, classes)
+    rows = {label: list(rng.permutation(np.flatnonzero(labels == label))) for label in range(200)}
+    shared = {label: max(1, int((owners == label).sum())) for label in range(200)}
+    size = {label: len(rows[label]) // shared[label] for label in range(200)}
+    found = []
+    for id, own in enumerate(owners):
+        mine = [[rows[label].pop() for _ in range(min(size[label], images_each // classes))] for label in own]
+        parts = ([], [], [])  # type: tuple[list[int], list[int], list[int]]
+        for each in mine:
+            held = max(1, len(each) // 10)
+            for part, some in zip(parts, (each[2 * held :], each[:held], each[held : 2 * held]), strict=True):
+                part.extend(int(row) for row in some)
+        data = [fl.TensorData(*images("train", part, pixels)) for part in parts]
+        found.append(fl.Client(id=id, data=fl.ClientData(*data)))
+    return found
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("finetuning"))
+    parser.add_argument("--methods", nargs="*", choices=tuple(METHODS), default=tuple(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="*", default=(0,))
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--classes", type=int, default=20)
+    parser.add_argument("--images", type=int, default=1000, help="of a client, before they are divided")
+    parser.add_argument("--cohort", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pixels", type=int, default=96)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(exist_ok=True)
+    path = options.out / "finetuning.jsonl"
+    trained = efficientnet_lite0(options.pixels).model
+    about = {name: getattr(options, name) for name in ("clients", "classes", "images", "cohort", "rounds", "pixels")}
+
+    def model() -> torch.nn.Module:
+        fresh = EfficientNet.from_name("efficientnet-lite0")
+        fresh._fc = torch.nn.Linear(fresh._fc.in_features, 200)
+        return fresh
+
+    example = (torch.zeros(2, 3, options.pixels, options.pixels),)
+    problem = fl.Problem(model=model, example_inputs=example, channels_last=True)
+    for seed in options.seeds:
+        everyone = clients(options.clients, options.classes, options.images, options.pixels, seed)
+        for name in options.methods:
+            key: dict[str, Any] = {"method": name, "seed": seed, **about}
+            if any(key == {each: row[each] for each in key} for row in read(path)):
+                continue
+            training = fl.TrainingConfig(local_epochs=1, batch_size=32, lr=0.02)
+            levels = tuple(1 / 2**power for power in range(5))
+            config = fl.RunConfig(
+                rounds=options.rounds,
+                cohort=options.cohort,
+                seed=seed,
+                eval_every=options.rounds,
+                capability_levels=levels,
+                training=training,
+            )
+            folder = options.out / f"{name}-{seed}-{options.rounds}-{options.pixels}"
+            resume = (folder / "checkpoint.pt").exists()
+            result = fl.run(METHODS[name], problem, everyone, config, out=folder, resume=resume, init=trained.state_dict())
+            row = {**key, "personal": dict(result.final.personal), "flops": result.cost.flops}
+            add(path, row)
+
+
+if __name__ == "__main__":
+    main()
