@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.errors import need
 from sparsekit_fl.stored import number_text, texts
-from sparsekit_fl.trials import Level, Trial, protocols_of
+from sparsekit_fl.trials import Trial, protocols_of
 
 TARGET = "target_seconds"
 _SUBJECT = "fedlps"
@@ -75,46 +76,12 @@ def check_target(target: float | None) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """One method at one level.
-
-    Args:
-        method: Name of the method.
-        level: As of `Trial`.
-        label: Method and level in words, as far as they distinguish rows.
-        n: Number of runs with finite scores.
-        finished: Number of finished runs.
-        of: Number of runs, failed ones among them.
-        mean: Column → mean over runs; NaN where no run has the number.
-        deviation: Column → sample deviation; NaN with fewer than two runs.
-        count: Column → number of runs that have the number.
-        notes: Numbers of the footnotes, from 1.
-    """
-
-    method: str
-    level: Level
-    label: str
-    n: int
-    finished: int
-    of: int
-    mean: Mapping[str, float]
-    deviation: Mapping[str, float]
-    count: Mapping[str, int]
-    notes: tuple[int, ...]
-
-    @property
-    def runs(self) -> str:
-        """Number of runs behind the means: `3`, or `2 of 3` where one failed or has no finite score."""
-        return str(self.n) if self.n == self.of else f"{self.n} of {self.of}"
-
-
-@dataclass(frozen=True, eq=False)
 class Comparison:
     """Trials under one protocol.
 
     Args:
         title: Model, data set and settings, in words.
-        trials: Trials of all methods, seeds and levels; at least one.
+        trials: Trials of all methods and seeds; at least one.
         methods: Names of the methods, in the order of tables.
         target: Accuracy whose time is a column; None takes nine tenths of the best method's, in whole per cent.
     """
@@ -145,20 +112,6 @@ class Comparison:
         return [trial for trial in self.trials if trial.error is not None]
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        """Levels of finished trials, from less to more different clients."""
-        return tuple(sorted({trial.level for trial, _ in self.results}, key=_rank))
-
-    def level_text(self, level: Level) -> str:
-        """Say how a level differs from the others; empty where there is one."""
-        known = [trial.level for trial in self.trials if trial.config]
-        parts = [
-            f"heterogeneity {level[0] or 'other'}" if len({devices for devices, _ in known}) > 1 else "",
-            f"lacks {level[1]}" if len({lack for _, lack in known}) > 1 else "",
-        ]
-        return ", ".join(filter(None, parts))
-
-    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the wall time."""
         found = list(columns_of([result for _, result in self.results]))
@@ -171,130 +124,124 @@ class Comparison:
         """The target accuracy."""
         if self.target is not None:
             return self.target
-        rows = [(trial.method, trial.level, value_of(result, _SCORES[0])) for trial, result in self.results]
-        means = (
-            need("pandas").DataFrame(rows, columns=["method", "level", "y"]).groupby(["method", "level"])["y"].mean().dropna()
-        )
+        rows = [(trial.method, value_of(result, _SCORES[0])) for trial, result in self.results]
+        means = need("pandas").DataFrame(rows, columns=["method", "y"]).groupby("method")["y"].mean().dropna()
         best = float(means.max()) if len(means) else 0.0
         # 90 * 0.7 is a little less than 63.
         return math.floor(round(90 * best, 9)) / 100 if best >= 0.02 else best
 
     def to_frame(self) -> Any:
-        """Return a pandas DataFrame with a row per finished run and a column per number.
+        """Return a pandas DataFrame with a row per finished run and a column per number; its index has method and seed.
 
-        The index has method, heterogeneity, number of lacking classes, and seed. `target_seconds` is the simulated time until a
-        scored round reached the target; it is not finer than the run's `eval_every`. A number that a run lacks is NaN.
+        `target_seconds` is the simulated time until a scored round reached the target; it is not finer than the run's
+        `eval_every`. A number that a run lacks is NaN.
         """
-        keys, names = ["method", "heterogeneity", "lack_classes", "seed"], [column.name for column in self.columns]
+        keys, names = ["method", "seed"], [column.name for column in self.columns]
         rows = [
-            (trial.method, *trial.level, trial.seed,
+            (trial.method, trial.seed,
              *(_reached(result, self.goal) if one.name == TARGET else value_of(result, one) for one in self.columns))
             for trial, result in self.results
         ]  # fmt: skip
         return need("pandas").DataFrame(rows, columns=[*keys, *names]).set_index(keys).astype(float)
 
     @cached_property
+    def summary(self) -> Any:
+        """DataFrame of means over the seeds: a row per method with a finished run, and three columns per number.
+
+        They are `(number, "mean")`, NaN where no run has the number; `(number, "std")`, the sample deviation, NaN with fewer
+        than two runs; and `(number, "count")`, how many runs have the number.
+        """
+        found = self.to_frame().groupby("method").agg(["mean", "std", "count"])
+        return found.loc[[method for method in self.methods if method in found.index]]
+
+    def runs_of(self, method: str) -> tuple[int, int]:
+        """Return how many runs of a method have finite scores, and how many ended, failed ones among them."""
+        counts = self.summary.loc[method].xs("count", level=1)
+        ended = [trial for trial in self.trials if trial.method == method and (trial.result or trial.error)]
+        return int(max(counts[name] for name in counts.index if name.startswith("personal_"))), len(ended)
+
+    @cached_property
     def notes(self) -> tuple[str, ...]:
         """Footnotes, each once, in the order of their numbers."""
         return tuple(dict.fromkeys(note for trial in self.trials for note in trial.notes))
 
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """One row for each method and level with a finished run."""
-        groups, rows = dict(list(self.to_frame().groupby(level=[0, 1, 2]))), []
-        for level in self.levels:
-            for method in self.methods:
-                own = groups.get((method, *level))
-                if own is None:
-                    continue
-                # What failed before it had a configuration counts at every level.
-                here = [one for one in self.trials if one.method == method and (one.level == level or not one.config)]
-                count = own.count()
-                rows.append(
-                    Row(
-                        method, level, ", ".join(filter(None, (method, self.level_text(level)))),
-                        n=int(max(count[name] for name in own if name.startswith("personal_"))),
-                        finished=len(own),
-                        of=sum(bool(trial.result or trial.error) for trial in here),
-                        mean=own.mean().to_dict(), deviation=own.std().to_dict(), count=count.to_dict(),
-                        notes=tuple(sorted({self.notes.index(note) + 1 for trial in here for note in trial.notes})),
-                    )
-                )  # fmt: skip
-        return tuple(rows)
+    def notes_of(self, method: str) -> list[int]:
+        """Return the numbers of a method's footnotes, from 1."""
+        return sorted({self.notes.index(note) + 1 for trial in self.trials if trial.method == method for note in trial.notes})
 
     def table(self, *parts: str) -> Any:
-        """Return the table as a DataFrame of text: a row per method and level, n, and a column per number that some row has.
+        """Return the table as a DataFrame of text: a row per method, n, and a column per number that some row has.
+
+        `n` is the number of runs behind the means: `3`, or `2 of 3` where one failed or has no finite score.
 
         Args:
             parts: Keep only the numbers under these keys of a result, "final" and "cost"; none keeps all.
         """
-        labels = [f"{row.label} {' '.join(map(str, row.notes)).translate(_SIGNS)}".strip() for row in self.rows]
-        found: dict[str, list[str]] = {"n": [row.runs for row in self.rows]}
+        methods, pandas = list(self.summary.index), need("pandas")
+        labels = [f"{name} {' '.join(map(str, self.notes_of(name))).translate(_SIGNS)}".strip() for name in methods]
+        runs = [self.runs_of(name) for name in methods]
+        found = {"n": [str(known) if known == ended else f"{known} of {ended}" for known, ended in runs]}
+        finished = self.to_frame().groupby("method").size()
         for column in self.columns:
-            name, means = column.name, [row.mean[column.name] for row in self.rows]
-            if not all(map(math.isnan, means)) and (not parts or column.path[0] in parts):
-                written = texts(column.unit, means, [row.deviation[name] for row in self.rows])
+            own = self.summary[column.name]
+            if own["mean"].notna().any() and (not parts or column.path[0] in parts):
+                written = texts(column.unit, list(own["mean"]), list(own["std"]))
                 # The number of runs stands behind a mean over fewer runs than the row has.
-                both = zip(written, self.rows, strict=True)
                 found[column.title] = [
-                    f"{one} ({row.count[name]} of {row.finished})" if 0 < row.count[name] < row.finished else one
-                    for one, row in both
+                    f"{text} ({count} of {finished[name]})" if 0 < count < finished[name] else text
+                    for text, name, count in zip(written, methods, own["count"], strict=True)
                 ]
-        return need("pandas").DataFrame(found, index=need("pandas").Index(labels, name="method"))
+        return pandas.DataFrame(found, index=pandas.Index(labels, name="method"))
 
     def highlighted(self, among: Iterable[str] | None = None) -> list[str]:
         """Return at most six methods that stand out among these: FedLPS or the first one, FedAvg, and the most accurate."""
         allowed = set(self.methods if among is None else among)
         first = [_SUBJECT if _SUBJECT in self.methods else self.methods[0], "fedavg"]
-        ranked = sorted(self.rows, key=lambda row: -row.mean["personal_accuracy"])
-        found = dict.fromkeys([*first, *(row.method for row in ranked), *self.methods])
-        return [method for method in found if method in allowed][:_MOST_FIRST]
+        ranked = self.summary["personal_accuracy", "mean"].sort_values(ascending=False, kind="stable").index
+        return [method for method in dict.fromkeys([*first, *ranked, *self.methods]) if method in allowed][:_MOST_FIRST]
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""
-        most = max((row.of for row in self.rows), default=0)
+        most = max((self.runs_of(method)[1] for method in self.summary.index), default=0)
         return "mean ± sample deviation over n seeds" if most > 1 else "one seed"
 
     def remarks(self) -> list[str]:
         """Return what stands below the table: footnotes, runs that failed, and finished ones whose scores are not finite."""
         found = [f"{str(number).translate(_SIGNS)} {note}" for number, note in enumerate(self.notes, 1)]
-        found += [f"failed: {self._name(trial)}: {trial.error}" for trial in self.failed]
-        for trial, result in self.results:
-            scores = [value_of(result, column) for column in self.columns if column.name.startswith("personal_")]
-            if not any(score is not None and math.isfinite(score) for score in scores):
-                found.append(f"diverged: {self._name(trial)} has no finite score")
-        return found
-
-    def _name(self, trial: Trial) -> str:
-        level = self.level_text(trial.level) if trial.config else ""
-        return ", ".join(filter(None, (trial.method, level, f"seed {trial.seed}")))
+        found += [f"failed: {trial.method}, seed {trial.seed}: {trial.error}" for trial in self.failed]
+        scores = self.to_frame().filter(like="personal_")
+        lost = scores.index[~np.isfinite(scores).any(axis=1)]
+        return found + [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: what `sparsekit compare --json` prints."""
         numbers = self.to_frame().to_dict("records")
+        ended = {method: self.runs_of(method)[1] for method in self.summary.index}
         return {
             "title": self.title,
             "methods": list(self.methods),
             "seeds": sorted({trial.seed for trial, _ in self.results}),
             "target": self.goal,
             "trials": [
-                {**_identity(trial), **{name: _plain(value) for name, value in own.items()}}
+                {"method": trial.method, "seed": trial.seed, **{name: _plain(value) for name, value in own.items()}}
                 for (trial, _), own in zip(self.results, numbers, strict=True)
             ],
-            "failed": [{**_identity(trial), "error": trial.error} for trial in self.failed],
+            "failed": [{"method": one.method, "seed": one.seed, "error": one.error} for one in self.failed],
             "summary": {
-                row.label: {
+                method: {
                     name: {
-                        "mean": _plain(row.mean[name]),
-                        "deviation": _plain(row.deviation[name]),
-                        "count": row.count[name],
-                        "of": row.of,
+                        "mean": _plain(row[name, "mean"]),
+                        "deviation": _plain(row[name, "std"]),
+                        "count": int(row[name, "count"]),
+                        "of": ended[method],
                     }
-                    for name in row.mean
+                    for name in self.summary.columns.unique(0)
                 }
-                for row in self.rows
+                for method, row in self.summary.iterrows()
             },
-            "notes": {row.label: [self.notes[number - 1] for number in row.notes] for row in self.rows if row.notes},
+            "notes": {
+                name: [self.notes[number - 1] for number in self.notes_of(name)] for name in ended if self.notes_of(name)
+            },
         }
 
 
@@ -304,20 +251,9 @@ def comparisons_of(trials: Iterable[Trial], *, order: Sequence[str] = (), target
     for title, members in protocols_of(trials):
         present = dict.fromkeys(trial.method for trial in members)
         methods = list(dict.fromkeys([*(name for name in order if name in present), *present]))
-        ranked = sorted(members, key=lambda one: (_rank(one.level), one.seed, methods.index(one.method)))
+        ranked = sorted(members, key=lambda one: (one.seed, methods.index(one.method)))
         found.append(Comparison(title, tuple(ranked), tuple(methods), target))
     return found
-
-
-def _rank(level: Level) -> tuple[int, int]:
-    """Order levels from less to more different clients."""
-    return ["", *HETEROGENEITY].index(level[0]), level[1]
-
-
-def _identity(trial: Trial) -> dict[str, Any]:
-    heterogeneity, lack = trial.level
-    names = {"method": trial.method, "seed": trial.seed, "heterogeneity": heterogeneity or None}
-    return names | {"lack_classes": None if lack < 0 else lack}
 
 
 def _reached(result: Mapping[str, Any], goal: float) -> float:

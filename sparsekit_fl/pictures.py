@@ -1,19 +1,18 @@
-"""Pictures of a comparison: curves, scores of clients, levels of heterogeneity, and executed ratios."""
+"""Pictures of a comparison: curves, scores of clients, and executed ratios."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.errors import need
-from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers
+from sparsekit_fl.paper.published import protocol_difference, published_numbers
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import scale
-from sparsekit_fl.trials import Level, Trial
 
 # Okabe and Ito's colours, which remain distinct to colour-blind readers.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -26,7 +25,6 @@ _AXES = (
     ("simulated_seconds", "simulated time so far", "seconds"),
     ("flops_paper", "FLOPs so far, counted as in the paper", "flops"),
 )
-_OVER_LEVELS = (("personal_accuracy", "mean personal accuracy", "share"), ("simulated_seconds", "simulated time", "seconds"))
 
 
 def pictures_of(comparison: Comparison) -> dict[str, Any]:
@@ -39,12 +37,7 @@ def pictures_of(comparison: Comparison) -> dict[str, Any]:
         MissingDependencyError: matplotlib is not installed.
     """
     with need("matplotlib").rc_context(_STYLE):
-        found = _levels(comparison)
-        for level in comparison.levels:
-            text = comparison.level_text(level)
-            for make in (_curves, _clients, _ratios):
-                found |= make(comparison, level, f" ({text})" if text else "")
-    return found
+        return {**_curves(comparison), **_clients(comparison), **_ratios(comparison)}
 
 
 def to_svg(figure: Any) -> bytes:
@@ -80,20 +73,16 @@ def _metric(comparison: Comparison) -> tuple[str, str]:
     return name, "share" if name == "accuracy" else "number"
 
 
-def _at(comparison: Comparison, level: Level) -> list[tuple[Trial, Mapping[str, Any]]]:
-    return [(trial, result) for trial, result in comparison.results if trial.level == level]
-
-
-def _curves(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
+def _curves(comparison: Comparison) -> dict[str, Any]:
     """Draw means over the seeds, in the rounds in which all runs of a method were scored."""
     metric, unit = _metric(comparison)
-    published = level == PUBLISHED_LEVEL and not protocol_difference(comparison)
+    published = not protocol_difference(comparison)
     shown = _AXES if published else _AXES[:-1]
     names = [name for name, _, _ in shown]
     rows = [
         (trial.method, trial.seed, *({"round": record["round"], **record["cost"]}.get(name) for name in names),
          (record["evaluation"].get("personal") or {}).get(metric))
-        for trial, result in _at(comparison, level) for record in result["rounds"] if record["evaluation"]
+        for trial, result in comparison.results for record in result["rounds"] if record["evaluation"]
     ]  # fmt: skip
     frame = need("pandas").DataFrame(rows, columns=["series", "seed", *names, "y"]).dropna()
     groups = frame.assign(at=frame["round"]).groupby(["series", "at"])
@@ -103,7 +92,7 @@ def _curves(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
     means = means[means.groupby("series")["at"].transform("size") > 1]
     if means.empty:
         return {}
-    title, series = f"{metric.capitalize()} on the clients' own test data{end}", comparison.highlighted(means["series"])
+    title, series = f"{metric.capitalize()} on the clients' own test data", comparison.highlighted(means["series"])
     figure, every = _figure(title, len(shown))
     for axes, (name, text, x_unit) in zip(every, shown, strict=True):
         _lines(axes, means.assign(x=means[name]), series, y_unit=unit, log=x_unit != "number")
@@ -126,19 +115,19 @@ def _marks(axes: Any, comparison: Comparison, series: Sequence[str]) -> None:
             label = None
 
 
-def _clients(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
+def _clients(comparison: Comparison) -> dict[str, Any]:
     """Draw how the clients of each method differ at the end; of all seeds together, the largest median above."""
     metric, unit = _metric(comparison)
     points = _points(
         (trial.method, trial.method, client["metrics"]["personal"].get(metric), 0.0)
-        for trial, result in _at(comparison, level)
+        for trial, result in comparison.results
         for client in result["final"].get("per_client", [])
     )
     if points.empty:
         return {}
     groups = points.groupby("series")["y"]
     names, series = list(groups.median().sort_values().index), comparison.highlighted(points["series"])
-    title = f"Final {metric} of each client{end}"
+    title = f"Final {metric} of each client"
     figure, (axes,) = _figure(title, height=1.2 + 0.27 * len(names))
     drawn = axes.boxplot([groups.get_group(name) for name in names], orientation="horizontal", patch_artist=True, widths=0.6,
                          flierprops={"markersize": 3}, medianprops={"color": _INK}, manage_ticks=False)  # fmt: skip
@@ -150,40 +139,11 @@ def _clients(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
     return {title: figure}
 
 
-def _levels(comparison: Comparison) -> dict[str, Any]:
-    """Draw accuracy and time against each axis of heterogeneity, one picture for every value of the other."""
-    found: dict[str, Any] = {}
-    for axis, x in ((0, "heterogeneity of the devices"), (1, "classes that every client lacks")):
-        others = dict.fromkeys(level[1 - axis] for level in comparison.levels)
-        for other in others:
-            rows = [(row, str(row.level[axis])) for row in comparison.rows if row.level[1 - axis] == other]
-            rows = [(row, at) for row, at in rows if at not in ("", "-1")]
-            if len({at for _, at in rows}) < 2:
-                continue
-            end = "" if len(others) == 1 else f" ({'lacks' if axis == 0 else 'heterogeneity'} {other})"
-            title = f"Accuracy and time against {x}{end}"
-            figure, every = _figure(title, 2)
-            quantities = (
-                ("personal_accuracy", "mean personal accuracy", "share"),
-                ("simulated_seconds", "simulated time", "seconds"),
-            )
-            for axes, (name, text, unit) in zip(every, quantities, strict=True):
-                points = _points((row.method, at, row.mean[name], row.deviation[name]) for row, at in rows)
-                points = points[points.groupby("series")["x"].transform("nunique") > 1]
-                axes.xaxis.update_units(list(dict.fromkeys(at for _, at in rows)))
-                _lines(axes, points, comparison.highlighted(points["series"]), y_unit=unit)
-                axes.set(xlabel=x, ylabel=text)
-                _units(axes.yaxis, unit, points["y"])
-            _legend(figure, every[-1])
-            found[title] = figure
-    return found
-
-
-def _ratios(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
+def _ratios(comparison: Comparison) -> dict[str, Any]:
     """Draw the mean ratio that clients executed, by capability; a point is the mean over a tenth of the run."""
     executed = [
         (trial.method, f"devices of {Fraction(record['capabilities'][client]).limit_denominator(1000)}", record["round"], ratio)
-        for trial, result in _at(comparison, level)
+        for trial, result in comparison.results
         for record in result["rounds"]
         for client, ratio in record.get("ratios", {}).items()
         if client in record.get("capabilities", {})
@@ -198,7 +158,7 @@ def _ratios(comparison: Comparison, level: Level, end: str) -> dict[str, Any]:
     size = max(1, last // _WINDOWS)
     own = own.assign(x=(-(-own["round"] // size) * size).clip(upper=last))
     points = _points(own.groupby(["series", "x"])["ratio"].agg(["mean", "std"]).reset_index().itertuples(index=False))
-    title = f"Ratios of {method}{end}, by capability"
+    title = f"Ratios of {method}, by capability"
     figure, (axes,) = _figure(title)
     _lines(axes, points, sorted(set(points["series"]), key=lambda name: -Fraction(name.rpartition(" ")[2])))
     axes.set(xlabel="round", ylabel="mean ratio that clients executed")

@@ -59,7 +59,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
                 "tables": [
                     _html(comparison.table(part), f"{part}{number}", _best(comparison))
                     for part in ("final", "cost")
-                    if comparison.rows
+                    if len(comparison.summary)
                 ],
                 "pictures": drawn,
                 "published": None if published is None else _html(published_table(published), f"published{number}"),
@@ -93,12 +93,11 @@ def published_table(published: Any) -> Any:
 def _best(comparison: Comparison) -> dict[str, list[int]]:
     """Return title of a column → rows with the best mean; wall time depends on the machine and is not marked."""
     found = {}
-    for column in comparison.columns if len(comparison.rows) > 1 else ():
-        means = [row.mean[column.name] for row in comparison.rows]
+    for column in comparison.columns if len(comparison.summary) > 1 else ():
+        means = comparison.summary[column.name, "mean"]
         larger = column.path[0] == "final" and not lower_is_better(column.path[-1])
-        known = [mean for mean in means if mean == mean]
-        if known and column.name != "wall_seconds":
-            best = (max if larger else min)(known)
+        if means.notna().any() and column.name != "wall_seconds":
+            best = means.max() if larger else means.min()
             found[column.title] = [at for at, mean in enumerate(means) if mean == best]
     return found
 
@@ -115,10 +114,9 @@ def _html(frame: Any, name: str, best: Mapping[str, Sequence[int]] | None = None
 
 
 def _about(comparison: Comparison) -> str:
-    """Return the settings of the runs, and version and date, in one line; what rows differ in is in their labels."""
+    """Return the settings of the runs, and version and date, in one line."""
     settings = {name.rpartition(".")[2]: value for name, value in flat(comparison.config).items() if value is not None}
-    rest = set(settings) - {"seed", "capability_levels", "lack_classes"}
-    parts = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name in rest]
+    parts = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name != "seed"]
     known = [result.get("environment") or {} for _, result in comparison.results]
     versions = {f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one}
     dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})

@@ -1,6 +1,6 @@
 """Trials: what folders of finished runs hold, and which of them may stand in one table. Needs no torch.
 
-A trial is one method under one seed at one level of heterogeneity.
+A trial is one method under one seed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from sparsekit_fl.stored import flat, read_result
 TRIAL_FILE = "trial.json"
 """Next to a run's own files: what was to be run, and the error of a run that failed."""
 
-Level = tuple[str, int]
-"""How different clients are: a name in `config.HETEROGENEITY`, empty for other capabilities of their devices; and the
-number of classes that every client lacks, -1 for other partitions."""
-
-# What may differ between the trials of a table: the axes of the comparison, and what changes no number.
-_AXES = ("seed", "capability_levels", "eval_every", "device")
+# What may differ between the trials of a table, since it changes no number but by chance.
+_FREE = ("seed", "eval_every", "device")
 _DECIDED = "capability"
-_LACKING = "lack_classes"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,11 +48,6 @@ class Trial:
         """Remarks on its numbers, one a line of its note."""
         return () if self.result is None else tuple(str(self.result.get("note", "")).splitlines())
 
-    @property
-    def level(self) -> Level:
-        """Heterogeneity of the devices, and number of lacking classes."""
-        return _level(self.config)
-
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Trial:
         """Read a trial from the content of `result.json`, or of a `trial.json`, which has no "final"."""
@@ -69,12 +59,6 @@ class Trial:
             result=saved if "final" in saved else None,
             error=saved.get("error"),
         )
-
-
-def _level(config: Mapping[str, Any]) -> Level:
-    drawn = tuple(config.get("capability_levels") or ())
-    lack = config.get("experiment", {}).get("partition_options", {}).get(_LACKING)
-    return next((name for name, levels in HETEROGENEITY.items() if levels == drawn), ""), -1 if lack is None else int(lack)
 
 
 def collect(*folders: Path | str) -> list[Trial]:
@@ -89,7 +73,7 @@ def collect(*folders: Path | str) -> list[Trial]:
     kept: dict[str, tuple[Trial, Path]] = {}
     for folder in map(Path, folders):
         for path, trial in _found(folder):
-            key = json.dumps((trial.method, trial.seed, trial.level, _protocol(trial.config)), sort_keys=True)
+            key = json.dumps((trial.method, trial.seed, _protocol(trial.config)), sort_keys=True)
             other, where = kept.setdefault(key, (trial, path))
             if other.result is None:
                 kept[key] = (trial, path)
@@ -120,19 +104,9 @@ def _trial(home: Path) -> Trial:
         raise DataError(f"{path} is damaged: {error}; remove it") from error
 
 
-def _without(protocol: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in protocol.items() if name not in names}
-
-
-def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the axes of a comparison from a configuration, and options that were not used."""
-    kept = {name: value for name, value in _without(config, _AXES).items() if value is not None}
-    heterogeneity, lack_classes = _level(config)
-    if not heterogeneity:
-        kept["capability_levels"] = config.get("capability_levels")
-    if lack_classes >= 0:
-        kept["experiment"] = {**config["experiment"], "partition_options": {"clients": "lack classes"}}
-    return kept
+def _protocol(config: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Return what trials of one table have in common; an option that was not used is as one that is not there."""
+    return {name: value for name, value in config.items() if value is not None and name not in {*_FREE, *without}}
 
 
 def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
@@ -144,14 +118,14 @@ def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
     groups: list[tuple[dict[str, Any], list[Trial]]] = []
     # What decides an option itself, and what failed before it had a configuration, joins a group of the others.
     for trial in sorted(trials, key=lambda trial: 2 if not trial.config else _DECIDED in trial.policies):
-        own, left = _protocol(trial.config), {_DECIDED} & set(trial.policies)
-        fitting = (one for protocol, one in groups if not trial.config or _without(protocol, left) == _without(own, left))
+        own, decided = _protocol(trial.config), {_DECIDED} & set(trial.policies)
+        fitting = (one for shared, one in groups if not own or _protocol(shared, decided) == _protocol(own, decided))
         members = next(fitting, None)
         if members is None:
             groups.append((own, [trial]))
         else:
             members.append(trial)
-    return list(zip(_titles([protocol for protocol, _ in groups]), (members for _, members in groups), strict=True))
+    return list(zip(_titles([shared for shared, _ in groups]), (members for _, members in groups), strict=True))
 
 
 def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -161,9 +135,15 @@ def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
     for title, own in zip(plain, settings, strict=True):
         others = [other for name, other in zip(plain, settings, strict=True) if name == title]
         names = sorted({name for other in others for name in other if len({str(each.get(name)) for each in others}) > 1})
-        words = [f"{name.rpartition('.')[2].replace('_', ' ')} {own[name]}" for name in names if own.get(name) is not None]
+        words = [_setting(name, own[name]) for name in names if own.get(name) is not None]
         titles.append(", ".join([title, *words]))
     return titles
+
+
+def _setting(name: str, value: Any) -> str:
+    """Name a setting, such as `lr 0.1` or `heterogeneity low`."""
+    level = next((level for level, drawn in HETEROGENEITY.items() if drawn == value or list(drawn) == value), None)
+    return f"heterogeneity {level}" if level else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
 def _title(config: Mapping[str, Any]) -> str:

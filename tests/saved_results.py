@@ -45,7 +45,7 @@ def result(
         for round in range(1, rounds + 1)
     ]
     table_one = {"distinct": False, "classes_per_client": 2, "images_per_class": 100}
-    options = table_one if lack_classes is None else {"lack_classes": lack_classes}
+    options = table_one if lack_classes is None else {**table_one, "lack_classes": lack_classes}
     about = {
         "preset": dataset, "dataset": dataset, "model": "cnn", "clients": clients, "partition": "pathological",
         "partition_options": options,

@@ -1,4 +1,4 @@
-"""`sparsekit compare METHOD METHOD …`: methods under one protocol, over seeds and levels of heterogeneity."""
+"""`sparsekit compare METHOD METHOD …`: methods under one protocol, over seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError, Sparseki
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
-from sparsekit_fl.options import parse_value
 
 if TYPE_CHECKING:
     from sparsekit_fl.methods.base import Method
@@ -49,14 +48,6 @@ def _compare(
             rich_help_panel=_AXES,
         ),
     ] = None,
-    heterogeneity: Annotated[
-        list[str] | None,
-        typer.Option(help="Levels of the devices: low, median, high; several by commas.", rich_help_panel=_AXES),
-    ] = None,
-    lack_classes: Annotated[
-        list[str] | None,
-        typer.Option(help="Number of classes every client lacks; several by commas, as in 2,4,6,8.", rich_help_panel=_AXES),
-    ] = None,
     options: RunOptions,
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
@@ -83,7 +74,7 @@ def _compare(
             f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
             " 'fedprox mu=0.1'"
         )
-    grid = _grid(options, seeds, heterogeneity, lack_classes)
+    grid = _grid(options, seeds)
     tasks = [_Task(method, run, options.out) for run in grid for method in made.values()]
     try:
         options.callbacks()  # if the options are wrong, nothing begins
@@ -129,10 +120,8 @@ def _distinct(texts: Sequence[str]) -> dict[str, Method]:
     return made
 
 
-def _grid(
-    options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None
-) -> list[RunOptions]:
-    """Return one set of options per level and seed."""
+def _grid(options: RunOptions, seeds: int) -> list[RunOptions]:
+    """Return one set of options per seed."""
     from sparsekit_fl.paper.presets import preset_for
 
     if seeds < 1:
@@ -142,45 +131,27 @@ def _grid(
         # Curves and times to a target need points, also in a short run.
         rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
         every = max(1, min(10, rounds // 10))
-    return [
-        options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, eval_every=every, out=None)
-        for level in _listed(heterogeneity, "--heterogeneity", str) or [options.heterogeneity]
-        for lack in _listed(lack_classes, "--lack-classes", int) or [options.lack_classes]
-        for seed in range(first, first + seeds)
-    ]
-
-
-def _listed(texts: Sequence[str] | None, flag: str, kind: type) -> list[Any]:
-    """Split an option that may be repeated and may hold commas."""
-    values = [parse_value(kind, part, name=flag) for text in texts or () for part in text.split(",")]
-    if len(set(values)) < len(values):
-        raise InvalidValueError(f"{flag} has a value twice: {','.join(map(str, values))}")
-    return values
+    return [options.replaced(seed=seed, eval_every=every, out=None) for seed in range(first, first + seeds)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """One trial: a method, the options with its seed and level, and the folder of the comparison; None keeps nothing."""
+    """One trial: a method, the options with its seed, and the folder of the comparison; None keeps nothing."""
 
     method: Method
     options: RunOptions
     home: Path | None
 
-    def _words(self) -> tuple[str, str]:
-        lack = self.options.lack_classes
-        return self.options.heterogeneity or "", "" if lack is None else f"lacks {lack}"
-
     @property
     def label(self) -> str:
-        """Method, level and seed, as in `fedavg, low, lacks 4, seed 0`."""
-        return ", ".join(filter(None, (self.method.name, *self._words(), f"seed {self.options.seed}")))
+        """Method, level of the devices and seed, as in `fedavg, low, seed 0`."""
+        return ", ".join(filter(None, (self.method.name, self.options.heterogeneity, f"seed {self.options.seed}")))
 
     @property
     def folder(self) -> Path | None:
-        """The folder of its run, such as `fedavg-low-lack4-seed0`."""
-        words = [word.replace("lacks ", "lack") for word in self._words()]
-        parts = (re.sub(r"[^\w.+-]+", "_", self.method.name), *words, f"seed{self.options.seed}")
-        return None if self.home is None else self.home / "-".join(filter(None, parts))
+        """The folder of its run, such as `fedavg-low-seed0`."""
+        name, level = re.sub(r"[^\w.+-]+", "_", self.method.name), self.options.heterogeneity
+        return None if self.home is None else self.home / "-".join(filter(None, (name, level, f"seed{self.options.seed}")))
 
 
 @lru_cache(maxsize=1)
@@ -264,10 +235,10 @@ compare = command_app(
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
-        "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
+        "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low --target 0.7 --out runs/low",
         "sparsekit compare fedlps 'fedlps bandit=split-ucbv' --out runs/bandits",
         "sparsekit compare fedavg 'fedprox mu=0.1' 'fedprox mu=1'",
-        "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --out runs/classes",
+        "sparsekit compare fedlps fedper --preset mnist --set partition.lack_classes=4 --out runs/lack4",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
     cls=DefaultsCommand,

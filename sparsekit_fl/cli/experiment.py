@@ -88,7 +88,6 @@ class Experiment:
             clients=options.clients,
             partition=options.partition,
             options=options.partition_options() or None,
-            lack_classes=options.lack_classes,
             data_dir=options.data_dir,
             seed=options.seed or 0,
             ids=ids,

@@ -64,7 +64,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
         clients: Number of clients.
         partition: How examples are split over clients: pathological, dirichlet, natural, or package.module:function. Its own
             options are --set partition.NAME=VALUE.
-        lack_classes: Number of classes that each client lacks, for the pathological partition.
         heterogeneity: Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high), or keep those of
             the clients (own).
         set: PATH=VALUE for any option of the run, its partition or its method, such as training.momentum=0.5,
@@ -91,7 +90,6 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
     data_dir: Path | None = None
     clients: Count | None = None
     partition: str | None = None
-    lack_classes: int | None = None
     heterogeneity: Level | None = None
     set: tuple[str, ...] | None = None
     config: Path | None = None
@@ -154,8 +152,7 @@ def flag_of(name: str) -> str:
 
 def path_of(name: str) -> str:
     """Return the path by which --set reaches an option: `training.momentum` for momentum."""
-    home = "training." if name in options_of(TrainingConfig) else PARTITION if name == "lack_classes" else ""
-    return home + name
+    return f"training.{name}" if name in options_of(TrainingConfig) else name
 
 
 @cache

@@ -16,7 +16,7 @@ from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import factory_spec, models
-from sparsekit_fl.problem.partition import Partition, lacking, partitions
+from sparsekit_fl.problem.partition import Partition, partitions
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
@@ -54,7 +54,6 @@ def build_task(
     clients: int | None = None,
     partition: str | None = None,
     options: Mapping[str, object] | None = None,
-    lack_classes: int | None = None,
     data_dir: Path | str | None = None,
     seed: int = 0,
     ids: Collection[int] | None = None,
@@ -70,8 +69,6 @@ def build_task(
         partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
             the form of `Partition`.
         options: Keywords for the partition, over those of the preset; text is read by the annotation.
-        lack_classes: Number of classes that each client lacks, for the pathological partition; see
-            `partition.pathological.lacking`.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
         seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
         ids: The clients that are wanted here: those of one device, or none on a server without data. None: all.
@@ -88,7 +85,7 @@ def build_task(
     problem, data = (None, found) if isinstance(found, DataSource) else found
     changes: dict[str, Any] = {"model": model if problem else None}
     if not isinstance(data, DataSource):
-        changes |= {"clients": clients, "partition": partition, "options": options, "lack_classes": lack_classes}
+        changes |= {"clients": clients, "partition": partition, "options": options}
     given = [name for name, value in changes.items() if value is not None]
     if given:
         parts = "problem" if isinstance(data, DataSource) else "problem and clients"
@@ -105,7 +102,7 @@ def build_task(
     source = data
     if problem is None:
         problem, source = _problem_for(source, name)
-    kind, deal, keywords = _partition(preset, source, clients, partition, options or {}, lack_classes)
+    kind, deal, keywords = _partition(preset, source, clients, partition, options or {})
     parsed = {option: keywords[option] for option in options or {}}
     count = preset.clients if clients is None else clients
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
@@ -114,8 +111,7 @@ def build_task(
             f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"
         )
     roster = [Client(id=id, data=split) for id, split in enumerate(splits)]
-    # The level decides all that the preset says of shards, so what it overrides is not reported.
-    kept = {"lack_classes": lack_classes} if lack_classes is not None else preset.options if kind == preset.partition else {}
+    kept = preset.options if kind == preset.partition else {}
     described |= {"clients": count, "partition": kind, "partition_options": {**kept, **parsed}}
     return Task(problem, _only(roster, ids), described)
 
@@ -190,7 +186,6 @@ def _partition(
     clients: int | None,
     partition: str | None,
     options: Mapping[str, object],
-    lack_classes: int | None,
 ) -> tuple[str, Partition, dict[str, Any]]:
     """Return the partition with its name, and its keywords: those of the preset, those given over them."""
     name = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
@@ -200,14 +195,4 @@ def _partition(
     deal = partitions.find(name)
     own = ("clients", "rng")  # given by the caller
     keywords.update(read_keywords(deal, options, name=f"partition {name!r}", prefix="partition.", without=own))
-    if lack_classes is not None:
-        if name != "pathological":
-            raise InvalidValueError(
-                f"lack_classes belongs to the partition 'pathological', got {name!r}; leave one of the two out"
-            )
-        if not {"classes_per_client", "images_per_class"}.isdisjoint(options):
-            raise InvalidValueError(
-                f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
-            )
-        keywords.update(lacking(lack_classes, source.classes, keywords))
     return name, deal, keywords

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from sparsekit_fl.comparison import Comparison, Row
+from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.presets import PRESETS
 
@@ -21,10 +21,8 @@ _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
 _GUESS = " That is a guess, which was not measured."
-PUBLISHED_LEVEL = ("high", -1)
-"""Heterogeneity of the devices and number of lacking classes of the published tables, as of `report.trials.Trial`."""
-# Options that change no number of a table, and the levels, which are told apart by row.
-_FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients", "capability_levels")
+# Options that change no number of a table.
+_FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients")
 
 
 @cache
@@ -68,7 +66,7 @@ def protocol_difference(comparison: Comparison) -> str:
     about = config.get("experiment", {})
     wanted = {
         "model": preset.model, "clients": preset.clients, "partition": preset.partition, **preset.options,
-        **_flat(json.loads(json.dumps(preset.config({}, preset.clients).to_dict()))),
+        "lack_classes": None, **_flat(json.loads(json.dumps(preset.config({}, preset.clients).to_dict()))),
     }  # fmt: skip
     ours = {**about, **about.get("partition_options", {}), **_flat(config)}
     # A method may decide the capability itself, which is then a part of it.
@@ -80,8 +78,6 @@ def protocol_difference(comparison: Comparison) -> str:
     ]
     # What the partition leaves out is as unlike the paper's as another value.
     changed += [f"no {name.replace('_', ' ')}" for name in preset.options if name not in ours]
-    if PUBLISHED_LEVEL[0] not in {trial.level[0] for trial in comparison.trials}:
-        changed.append("other levels of devices")
     return f"Another protocol than the paper's: {', '.join(changed)}." if changed else ""
 
 
@@ -102,19 +98,18 @@ def published_beside(comparison: Comparison) -> Any:
         return None
     dataset, reasons = comparison.dataset, _data("reasons.json")
     lines: list[tuple[Any, ...]] = []
-    for row in comparison.rows:
-        known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_paper"])
-        if not known or row.level != PUBLISHED_LEVEL:
+    for run, row in comparison.summary.iterrows():
+        if math.isnan(row["personal_accuracy", "mean"] + row["flops_paper", "mean"]):
             continue
-        for table, method, accuracy, deviation, flops in published_numbers(row.method, dataset):
-            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row, "personal_accuracy", 100.0), 0.0),
-                     ("flops", "flops_e12", flops, None, _ours(row, "flops_paper", 1e-12), _ROUNDING_E12))  # fmt: skip
+        for table, method, accuracy, deviation, flops in published_numbers(run, dataset):
+            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row["personal_accuracy"], 100.0), 0.0),
+                     ("flops", "flops_e12", flops, None, _ours(row["flops_paper"], 1e-12), _ROUNDING_E12))  # fmt: skip
             for quantity, name, published, theirs, (mean, spread), room in pairs:
                 flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(theirs or 0.0, spread or 0.0), room)
                 facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}
-                reason = _reason(reasons, facts, {method, row.method}) if flagged else ""
+                reason = _reason(reasons, facts, {method, run}) if flagged else ""
                 numbers = (published, theirs, mean, spread, mean - published, int(flagged))
-                lines.append((table, method, row.label, name, *numbers, reason))
+                lines.append((table, method, run, name, *numbers, reason))
     if not lines:
         return None
     order = [(table, line["method"]) for table, rows in _data("published.json")["tables"].items() for line in rows]
@@ -123,9 +118,9 @@ def published_beside(comparison: Comparison) -> Any:
     return need("pandas").DataFrame(lines, columns=[*columns, "difference", "flagged", "reason"], dtype=object)
 
 
-def _ours(row: Row, column: str, factor: float) -> tuple[float, float | None]:
-    deviation = row.deviation[column]
-    return row.mean[column] * factor, None if math.isnan(deviation) else deviation * factor
+def _ours(number: Any, factor: float) -> tuple[float, float | None]:
+    mean, deviation = float(number["mean"]), float(number["std"])
+    return mean * factor, None if math.isnan(deviation) else deviation * factor
 
 
 def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], methods: set[str]) -> str:

@@ -1,8 +1,6 @@
 """Ways to deal a data set to clients, by name: shards of one class, mixtures of classes, and the people who made the data."""
 
-import inspect
 import logging
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -10,7 +8,7 @@ from pydantic import Field
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
-from sparsekit_fl.options import Count, Hint, Positive
+from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive
 from sparsekit_fl.problem.data import ClientData, TensorData
 from sparsekit_fl.problem.datasets import DataSource
 
@@ -85,6 +83,7 @@ def pathological(
     images_per_class: Annotated[int, Field(ge=2), Hint("one to train, one to validate")] = 100,
     distinct: bool = True,
     when_short: Literal["refuse", "shrink"] = "refuse",
+    lack_classes: NonNegativeCount | None = None,
 ) -> list[ClientData]:
     """Deal shards of one class each to clients.
 
@@ -106,18 +105,31 @@ def pathological(
             in ten has a single class.
         when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
             suffice, with a warning.
+        lack_classes: Let every client lack exactly this many of the classes: its `classes_per_client` · `images_per_class`
+            examples are cut into shards of all other classes, so that the level changes what a client sees and not how much,
+            which the paper leaves open. Shards are then distinct, and shrink.
 
     Returns:
         One ClientData per client.
 
     Raises:
-        InvalidValueError: more classes per client than there are.
+        InvalidValueError: more classes per client than there are, or no class left.
         DataError: too few shards; the message says how many there are and what would do.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
         class borders; here a shard has one class.
+        `lack_classes` is that of Effect of Heterogeneity (Q3): "each client lacks x classes".
     """
     train, test = _labelled_pools(source, "pathological")
+    if lack_classes is not None:
+        if lack_classes >= source.classes:
+            raise InvalidValueError(
+                f"lack_classes must be an integer in [0, {source.classes - 1}], got {lack_classes}; 0 gives every client all"
+                f" {source.classes} classes"
+            )
+        # Two examples of a class are needed, one to train and one to validate.
+        images_per_class = max(2, classes_per_client * images_per_class // (source.classes - lack_classes))
+        classes_per_client, distinct, when_short = source.classes - lack_classes, True, "shrink"
     if classes_per_client > source.classes:
         raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
     rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
@@ -142,36 +154,6 @@ def pathological(
             "%s: %d classes have fewer than %d test examples; all of them are used", source.name, len(short), images_per_class
         )
     return splits
-
-
-def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of the pathological partition under which every client lacks exactly `lack` of the classes.
-
-    A client keeps the number of examples that `keywords` give it, cut into more or fewer classes: the level changes what a
-    client sees and not how much, which the paper leaves open.
-
-    Args:
-        lack: Classes without an example, in [0, classes).
-        classes: Number of classes.
-        keywords: Keywords of the partition so far.
-
-    Raises:
-        InvalidValueError: `lack` is out of range.
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3): "each client lacks x classes".
-    """
-    if isinstance(lack, bool) or not isinstance(lack, int) or not 0 <= lack < classes:
-        raise InvalidValueError(
-            f"lack_classes must be an integer in [0, {classes - 1}], got {lack!r}; 0 gives every client all {classes} classes"
-        )
-    defaults = inspect.signature(pathological).parameters
-    per_client, images = (
-        int(keywords.get(name, defaults[name].default)) for name in ("classes_per_client", "images_per_class")
-    )
-    owned = classes - lack
-    # Two are needed, one to train and one to validate.
-    each = max(2, per_client * images // owned)
-    return {"classes_per_client": owned, "images_per_class": each, "distinct": True, "when_short": "shrink"}
 
 
 def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:

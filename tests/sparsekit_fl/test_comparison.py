@@ -45,13 +45,10 @@ def test_means_deviations_and_n_are_those_of_each_row() -> None:
     a = [result("a", seed, accuracies={100: accuracy}, shared=shared)
          for seed, accuracy, shared in ((0, 0.5, None), (1, 0.7, 0.25))]  # fmt: skip
     comparison = compared(*a, result("b"))
-    first, second = comparison.rows
-    assert first.mean["personal_accuracy"] == pytest.approx(0.6)
-    assert first.deviation["personal_accuracy"] == pytest.approx(0.02**0.5)
-    assert (first.mean["global_accuracy"], first.count["global_accuracy"]) == (0.25, 1)
-    assert math.isnan(second.deviation["personal_accuracy"])
-    assert (first.runs, second.runs) == ("2", "1")
-    table = comparison.table()
+    summary, table = comparison.summary, comparison.table()
+    assert list(summary.loc["a", "personal_accuracy"]) == pytest.approx([0.6, 0.02**0.5, 2])
+    assert tuple(summary.loc["a", "global_accuracy"][["mean", "count"]]) == (0.25, 1)
+    assert math.isnan(summary.loc["b", ("personal_accuracy", "std")])
     assert list(table.index) == ["a", "b"]
     assert list(table["n"]) == ["2", "1"]
     assert (table["personal accuracy"].iloc[0], table["global accuracy"].iloc[0]) == ("60.0 ± 14.1%", "25.0% (1 of 2)")
@@ -65,7 +62,7 @@ def test_a_failed_seed_is_marked() -> None:
     lost = result("a", 3)
     lost["final"]["personal"]["accuracy"] = None
     comparison = compared(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
-    assert [row.runs for row in comparison.rows] == ["2 of 4", "1"]
+    assert list(comparison.table()["n"]) == ["2 of 4", "1"]
     for part in ("2 of 4", "failed: a, seed 2: [red] it diverged", "diverged: a, seed 3 has no finite score"):
         assert part in shown(comparison)
     saved = comparison.to_dict()
@@ -73,13 +70,11 @@ def test_a_failed_seed_is_marked() -> None:
     assert saved["summary"]["a"]["personal_accuracy"]["of"] == 4
 
 
-def test_what_failed_before_it_had_a_configuration_counts_once_at_every_level() -> None:
+def test_what_failed_before_it_had_a_configuration_counts_with_the_others() -> None:
     failed = Trial(method="a", seed=1, config={}, error="no such option")
-    levels = compared(result("a", heterogeneity="low"), result("a"), failed=(failed,))
-    assert [row.runs for row in levels.rows] == ["1 of 2", "1 of 2"]
-    own = result("a")
-    own["config"]["capability_levels"] = [1.0, 0.3]
-    assert [row.runs for row in compared(own, failed=(failed,)).rows] == ["1 of 2"]
+    assert list(compared(result("a"), failed=(failed,)).table()["n"]) == ["1 of 2"]
+    alone = compared(failed=(failed,))
+    assert (len(alone.table()), alone.remarks(), alone.to_dict()["summary"]) == (0, ["failed: a, seed 1: no such option"], {})
 
 
 def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() -> None:

@@ -10,7 +10,7 @@ def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> N
     made = [
         result("fedavg", 0, accuracies={50: 0.5, 100: 0.75}),
         result("fedavg", 1, accuracies={50: 0.25, 100: 0.875}, note="17, or a remark"),
-        result("fedlps", 0, accuracies={100: 0.625}, heterogeneity="low"),
+        result("fedlps", 0, accuracies={100: 0.625}),
     ]
     for number, one in enumerate(made):
         one["config"]["experiment"]["model"] = "17" if number == 1 else "cnn"
@@ -24,7 +24,7 @@ def test_a_stored_table_makes_the_comparison_of_its_results(tmp_path: Path) -> N
     write_table([(f"{one['method']}-{one['seed']}", one) for one in made], path)
     (ours,) = read_comparisons(path)
     theirs = compared(*made)
-    assert (ours.title, ours.levels, ours.columns) == (theirs.title, theirs.levels, theirs.columns)
+    assert (ours.title, ours.columns) == (theirs.title, theirs.columns)
     assert ours.table().equals(theirs.table())
     assert [len(run["rounds"]) for run in read_results(path).values()] == [
         sum(bool(record["evaluation"]) for record in one["rounds"]) for one in made

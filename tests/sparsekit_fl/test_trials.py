@@ -4,20 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from saved_results import compared, result, save
+from saved_results import result, save
 
 from sparsekit.errors import DataError
 from sparsekit_fl.comparison import comparisons_of
-from sparsekit_fl.trials import Trial, collect
-
-
-def test_levels_are_read_from_the_configuration() -> None:
-    assert Trial.of(result("a", heterogeneity="low")).level == ("low", -1)
-    assert Trial.of(result("a", lack_classes=8)).level == ("high", 8)
-    for config in ({"capability_levels": [1.0, 0.3]}, {"capability_levels": None}, {}):
-        assert Trial(method="a", seed=0, config=config).level == ("", -1)
-    made = [result("a", heterogeneity=name, lack_classes=lack) for name in ("high", "low", "median") for lack in (8, 2)]
-    assert compared(*made).levels == tuple((name, lack) for name in ("low", "median", "high") for lack in (2, 8))
+from sparsekit_fl.trials import collect
 
 
 def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp_path: Path) -> None:
@@ -27,22 +18,22 @@ def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp
     assert section.dataset == "mnist"
     assert section.methods == ("c", "b", "a")
     assert [(trial.seed, trial.method) for trial in section.trials] == [(s, m) for s in (0, 1) for m in "cba"]
-    assert section.level_text(("high", -1)) == ""
 
 
-def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) -> None:
+def test_other_settings_are_in_a_section_of_their_own_whose_title_names_them(tmp_path: Path) -> None:
     other = result("a", 7)
     other["config"]["training"]["lr"] = 0.5
-    save(tmp_path, result("a", heterogeneity="low"), result("a"), result("a", 3, rounds=50, dataset="cifar10"), other)
+    levels = [result("a", heterogeneity="low"), result("a"), result("a", lack_classes=8)]
+    save(tmp_path, *levels, result("b"), result("a", 3, rounds=50, dataset="cifar10"), other)
     sections = comparisons_of(collect(tmp_path))
+    same = "cnn on mnist, 100 clients, 100 rounds"
     assert sorted((section.title, len(section.trials)) for section in sections) == [
         ("cnn on cifar10, 100 clients, 50 rounds", 1),
-        ("cnn on mnist, 100 clients, 100 rounds, lr 0.1", 2),
-        ("cnn on mnist, 100 clients, 100 rounds, lr 0.5", 1),
+        (f"{same}, heterogeneity high, lack classes 8, lr 0.1", 1),
+        (f"{same}, heterogeneity high, lr 0.1", 2),
+        (f"{same}, heterogeneity high, lr 0.5", 1),
+        (f"{same}, heterogeneity low, lr 0.1", 1),
     ]
-    levels = next(section for section in sections if len(section.trials) == 2)
-    assert levels.levels == (("low", -1), ("high", -1))
-    assert levels.level_text(("low", -1)) == "heterogeneity low"
 
 
 def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
@@ -53,7 +44,7 @@ def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "result.json").write_text(json.dumps(made))
     (comparison,) = comparisons_of(collect(tmp_path / "copy", tmp_path / "deep"))
-    assert [row.runs for row in comparison.rows] == ["1"]
+    assert list(comparison.table()["n"]) == ["1"]
     with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
         collect(tmp_path)
 
