@@ -1,4 +1,35 @@
-"""SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how far the function varies in them."""
+"""SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how far the function varies in them.
+
+The space is cut into cells, each with one arm, which is a fixed point. A cell is split in two; the part with the arm keeps it
+and all that is known of it, and the other part gets a new arm. For the mean reward f
+
+    f(new arm) - f(arm that it was split from) ~ N(0, D[h]),   h = how often the cell had been split.
+
+Each arm therefore has a posterior mean μ and variance v, given its own rewards, its parent's posterior and its children's
+rewards. D is learned: at each depth it is the squared difference between a new arm's rewards and its parent's posterior, minus
+the share of noise, shrunk towards r D[h - 1]. The noise σ² comes from repeated rewards of one point only. The next cell is
+the one of largest index
+
+    U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels).
+
+M is the largest mean of an arm that the cell faces; on an interval, these are its two neighbours. A cell next to a better arm
+may be good even if its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the best cell is.
+After t rewards, q is ν/2 (t^(2 / (ν + 1)) - 1). Where many arms have shown the variation, ν → ∞ and q is log t. At depths
+where few arms have, q grows faster, so that a narrow peak in a wide cell is found in the end. The arm of the chosen cell, or
+the better one that it faces, is pulled until v < κ D[h + 1]. Then the cell is split across its longest side, or towards that
+arm.
+
+Rewards are taken relative to the first ones, so shifting or scaling them changes no proposal except for rounding. All arms
+learn from one another when a new one has its first reward, and whenever the number of rewards has grown by a twenty-fifth, so
+the time per step hardly grows. At most 2048 cells are made.
+
+Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
+bound for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit
+Feedback", ICML 2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song,
+"Optimum-statistical Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is
+learned too); Chipman, McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a
+Gaussian model over a tree of boxes, each shrunk towards its parent).
+"""
 
 from __future__ import annotations
 
@@ -17,50 +48,26 @@ _LOST_AFTER = 64
 
 
 class SplitUCBV(LoggedBandit[Trial]):
-    """Optimism over a tree of cells, with the variation at each depth learned.
+    """Find the value of largest mean reward from noisy trials, in an interval or a box.
 
-    The space is cut into cells, each with one arm: a fixed point. A cell is split in two; the part with the arm keeps it
-    with all that is known of it, and the other part gets an arm of its own. For the mean reward f
+    Use it where each trial costs something and earns its own reward: it keeps trying the best regions more finely, and
+    neither a horizon nor a scale of the rewards is needed. It notices when rewards fall.
 
-        f(new arm) - f(arm that it was split from) ~ N(0, D[h]),   h = how often the cell had been split,
+    ```python
+    bandit = SplitUCBV(Interval(1e-4, 1.0, scale="log"), rng=np.random.default_rng(0))
+    for _ in range(40):
+        pull = bandit.ask()
+        bandit.tell(pull, reward=-abs(np.log10(pull.value) + 2))
+    print(bandit.best().value)  # near 0.01
+    ```
 
-    from which each arm has a posterior mean μ and variance v, given its own rewards, its parent's posterior and its
-    children's rewards. D comes from the arms themselves: at each depth the squared difference between a new arm's rewards
-    and its parent's posterior, of which noise has the share that its variance has, shrunk to r D[h - 1]. The noise σ² comes
-    from rewards of one and the same point, never from the variation between points. The cell of largest index
+    - Several pulls may be open. Each counts as told with its expected reward, until 64 more were proposed.
+    - If you tried another value than the proposed one, tell that: it becomes a point of its own.
+    - `ask(upper=…)` proposes no value above the bound.
+    - A reward that is NaN or infinite is refused, and the pull stays open.
+    - `best()` returns the first told pull at the point whose mean, less one deviation, is largest.
 
-        U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels),
-
-    is next, where M is the largest mean of an arm that the cell faces (on an interval, its two neighbours): right next to a
-    better arm a cell may be good though its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the
-    best cell is. q is ν/2 (t^(2 / (ν + 1)) - 1) after t rewards: log t where many arms have shown what the variation
-    is, ν → ∞, but growing faster at depths where few have, so that a narrow peak in a wide cell is found in the end. The arm
-    of that cell (or the better one that it faces) is pulled until v < κ D[h + 1]; then the cell is split across its longest
-    side (or towards that arm), and the new arm is pulled.
-
-    All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
-    and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the
-    number of rewards has grown by a twenty-fifth: the time for a step hardly grows. At most 2048 cells are made. Where repeated
-    rewards are equal to the last bit, hardly a point is tried again.
-
-    | point | decision |
-    |---|---|
-    | several open pulls | each open one counts as told with the reward that was expected, until 64 more were proposed |
-    | another value was executed | becomes an arm of its own, in a cell split off from the one that contains it |
-    | `upper` | cells that begin below compete; if the arm of the chosen one is above, it gets a new one below |
-    | `eliminate` | the part of the cell on that side of the value is never proposed again |
-    | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
-    | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
-    | no `discount` | a cumulative sum looks for falling rewards; arms then keep a twentieth of a reward each |
-    | NaN or infinity | is refused, and the pull stays open |
-    | `best` | the first told pull of the arm of largest posterior mean less one deviation |
-
-    Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
-    bound for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit
-    Feedback", ICML 2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song,
-    "Optimum-statistical Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is
-    learned too); Chipman, McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a
-    Gaussian model over a tree of boxes, each shrunk towards its parent).
+    How it chooses is described at the top of `sparsekit/bandit/split_ucbv.py`.
     """
 
     @overload
@@ -68,17 +75,17 @@ class SplitUCBV(LoggedBandit[Trial]):
     @overload
     def __init__(self: SplitUCBV[BoxPull], space: Box, *, rng: np.random.Generator, discount: float | None = ...) -> None: ...
     def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float | None = None) -> None:
-        """Cut the space into a few equal cells.
+        """Start a search.
 
         Args:
-            space: Where to search: an interval, whose pulls have a number as value, or a box, whose pulls map names to numbers.
-            rng: Draws the arms within their cells.
-            discount: What each reward multiplies the knowledge of all earlier ones by, in (0, 1]; 1 if f stays as it is. As a
-                rule of thumb, 1 - 1 / (number of rewards over which f changes). `None`: nothing is forgotten until repeated
-                rewards fall below earlier ones of the same arm by more than chance; then, nearly all of them.
+            space: Where to search. Pulls of an `Interval` have a number as value, pulls of a `Box` a dict of numbers.
+            rng: Draws the points within their cells; the same generator gives the same proposals.
+            discount: Factor in (0, 1] by which each reward reduces the weight of earlier ones. Use about
+                1 - 1 / (number of rewards over which the function changes), or 1 if it does not change. With `None`, nothing
+                is forgotten until repeated rewards of one point fall by more than chance; then nearly all rewards are.
 
         Raises:
-            InvalidValueError: one of these is not allowed.
+            InvalidValueError: `space` is neither, or `discount` is outside (0, 1].
         """
         if not isinstance(space, (Interval, Box)):
             raise InvalidValueError(f"space must be an Interval or a Box, got {space!r}; pass Interval(low, high)")
@@ -111,17 +118,17 @@ class SplitUCBV(LoggedBandit[Trial]):
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
     def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, eliminate: Side | None = None) -> None:
-        """Report what came of a pull.
+        """Report the reward of a pull.
 
         Args:
-            pull: What `ask` gave, or the same id with the value that was tried in its place.
+            pull: The pull that `ask` returned, or `Pull(pull.id, tried)` if another value was tried.
             reward: Larger is better.
-            cost: What the pull took, above 0, in any unit. With it `reward` is a gain, and gain per cost is maximised.
-            eliminate: Never propose the part of the cell "below" or "above" the value again; for an `Interval` alone.
+            cost: What the trial took, above 0, in any unit. If given, the search maximises Σ reward / Σ cost.
+            eliminate: "below" or "above": never propose that side of the value in its cell again. For an `Interval` only.
 
         Raises:
             InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, the cost is
-                not above 0, or `eliminate` is neither of them; nothing has changed then and the pull stays open.
+                not above 0, or `eliminate` has another value. Nothing changes then, and the pull stays open.
         """
         price = cost if type(cost) is float else check_number(cost, "cost")
         weight = price / (self._unit_cost or price) if price > 0.0 else 0.0
