@@ -97,24 +97,24 @@ def _run(arm: str, cell: Cell, steps: int, ratio: float, seed: int) -> dict[str,
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
     scored = arm == "fisher"
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
-    options: dict[str, Any] = {"ratio": ratio, "generator": torch.Generator().manual_seed(3000 + seed)}
+    options: dict[str, Any] = {"ratio": ratio}
     if arm == "paper":
         options["learning"] = sk.GradientImportance()
     elif arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options["explore"] = 0.0
-    if arm in FIXED:
-        options["start"] = FIXED[arm](data)
-    elif arm == "learned" and cell.good:
-        options["start"] = sk.criteria.Random()
+    start = FIXED[arm](data) if arm in FIXED else sk.criteria.Random() if arm == "learned" and cell.good else None
     torch.manual_seed(2000 + seed)
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
-    if arm == "oracle":
+    if start is not None or arm == "oracle":
         worth = masked.importance()
-        for name, units in _good(cell, worth).items():
+        for name, units in _good(cell, worth).items() if start is None else ():
             worth[name] = torch.zeros_like(worth[name]).index_fill_(0, torch.tensor(units), 1.0)
-        masked.load_importance(worth)
-        masked.recompute_mask()
+        if start is not None:
+            generator = torch.Generator().manual_seed(3000 + seed)
+            context = sk.ScoringContext(weights=cell.model.state_dict(), generator=generator, model=cell.model)
+            worth = dict(start.scores(masked.graph, context))
+        masked.load(cell.model.state_dict(), importance=torch.cat([worth[name] for name in masked.graph.groups]))
     accuracy, taken = _train(masked, cell, max(2, own), seed)
     mask = masked.unit_mask()
     found = [float(mask[name][units].float().mean()) for name, units in _good(cell, mask).items()]

@@ -16,7 +16,7 @@ from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
-from sparsekit.training.widening import DenseModel
+from sparsekit.training.exploration import DenseModel
 
 __all__ = [
     "Operators",

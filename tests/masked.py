@@ -25,7 +25,7 @@ from sparsekit.surgery.optimizer_state import first_value
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training import learnable
-from sparsekit.training.widening import DenseModel, Probe, widened
+from sparsekit.training.exploration import DenseModel, Readings, widened
 
 Example = tuple[tuple[Any, ...], Tensor | None]
 """Inputs, and classes where the loss is a cross entropy; without them outputs are to be 1/2."""
@@ -207,17 +207,17 @@ class MaskedModel:
         gates = {name: keep.float().to(device) for name, keep in self.mask.items()}
         return self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
 
-    def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
+    def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], readings: Readings) -> Any:
         parameters, gated = dict(self.module.named_parameters(remove_duplicate=False)), self._gated()
-        probes = []
+        watched: dict[str, dict[str, tuple[str, int, Tensor]]] = {}
         for name in groups:
             for number, piece in enumerate(self.graph.groups[name].slices):
-                entry, leaf = gated.get(piece.name), parameters.get(piece.name)
-                if piece.gated and entry is not None and leaf is not None and entry.requires_grad:
-                    entry.retain_grad()
-                    entry.register_hook(functools.partial(self._hide, piece.name, groups))
-                    probes.append(Probe(f"{name}.{number}", name, piece.dim, piece.index, entry, leaf, {}))
-        return self._call(gated, args, kwargs, widened(self.mask, groups)), probes
+                if piece.gated and piece.name in parameters and gated[piece.name].requires_grad:
+                    watched.setdefault(piece.name, {})[f"{name}.{number}"] = name, piece.dim, piece.index
+        for name, pieces in watched.items():
+            gated[name].register_hook(functools.partial(self._hide, name, groups))
+            readings.watch(name, gated[name], parameters[name], {}, pieces)
+        return self._call(gated, args, kwargs, widened(self.mask, groups))
 
     def _hide(self, name: str, groups: Sequence[str], gradient: Tensor) -> Tensor:
         """Leave out what units read that are neither kept nor looked at: narrow entries do not have them."""
@@ -319,9 +319,6 @@ class MaskedModel:
 
     def compact(self) -> nn.Module:
         return compact(self.module, self.graph, self.mask)
-
-    def dense_model(self) -> nn.Module:
-        return copy_with(self.module, {})
 
     def dense_state(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}

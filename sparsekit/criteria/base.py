@@ -44,9 +44,8 @@ class ScoringContext:
 class Criterion(Protocol):
     """What a unit is worth. An allocation says how many units stay; `mask_from_scores` keeps those of the largest scores.
 
-    Two attributes are optional, and False where they are absent. `comparable`: scores of units of different groups mean the
-    same, so that one ranking of all units makes sense. `learned`: the scores
-    follow `ScoringContext.importance`, so that a learnable mask asks for them after every step.
+    The attribute `comparable` is optional, and False where it is absent: scores of units of different groups mean the same, so
+    that one ranking of all units makes sense.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
@@ -69,11 +68,6 @@ class Criterion(Protocol):
 def is_comparable(criterion: object) -> bool:
     """Tell whether the scores of units of different groups mean the same, so that one ranking of all units makes sense."""
     return bool(getattr(criterion, "comparable", False))
-
-
-def is_learned(criterion: object) -> bool:
-    """Tell whether the scores follow the importance that is learned."""
-    return bool(getattr(criterion, "learned", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ class Learned:
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance-derived sparse pattern.
     """
-
-    learned: ClassVar[bool] = True
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Return the importance itself: views, not copies."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,43 @@ from torch.optim import Optimizer
 
 from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.masks import mask_from_scores
-from sparsekit.allocation.saliency import Scale
 from sparsekit.allocation.shares import check_ratio
-from sparsekit.criteria.base import Criterion, is_learned
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
+from sparsekit.pruning.result import Pruned
+from sparsekit.surgery.compaction import expand
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.training.arguments import costs_of, graph_of, learning_of
-from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.first_cut import MaskFromPruned, first_cut, first_scores, warn_without_data
+from sparsekit.training.exploration import WidePasses
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.optimizers import OptimizerSet, watch
-from sparsekit.training.rule import Learning, Rule
+from sparsekit.training.rules import Learning, MaskedModule, Rule, Widths
+from sparsekit.training.start import (
+    OWN,
+    RULE,
+    check_model,
+    costs_of,
+    first_cut,
+    graph_of,
+    importance_of,
+    learning_of,
+    load_entries,
+    warn_without_data,
+)
 from sparsekit.training.unit_vectors import UnitVectors, split_units
-from sparsekit.training.widening import WidePasses
-from sparsekit.training.widths import Widths
-from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, guard_wrappers
 
+_EXPORT_INSTEAD = (
+    "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
+    " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
+)
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(MaskFromPruned):
+class LearnableMask(MaskedModule):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
@@ -67,30 +77,23 @@ class LearnableMask(MaskFromPruned):
         graph: The units, if they were traced before.
         rules: Rules for layers of your own, as in `trace_units`.
         prune_norms: Also prune units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        criterion: Computes the importance of units, in place of learning it from the loss. It is asked when the ratio changes
-            or `recompute_mask` is called. One that is `learned` is asked after every step, as with
-            `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
             {"flops": "25%"}. The first widths are those at which the groups lose least for it. `LossImportance` moves them
-            as it learns; with `criterion=` they stay. Needs example inputs.
-        start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
+            as it learns. Needs example inputs.
         batches: Training data, as for `prune`: the mask then begins with the cut that `prune` would make of them, reconstructed
-            and recalibrated. Pass them for every network that was trained. `start` is then the criterion of that cut.
+            and recalibrated. Pass them for every network that was trained. Without them, units of the largest magnitudes stay.
         loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
-        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it, every call of
-            `recompute_mask` draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
-            training passes run on a wider network, where dropped units have gradients too. The outputs are the same. Not
-            with `criterion`.
+            training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
         steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
             mask has settled by then. Without it, it settles after three rounds of exploration in a row that bring nothing.
         learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
             `GradientImportance(…)`. In place of `explore` and `steps`.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, a criterion and learning from the loss, neither inputs
-            nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, `learning` and `explore` or `steps`, or neither
+            inputs nor graph.
         BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
@@ -109,29 +112,24 @@ class LearnableMask(MaskFromPruned):
         graph: UnitGraph | None = None,
         rules: Rules | None = None,
         prune_norms: bool = False,
-        criterion: Criterion | None = None,
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
-        start: Criterion | str | None = None,
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,
-        generator: torch.Generator | None = None,
         explore: float | None = None,
         steps: int | None = None,
         learning: Learning | None = None,
     ) -> None:
         check_model(model)
         check_ratio(ratio)
-        learning = learning_of(learning, criterion, explore, steps)
-        graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
+        learning = learning_of(learning, explore, steps)
         if budget is not None and ratio != 1.0:
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
+        graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
         limit = None if budget is None else Budget.of(budget)
         costs = costs_of(model, example_inputs, graph, limit, rules)
         super().__init__()
         self.graph = graph
-        self.criterion: Criterion = Learned() if criterion is None else criterion
-        self.generator = generator
         self.learning = learning
         self.widths = Widths(graph, ratio, limit, costs)
         self.optimizers = OptimizerSet()
@@ -139,32 +137,61 @@ class LearnableMask(MaskFromPruned):
         self.narrow_model = NarrowModel(model, graph, rules=rules)
         self.wide_passes = WidePasses(self.narrow_model)
         self.model = self.narrow_model.module
-        self.mask_changed = False
-        """Whether the mask has changed since an optimizer may have been loaded."""
         # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
         initial = learning.targets(graph, self.vectors.magnitudes()) if graph.groups else torch.zeros(0)
         self.register_buffer("scores", initial)
         cut = None
         if batches is not None:
-            cut = first_cut(
-                model, example_inputs, graph, ratio=ratio, budget=limit, batches=batches, loss=loss, start=start, rules=rules
-            )
-        elif start is None and isinstance(learning, LossImportance) and (limit is not None or ratio < 1.0):
+            options: Any = {"ratio": ratio, "budget": limit, "batches": batches, "loss": loss, "rules": rules}
+            cut = first_cut(model, example_inputs, graph, **options)
+        elif isinstance(learning, LossImportance) and (limit is not None or ratio < 1.0):
             warn_without_data(model)
-        scale: Scale = "relative"
-        if start is not None and cut is None:
-            scores, scale = first_scores(start, model, graph, generator)
-            self.scores.copy_(scores)
         if limit is not None and cut is None:
-            self.widths.set(self.widths.within_budget(self.scores, {}, scale))
+            self.widths.set(self.widths.within_budget(self.scores, {}, "relative"))
         self._rule: Rule = learning.rule(self)
-        self._rule.recompute_mask(self)
+        self._rule.begin(self)
         if cut is not None:
-            self._begin(cut)
+            self._begin(cut, model)
         self.mask_changed = False
+        """Whether the mask has changed since an optimizer may have been loaded."""
         self.register_load_state_dict_pre_hook(load_entries)  # type: ignore[no-untyped-call]
         watch(self)
-        guard_wrappers(LearnableMask)
+
+    @classmethod
+    def from_pruned(cls, pruned: Pruned, dense: nn.Module, example_inputs: Any = None, **options: Any) -> Self:
+        """Begin with a model that `prune` has made, with its weights, widths and units.
+
+        ```python
+        pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
+        masked = sk.LearnableMask.from_pruned(pruned, model, explore=0.1)
+        ```
+
+        Args:
+            pruned: The result; its model may have been trained since.
+            dense: The model that was pruned. Dropped units have its weights when they enter the mask.
+            example_inputs: Needed with `budget` alone, within which the widths are then learned. Without a budget every group
+                keeps its number of units.
+            **options: Further arguments of `LearnableMask`, such as `explore`, `steps`, `learning`, `budget` and `rules`.
+
+        Returns:
+            A mask whose outputs are those of `pruned.model`.
+
+        Raises:
+            InvalidValueError: the result of a dry run.
+            ForeignMaskError: `dense` is another model.
+        """
+        masked = cls(dense, example_inputs, graph=pruned.graph, **options)
+        masked._begin(pruned, dense)
+        return masked
+
+    def _begin(self, pruned: Pruned, dense: nn.Module) -> None:
+        """Load a pruned model, and the dense one, whose weights dropped units keep."""
+        if pruned.model is dense:
+            raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
+        state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=dense.state_dict())
+        if (counts := pruned.mask.counts()) != self.widths.counts():
+            self.widths.set(counts)
+        self.load(state, importance=importance_of(pruned).to(self.scores))
 
     @cached_property
     def vectors(self) -> UnitVectors:
@@ -196,28 +223,22 @@ class LearnableMask(MaskFromPruned):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
-        # On a busy machine, a line of Python here costs a small network as much as ten microseconds of arithmetic.
         if not is_followed():
             return self._rule.call(self, args, kwargs)
-        compiling = torch.compiler.is_compiling()
         if is_exporting():  # a strict exporter looks no further than this line
-            raise UnsupportedModelError(EXPORT_INSTEAD)
+            raise UnsupportedModelError(_EXPORT_INSTEAD)
+        compiling = torch.compiler.is_compiling()
         if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
             return self.narrow_model.run(args, kwargs)
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return called by `torch.jit.script`."""
-        raise UnsupportedModelError(EXPORT_INSTEAD)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
             warnings.warn(_UNCOMPILED, stacklevel=2)
         return self._rule.call(self, args, kwargs)
 
-    def recompute_mask(self) -> None:
-        """Ask the criterion again and change the mask to what it says; one that was given to `load` stays."""
-        self._rule.recompute_mask(self)
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise UnsupportedModelError(_EXPORT_INSTEAD)
 
     def load(
         self,
@@ -279,10 +300,7 @@ class LearnableMask(MaskFromPruned):
         self.narrow_model.load(state, first)
         self.vectors.reload(magnitudes)
         self._rule = self.learning.rule(self)
-        if is_learned(self.criterion):
-            self._rule.load(self, {})
-        else:
-            self._rule.recompute_mask(self)
+        self._rule.load(self, {})
 
     def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
         """Learn importance from the gradients of the weights, where no optimiser does it in its step.
@@ -331,8 +349,7 @@ class LearnableMask(MaskFromPruned):
 
         When the mask changes, units that stay keep their state; units that enter start with fresh state. Optimisers that are
         not torch's own, or whose state is not one value for each weight (`Adafactor`, `AdamW8bit`), start with fresh state at
-        every
-        weight matrix whose units change. `LBFGS` is refused when the mask changes.
+        every weight whose units change. `LBFGS` is refused when the mask changes.
 
         Args:
             optimizer: Steps some of `parameters()`, or has state for them; held weakly.
@@ -378,20 +395,21 @@ class LearnableMask(MaskFromPruned):
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         self._rule.apply_pending(self)
+        entries: dict[str, Tensor] = dict(self.narrow_model.dense_state())
+        entries |= {f"{OWN}importance.{name}": scores for name, scores in self.importance().items()}
+        entries |= {f"{OWN}mask.{name}": keep.clone() for name, keep in self.narrow_model.mask.items()}
+        entries[f"{OWN}magnitudes"] = self.vectors.unchanging_sums()
+        entries[f"{OWN}ratio"] = torch.tensor(self.ratio, dtype=torch.float64)
+        entries |= {f"{RULE}{name}": value for name, value in self._rule.state().items()}
         destination = {} if destination is None else destination
-        destination.update(saved_entries(self, self._rule, prefix))
+        destination.update({prefix + name: value for name, value in entries.items()})
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        scores = self.scores
-
-        def moved(tensor: Tensor) -> Tensor:
-            result: Tensor = fn(tensor)
-            # Steps of importance are smaller than bfloat16 and float16 can tell apart.
-            short = tensor is scores and result.dtype.itemsize < 4
-            return tensor.to(result.device, torch.float32) if short else result
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        before = self.scores
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scores.dtype.itemsize < 4:  # steps of importance are smaller than bfloat16 and float16 can tell apart
+            self.scores = before.to(self.scores.device, torch.float32)
         self._rule.apply(fn)
         self.narrow_model.apply_to_tensors(fn)
         vars(self).pop("vectors", None)  # made again where the model is now, of weights that may have been rounded
@@ -402,4 +420,3 @@ class LearnableMask(MaskFromPruned):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.mask_changed = False
         watch(self)
-        guard_wrappers(LearnableMask)

@@ -20,9 +20,9 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.rule import Learning, MaskedModule, Rule, resized_mask
+from sparsekit.training.exploration import Readings, widened
+from sparsekit.training.rules import Learning, MaskedModule, Rule, resized_mask
 from sparsekit.training.swap_statistics import SwapStatistics
-from sparsekit.training.widening import Probe, read, widened
 
 _EVERY = 4
 """Steps between two samples of the kept units' gates: they are cheap, not free."""
@@ -105,8 +105,7 @@ class LossImportanceRule(Rule):
         self._begun = self._sampling = False
         self._passes = 0
         self._group: str | None = None
-        self._probes: list[list[Probe]] = []
-        """Of each exploring pass of this step, and of steps before it that were skipped."""
+        self._readings = Readings()
 
     @property
     def converged(self) -> bool:
@@ -134,9 +133,7 @@ class LossImportanceRule(Rule):
         if not learning or self._group is None:
             return masked.narrow_model.run(args, kwargs)
         bundle = next(names for names in self._bundles if names[0] == self._group)
-        result, probes = masked.wide_passes.call(bundle, args, kwargs)
-        self._probes.append(probes)
-        return result
+        return masked.wide_passes.call(bundle, args, kwargs, self._readings)
 
     def _plan(self, masked: MaskedModule) -> None:
         """Decide what the passes of a step are for: all of them see the same units."""
@@ -209,7 +206,7 @@ class LossImportanceRule(Rule):
         if math.isfinite(most - least) and (least or most):
             fused = masked.vectors
             self.statistics.add("kept", fused.kept_units, fused.gate_gradient(found)[fused.kept_units])
-            self.statistics.add_dropped(read(self._probes, found, distributed=masked.distributed), masked.narrow_model.mask)
+            self.statistics.add_dropped(self._readings.read(found, distributed=masked.distributed), masked.narrow_model.mask)
             weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
             self.statistics.add_displacement(
                 weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples_per_unit
@@ -218,34 +215,32 @@ class LossImportanceRule(Rule):
     # Changes.
 
     def apply_pending(self, masked: MaskedModule) -> None:
-        due = self.counters["due"] or masked.widths.target != self._target
-        if due and not masked.optimizers.frozen:  # not in the middle of a step
-            self.recompute_mask(masked)
-
-    def recompute_mask(self, masked: MaskedModule) -> None:
+        if masked.optimizers.frozen:  # in the middle of a step
+            return
         with torch.inference_mode(False), torch.no_grad():
             if masked.widths.target != self._target:
-                first, self._target = self._target is None, masked.widths.target
-                self._change(masked, self._resized(masked, masked.narrow_model.mask))
-                if first:
-                    self._weigh_exploration(masked)
+                self._resize(masked)
             elif self.counters["due"]:
                 self._swap(masked)
-            else:  # asked for: keep the units of the largest importance
-                none = UnitMask({name: torch.zeros_like(keep) for name, keep in masked.narrow_model.mask.items()})
-                self._change(masked, self._resized(masked, none))
 
-    def _resized(self, masked: MaskedModule, mask: UnitMask) -> UnitMask:
-        return resized_mask(masked.graph, mask, masked.scores, masked.widths.counts())
+    def begin(self, masked: MaskedModule) -> None:
+        self.apply_pending(masked)
+        self._weigh_exploration(masked)
+
+    def _resize(self, masked: MaskedModule, *, afresh: bool = False) -> None:
+        """Follow the widths: the least important units leave, or the most important others enter."""
+        self._target = masked.widths.target
+        mask = resized_mask(masked.graph, masked.narrow_model.mask, masked.scores, masked.widths.counts())
+        self._change(masked, mask, afresh=afresh)
 
     def _weigh_exploration(self, masked: MaskedModule) -> None:
         """Leave exploration out of a training that is too short for it."""
         settings = self.settings
+        if not settings.steps or self.converged:
+            return
         costs = self._count_costs(masked)
         passes = _ROUNDS * settings.samples_per_unit * len(costs)  # an exploring step looks at one bundle
         work = _ROUNDS * settings.samples_per_unit * sum(costs.values())
-        if not settings.steps or self.converged:
-            return
         paid, taken = settings.explore * settings.steps / max(work, 1e-9), _END * settings.steps / max(passes, 1)
         if min(paid, taken) < 1.0:
             self.counters["off"] = 1.0
@@ -279,9 +274,7 @@ class LossImportanceRule(Rule):
             most = int(self.settings.max_swap_fraction * counts[name] / self.counters["rounds"])
             limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
         masked.widths.set(masked.widths.within_budget(masked.scores.clamp_min(0.0), limits))
-        self._target = masked.widths.target
-        mask = resized_mask(masked.graph, masked.narrow_model.mask, masked.scores, masked.widths.counts())
-        self._change(masked, mask, afresh=True)
+        self._resize(masked, afresh=True)
 
     def _change(self, masked: MaskedModule, mask: UnitMask, *, afresh: bool = False) -> None:
         """Change the mask; units that enter have the weights that they had, or with `afresh` nothing reads them yet."""

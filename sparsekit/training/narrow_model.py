@@ -254,13 +254,6 @@ class NarrowModel:
 
         return self._read(whole)
 
-    def dense_model(self) -> nn.Module:
-        """Return a dense copy of the model with its present weights, for criteria that run it."""
-        found = copy_with(self.module, self.dense_state())
-        counts = {name: group.size for name, group in self.graph.groups.items()}
-        fit_sizes(found, self.sizes, self.graph, counts, self.rules)
-        return found
-
     def compact(self) -> nn.Module:
         """Return the narrow module as a plain module of its own: a copy without gradients."""
         small = copy_with(self.module, {})

@@ -1,8 +1,8 @@
-"""The optimizers that step the leaves of a learnable mask: each is found at its first step, and followed by hooks on it.
+"""What holds the leaves of a learnable mask from outside: optimizers, and wrappers of torch such as DistributedDataParallel.
 
-The one hook for all optimizers of the process looks for those that hold leaves of a mask, and does nothing else. What happens
-to an optimizer before its first step (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
-`masked.add_optimizer(optimizer)`.
+An optimizer is found at its first step, by the one hook for all optimizers of the process, and followed by hooks on it. What
+happens to it before (a checkpoint is loaded into it, and then the mask changes) is told to the mask by
+`masked.add_optimizer(optimizer)`. Wrappers are met by torch's global hook for a module that becomes a part of another one.
 
 A mask does not change while an optimizer steps. Sharpness-aware optimizers climb, call the model, and step from the weights
 before the climb. So the mask is frozen while a closure runs within a step; if such an optimizer is called in two parts,
@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.surgery.optimizer_state import HasState, refuse_history
 
 
@@ -64,7 +67,7 @@ class OptimizerSet:
         Raises:
             InvalidValueError: it steps no parameter of `masked`.
         """
-        if hasattr(optimizer, "param_groups") and not any(holds(optimizer, leaf) for leaf in masked.weights()):
+        if hasattr(optimizer, "param_groups") and not _holds(optimizer, masked):
             raise InvalidValueError(
                 f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
             )
@@ -82,16 +85,11 @@ class OptimizerSet:
         """Check that the mask may change now.
 
         Raises:
-            InvalidValueError: one of them is an LBFGS that has begun, or is in the middle of a step.
+            InvalidValueError: one of them is an LBFGS that has begun.
         """
         for optimizer in self:
             if any(state.get("n_iter") for state in optimizer.state.values()):
                 refuse_history(optimizer)
-        if self.frozen:
-            raise InvalidValueError(
-                "cannot change the mask between SAM's first_step() and second_step(), or in the middle of another optimizer's"
-                " step; units dropped now would keep their perturbed weights. Change it after the step"
-            )
 
 
 def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -126,30 +124,30 @@ def _after_load(reference: Callable[[], Any], optimizer: Optimizer) -> None:
         masked.optimizers.just_loaded.add(optimizer)
 
 
-def holds(optimizer: Any, leaf: nn.Parameter) -> bool:
-    """Tell whether `leaf` is among the parameters that `optimizer` steps."""
-    return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
-
-
-def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
-    """Tell whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
-    fresh = "step" in state and float(state["step"]) == 0.0
-    fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
-    return bool(state) and not (fresh and fits)
-
-
 _masks: weakref.WeakSet[Any] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizer → number of its parameter groups when it was last searched for leaves."""
 
 
+def _holds(optimizer: Any, masked: Any) -> bool:
+    """Tell whether an optimizer steps some leaves of a mask."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(leaf) in held for leaf in masked.weights())
+
+
 def _find(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if _seen.get(optimizer) != len(optimizer.param_groups):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for masked in list(_masks):
-            if optimizer not in masked.optimizers and any(id(leaf) in held for leaf in masked.weights()):
+            if optimizer not in masked.optimizers and _holds(optimizer, masked):
                 _meet(optimizer, masked)
         _seen[optimizer] = len(optimizer.param_groups)
+
+
+def _has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
+    """Tell whether an optimizer's state of a leaf belongs to some units: not before its first step, in the leaf's shape."""
+    fresh = "step" in state and float(state["step"]) == 0.0
+    fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return bool(state) and not (fresh and fits)
 
 
 def _meet(optimizer: Optimizer, masked: Any) -> None:
@@ -158,7 +156,7 @@ def _meet(optimizer: Optimizer, masked: Any) -> None:
     Raises:
         InvalidValueError: it has state, and the mask has changed since that may have been loaded.
     """
-    if masked.mask_changed and any(has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
+    if masked.mask_changed and any(_has_begun(optimizer.state.get(leaf) or {}, leaf) for leaf in masked.weights()):
         raise InvalidValueError(
             f"the state of this {type(optimizer).__name__} predates the current mask; call"
             " masked.add_optimizer(optimizer) after optimizer.load_state_dict"
@@ -166,12 +164,52 @@ def _meet(optimizer: Optimizer, masked: Any) -> None:
     masked.add_optimizer(optimizer)
 
 
+def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+    """Refuse or help a wrapper around a learnable mask."""
+    if isinstance(wrapper, AveragedModel | DistributedDataParallel) and module is not None:
+        for part in module.modules():
+            if part in _masks:
+                if isinstance(wrapper, AveragedModel):
+                    raise UnsupportedModelError(
+                        "AveragedModel averages by place, where a learnable mask holds other units after every change of its"
+                        " mask; use average = sparsekit.MovingAverage(masked), average.update() after each step and"
+                        " average.compact() at the end"
+                    )
+                _join(wrapper, part)
+
+
 @functools.cache
-def _find_optimizers() -> None:
+def _install_hooks() -> None:
     register_optimizer_step_pre_hook(_find)
+    register_module_module_registration_hook(_guard)
 
 
 def watch(masked: Any) -> None:
-    """Add every optimizer that holds leaves of a learnable mask to it, at the optimizer's first step."""
-    _find_optimizers()
+    """Meet every optimizer that holds leaves of a learnable mask at its first step, and every wrapper of the mask."""
+    _install_hooks()
     _masks.add(masked)
+
+
+def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
+    """Give every rank the state of the first one, and refuse to train on after a change of shape."""
+    _broadcast(masked, wrapper.process_group)
+    masked.distributed = True
+    before = [weight.shape for weight in masked.weights()]
+
+    def check(*_: Any) -> None:
+        masked.unit_mask()
+        if [weight.shape for weight in masked.weights()] != before:
+            raise UnsupportedModelError(
+                "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
+                " DistributedDataParallel, which would no longer average their gradients; wrap it again:"
+                " ddp = DistributedDataParallel(masked)"
+            )
+
+    wrapper.register_forward_pre_hook(check)
+
+
+def _broadcast(masked: Any, group: Any) -> None:
+    """Load the first rank's state: DistributedDataParallel itself broadcasts the narrow entries alone."""
+    box: list[Any] = [{name: value.cpu() for name, value in masked.state_dict().items()}]
+    torch.distributed.broadcast_object_list(box, src=torch.distributed.get_global_rank(group, 0), group=group)
+    masked.load_state_dict(box[0])

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.widening import Reading
+from sparsekit.training.exploration import Reading
 
 _MEMORY = 0.9
 """Factor on all sums after a round."""

@@ -5,6 +5,7 @@ all units have length J, in the order of the graph's groups.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,21 @@ from sparsekit.graph.index import StateDict, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
-from sparsekit.training.regularizer import unit_tables
 
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
     """Views of a vector over all units, float (J,), by group: group name → (units,)."""
     parts = flat.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
+
+
+# Made once: a table that is made on the CPU would cross to the device of the model in every step.
+@lru_cache(maxsize=256)
+def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """Return the group of each unit, int64 (J,), and the size of each group, int64 (groups,)."""
+    with torch.inference_mode(False):
+        counts = torch.tensor(sizes, dtype=torch.long)
+        return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 
 class Reader:

@@ -36,7 +36,7 @@ def edit_header(path: Path, change: Any) -> None:
 
 def test_a_learnable_mask_is_saved_as_its_compact_model_with_its_mask(tmp_path: Path) -> None:
     model, (x,), _, _ = traced("vgg-small")
-    masked = sk.LearnableMask(model, (x,), ratio=0.5, criterion=sk.criteria.Learned()).eval()
+    masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.GradientImportance()).eval()
     sk.save_compact(masked, tmp_path / "m.safetensors")
     small = sk.load_compact(tmp_path / "m.safetensors", lambda: zoo.build("vgg-small")[0])
     torch.testing.assert_close(small(x), masked(x))

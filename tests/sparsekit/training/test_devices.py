@@ -17,9 +17,7 @@ import torch
 from laws import Operators
 from masked import convolutions, train_step
 
-from sparsekit import LearnableMask, MovingAverage
-from sparsekit.criteria import Magnitude
-from sparsekit.training import GradientImportance
+from sparsekit import GradientImportance, LearnableMask, LossImportance, MovingAverage
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,10 +26,10 @@ WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "mask
 """Operators after which a GPU's host must wait for a number or a shape."""
 
 
-@pytest.mark.parametrize("criterion", [None, Magnitude()], ids=["learned", "fixed"])
-def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, device: str) -> None:
+@pytest.mark.parametrize("learning", [GradientImportance(lr=0.0), LossImportance(explore=0.0)], ids=["learned", "fixed"])
+def test_a_step_whose_mask_stands_reads_at_most_one_number(learning: Any, device: str) -> None:
     model, x, y = convolutions(device=device)
-    masked = LearnableMask(model, (x[:2],), ratio=0.5, criterion=criterion, learning=GradientImportance(lr=0.0))
+    masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=learning)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
         train_step(masked, optimizer, x, y)
@@ -39,7 +37,7 @@ def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, devic
         train_step(masked, optimizer, x, y)
     found = Counter(name for name in operators.names if name in WAITS)
     # A learned mask asks one number: whether it stands. Everything else of the step is asked for without waiting.
-    assert found in ({}, {"_local_scalar_dense": 1} if criterion is None else {})
+    assert found in ({}, {"_local_scalar_dense": 1} if isinstance(learning, GradientImportance) else {})
 
 
 def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(device: str) -> None:

@@ -11,7 +11,6 @@ from masked import classifier, convolutions
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.criteria import Magnitude
 
 EAGER = sk.LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
 
@@ -73,7 +72,6 @@ def test_layers_may_be_frozen_and_set_free_at_any_step(change: tuple[int, ...]) 
 
 GIVEN: dict[str, Callable[..., sk.LearnableMask]] = {
     "measured": lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5),
-    "criterion": lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5, criterion=Magnitude()),
     "own rate": lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.GradientImportance(lr=0.0)),
 }
 

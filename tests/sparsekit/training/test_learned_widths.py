@@ -56,16 +56,6 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
     torch.testing.assert_close(small(x), masked(x))
 
 
-def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:
-    model, (x, y) = _model(), _data()
-    start = sk.criteria.Fisher([(x, y)], F.cross_entropy)
-    masked = sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"), start=start, explore=0.0)
-    scores = start.scores(masked.graph, sk.ScoringContext(weights=model.state_dict(), model=model))
-    for name, keep in masked.unit_mask().items():
-        if not keep.all():
-            assert scores[name][keep].min() >= scores[name][~keep].max()
-
-
 def test_inputs_may_have_the_names_of_options_of_the_cost_model() -> None:
     model = zoo.Lambda(lambda m, graph, rules: m.b(m.a(graph + rules).relu()), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
     inputs = {"graph": torch.randn(2, 4), "rules": torch.randn(2, 4)}
@@ -76,13 +66,9 @@ def test_inputs_may_have_the_names_of_options_of_the_cost_model() -> None:
 @pytest.mark.parametrize(
     ("told", "options"),
     [
-        ("explore= and steps= are for learning from the loss", {"criterion": sk.criteria.Magnitude(), "explore": 0.1}),
-        ("explore= and steps= are for learning from the loss", {"criterion": sk.criteria.Magnitude(), "steps": 100}),
         ("together with explore", {"learning": sk.LossImportance(), "explore": 0.1}),
         ("together with explore, steps", {"learning": sk.GradientImportance(), "explore": 0.0, "steps": 100}),
-        ("LossImportance learns it", {"learning": sk.LossImportance(), "criterion": sk.criteria.Magnitude()}),
         ("learning must be LossImportance", {"learning": sk.LossImportance}),
-        ("criterion must be an object", {"criterion": sk.criteria.Magnitude}),
         ("not both", {"ratio": 0.5, "budget": "flops=50%"}),
         ("widths would never move; use learning=Loss", {"budget": "flops=50%", "learning": sk.GradientImportance()}),
     ],

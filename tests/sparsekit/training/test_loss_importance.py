@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.training.gradient_importance import GradientImportance
+from sparsekit.training.exploration import Readings
 from sparsekit.training.learnable import LearnableMask
 from sparsekit.training.loss_importance import LossImportance, LossImportanceRule, _find_bundles
+from sparsekit.training.rules import GradientImportance
 from sparsekit.training.swap_statistics import SwapStatistics
 
 EAGER = LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
@@ -320,9 +321,12 @@ def test_groups_that_are_explored_together_share_no_weights_and_read_what_each_a
     (example, _) = batches_like(args)(torch.Generator().manual_seed(0))
 
     def read(groups: tuple[str, ...]) -> dict[str, Tensor]:
-        outputs, probes = masked.wide_passes.call(groups, example, {})
+        masked.zero_grad()
+        readings = Readings()
+        outputs = masked.wide_passes.call(groups, example, {}, readings)
         sum(each.square().sum() for each in find_tensors(outputs)).backward()
-        return {probe.key: probe.entry.grad for probe in probes}
+        gradients = {leaf: leaf.grad for leaf in masked.weights() if leaf.grad is not None}
+        return {key: reading.gradient for key, reading in readings.read(gradients, distributed=False).items()}
 
     for bundle in bundles:
         touched = [{piece.name for piece in masked.graph.groups[group].slices} for group in bundle]

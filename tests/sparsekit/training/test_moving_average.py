@@ -6,14 +6,13 @@ import pytest
 import torch
 from masked import convolutions, shake, train_step
 
-from sparsekit import LearnableMask, MovingAverage
-from sparsekit.criteria.orders import Learned
+from sparsekit import GradientImportance, LearnableMask, MovingAverage
 from sparsekit.graph.mask import to_weights
 
 
 def masked_model(dtype: torch.dtype = torch.float64) -> tuple[LearnableMask, torch.Tensor]:
     model, x, _ = convolutions(dtype)
-    return LearnableMask(model, (x,), ratio=0.5, criterion=Learned()), x
+    return LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance()), x
 
 
 def test_each_unit_is_averaged_since_it_entered() -> None:

@@ -12,9 +12,7 @@ from masked import classifier, convolutions, shake, train_step
 from optimizers import DataSgd, Lookahead
 from torch import nn
 
-from sparsekit import LearnableMask
-from sparsekit.criteria import Magnitude, Ordered
-from sparsekit.criteria.orders import Learned
+from sparsekit import GradientImportance, LearnableMask
 from sparsekit.errors import InvalidValueError
 
 MOMENTS = {
@@ -26,7 +24,7 @@ MOMENTS = {
 
 def _trained(make: object, **settings: object) -> tuple[LearnableMask, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     model, x, y = classifier()
-    masked = LearnableMask(model, (x,), **{"ratio": 0.5, "criterion": Learned(), **settings})
+    masked = LearnableMask(model, (x,), **{"ratio": 0.5, "learning": GradientImportance(), **settings})
     optimizer = make(masked.parameters())
     for _ in range(3):
         train_step(masked, optimizer, x, y)
@@ -50,7 +48,7 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
     model, x, y = classifier(torch.float32)
 
     def begin() -> tuple[LearnableMask, list[torch.optim.Optimizer]]:
-        masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
+        masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
         return masked, [MOMENTS[kind](masked.parameters()) for kind in name.split(" and ")]
 
     def turn(masked: LearnableMask, optimizers: list[torch.optim.Optimizer], seed: int) -> None:
@@ -87,8 +85,8 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
 
 
 def test_an_optimizer_that_was_loaded_and_not_told_of_says_so_when_the_mask_has_changed() -> None:
-    masked, optimizer, x, y = _trained(MOMENTS["momentum"], criterion=Ordered())
-    twin = LearnableMask(classifier()[0], (x,), criterion=Ordered())
+    masked, optimizer, x, y = _trained(MOMENTS["momentum"], ratio=1.0)
+    twin = LearnableMask(classifier()[0], (x,), learning=GradientImportance())
     other = MOMENTS["momentum"](twin.parameters())
     twin.load_state_dict(masked.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -113,7 +111,7 @@ def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     x = torch.randn(12, 6)
-    masked = LearnableMask(model, (x,), ratio=ratios[0], criterion=Learned())
+    masked = LearnableMask(model, (x,), ratio=ratios[0], learning=GradientImportance())
     optimizer = torch.optim.Adafactor(masked.parameters(), lr=0.05)
     for ratio in ratios:
         masked.ratio = ratio
@@ -171,13 +169,13 @@ def test_lbfgs_is_refused_when_the_mask_changes_and_only_then() -> None:
 
         optimizer.step(loss)
 
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     optimizer = torch.optim.LBFGS(masked.parameters(), lr=0.5)
     minimise(masked, optimizer)
     shake(masked, 0)
     with pytest.raises(InvalidValueError, match="LBFGS keeps a history of whole steps, which cannot follow a change of mask"):
         minimise(masked, optimizer)
-    still = LearnableMask(model, (x,), ratio=0.5, criterion=Magnitude())
+    still = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
     optimizer = torch.optim.LBFGS(still.weights(), lr=0.5)
     for _ in range(2):
         minimise(still, optimizer)
@@ -222,12 +220,12 @@ def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, insi
 
 def test_an_optimiser_that_has_stepped_since_it_was_loaded_follows_a_mask_that_is_loaded() -> None:
     model, x, _ = convolutions(torch.float64)
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     optimizer = torch.optim.Adam(masked.parameters(), lr=0.01)
     train_step(masked, optimizer, x, None)
     optimizer.load_state_dict(optimizer.state_dict())
     train_step(masked, optimizer, x, None)
-    other = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
+    other = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     other.load_importance({"0": -masked.importance()["0"]})
     before, after = masked.unit_mask()["0"], other.unit_mask()["0"]
     masked.load_state_dict(other.state_dict())

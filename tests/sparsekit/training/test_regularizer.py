@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekit.training.regularizer import ImportanceRegularizer, standardise
+from sparsekit.training.rules import ImportanceRegularizer, standardise
 
 
 def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparsekit import GradientImportance, LearnableMask
 from sparsekit.errors import UnsupportedModelError
-from sparsekit.training import wrappers
+from sparsekit.training import optimizers
 
 
 def masked_model(seed: int = 0) -> LearnableMask:
@@ -34,10 +34,11 @@ def test_an_averaged_model_is_refused_with_what_to_use_instead(inside: bool) -> 
 def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(masked_model())
     hooks: list[object] = []
-    wrappers.guard_wrappers.cache_clear()  # as in a process that has made no mask
-    monkeypatch.setattr(wrappers, "register_module_module_registration_hook", hooks.append)
+    optimizers._install_hooks.cache_clear()  # as in a process that has made no mask
+    for name in ("register_module_module_registration_hook", "register_optimizer_step_pre_hook"):
+        monkeypatch.setattr(optimizers, name, hooks.append)
     assert isinstance(pickle.loads(pickled), LearnableMask)
-    assert len(hooks) == 1
+    assert len(hooks) == 2
 
 
 def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:

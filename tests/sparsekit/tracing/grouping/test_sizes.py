@@ -13,8 +13,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
+from sparsekit.training.exploration import DenseModel
 from sparsekit.training.narrow_model import NarrowModel
-from sparsekit.training.widening import skeleton
 
 
 class Attention(nn.Module):
@@ -91,4 +91,4 @@ def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
     narrow_model = NarrowModel(model, graph)
     narrow_model.set_mask(mask)
     assert narrow_model.module[1].num_groups == 3
-    assert skeleton(narrow_model.module, graph, UnitMask.full(graph))[1].num_groups == 4
+    assert DenseModel(narrow_model.module, graph, UnitMask.full(graph))._module[1].num_groups == 4

@@ -1,4 +1,4 @@
-"""DenseModel, Widening: the narrow model with the dropped units of some groups behind gates of 0, where they have gradients.
+"""Exploring passes: the narrow model with the dropped units of some groups behind gates of 0, where they have gradients.
 
 The outputs are those of the narrow model. Entries that the widened groups do not touch are the narrow leaves themselves; of the
 others, what the dropped units hold is gathered from the dense copy for one pass.
@@ -6,6 +6,7 @@ others, what the dropped units hold is gathered from the dense copy for one pass
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,27 +19,6 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.narrow_model import NarrowModel, Rules, fit_sizes
-
-
-def skeleton(
-    module: nn.Module,
-    graph: UnitGraph,
-    wide: UnitMask,
-    sizes: Mapping[str, Mapping[str, int]] | None = None,
-    rules: Rules | None = None,
-) -> nn.Module:
-    """Copy a narrow module with the sizes under the mask `wide`, but without memory for its state, which each call must bring.
-
-    `sizes` and `rules` are those of the `NarrowModel`, unless the module is dense itself. Tensors outside the state (a buffer
-    that is not saved, a tensor in an attribute) are copied.
-    """
-    entries = named_entries(module)
-    axes = graph.kept_indices(wide)
-    shapes = {name: narrow_shape(shape, axes.get(name, {})) for name, shape in graph.shapes.items()}
-    empty = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
-    found = copy_with(module, empty)
-    fit_sizes(found, sizes or {}, graph, wide.counts(), rules)
-    return found
 
 
 class DenseModel:
@@ -56,8 +36,16 @@ class DenseModel:
         sizes: Mapping[str, Mapping[str, int]] | None = None,
         rules: Rules | None = None,
     ) -> None:
-        self._module = skeleton(module, graph, wide, sizes, rules)
+        entries, axes = named_entries(module), graph.kept_indices(wide)
+        # Without memory for its state, which each call brings.
+        empty = {
+            name: torch.empty(narrow_shape(shape, axes.get(name, {})), device="meta", dtype=entries[name].dtype)
+            for name, shape in graph.shapes.items()
+        }
+        self._module = copy_with(module, empty)
+        fit_sizes(self._module, sizes or {}, graph, wide.counts(), rules)
         self._norms = KeptNorms(self._module, graph)
+        self._recurrent = [part for part in self._module.modules() if isinstance(part, nn.RNNBase)]
         self._places: dict[str, tuple[nn.Module, str]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))
         for name in graph.shapes:
@@ -79,9 +67,8 @@ class DenseModel:
 
     def _sync_recurrent(self) -> None:
         """Renew the list of weights that every recurrent layer keeps."""
-        for module in self._module.modules():
-            if isinstance(module, nn.RNNBase):
-                reset_flat_weights(module)
+        for module in self._recurrent:
+            reset_flat_weights(module)
 
     def call(
         self,
@@ -112,29 +99,68 @@ class DenseModel:
             return self._module(*args, **kwargs)
 
 
-class Probe(NamedTuple):
-    """An entry that reads the units of a widened group, as one pass had it; `entry.grad` is its gradient after `backward()`."""
+class Reading(NamedTuple):
+    """The gradient of an entry that reads units of a group, by an index table of its own."""
 
-    key: str
-    """Names group and slice."""
     group: str
     dim: int
     table: Tensor
     """int64 (units, span): the positions of each unit along `dim`."""
-    entry: Tensor
-    """The wide entry; 0 where dropped units are read."""
+    gradient: Tensor
+    """Of the wide entry, in which dropped units are read by zeros."""
+
+
+class _Watched(NamedTuple):
     leaf: nn.Parameter
     at: Axes
     """Position of the leaf in the wide entry."""
+    pieces: Mapping[str, tuple[str, int, Tensor]]
+    """Name of a reading → (group, axis, positions of each unit)."""
 
 
-class Reading(NamedTuple):
-    """The gradient of an entry that reads the units of a group, by an index table of its own."""
+class Readings:
+    """The gradients of the wide entries of all passes of one step, summed as torch sums those of the leaves."""
 
-    group: str
-    dim: int
-    table: Tensor
-    gradient: Tensor
+    def __init__(self) -> None:
+        self._watched: dict[str, _Watched] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    def watch(
+        self, name: str, entry: Tensor, leaf: nn.Parameter, at: Axes, pieces: Mapping[str, tuple[str, int, Tensor]]
+    ) -> None:
+        """Sum the gradients of `entry`, in which `leaf` is at the positions `at`, from its next backward passes on."""
+        self._watched[name] = _Watched(leaf, at, pieces)
+        entry.register_hook(partial(self._add, name))
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        before = self._watched[name].leaf.grad
+        # A leaf without a gradient begins a step: what came before was of a step that was skipped, as after an overflow.
+        begins = name not in self._sums or before is None or not bool(before.any())
+        self._sums[name] = wide(gradient) if begins else self._sums[name] + wide(gradient)
+
+    def read(self, gradients: Mapping[Tensor, Tensor], *, distributed: bool) -> dict[str, Reading]:
+        """Return the readings of the step: name → reading.
+
+        They are scaled as `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks, without the
+        scale of a GradScaler. `distributed`: other ranks train the same mask.
+        """
+        sums, watched = dict(sorted(self._sums.items())), self._watched
+        product = square = 0.0
+        for name, gradient in sums.items():
+            if distributed and torch.distributed.is_initialized():
+                sums[name] = gradient.clone()
+                torch.distributed.all_reduce(sums[name])
+            leaf = wide(gradients[watched[name].leaf])
+            raw = torch.where(leaf != 0.0, gather(sums[name], watched[name].at), 0.0)
+            product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
+        if not math.isfinite(square):
+            return {}
+        scale = product / square if square else 1.0
+        return {
+            key: Reading(group, dim, table, sums[name] * scale)
+            for name in sums
+            for key, (group, dim, table) in watched[name].pieces.items()
+        }
 
 
 class _Entry(NamedTuple):
@@ -142,12 +168,10 @@ class _Entry(NamedTuple):
     """Position of the wide entry in the dense one."""
     at: Axes
     """Position of the narrow entry in the wide one."""
-    probes: list[tuple[str, str, int, Tensor, Tensor]]
-    """(key, group, axis, positions of each unit, those of dropped units)."""
-
-
-_ROUNDING = 1e-3
-"""Share by which two alignments differ by rounding alone."""
+    dropped: list[tuple[int, Tensor]]
+    """Axis and positions along it at which dropped units are read."""
+    pieces: dict[str, tuple[str, int, Tensor]]
+    """As in `Readings.watch`."""
 
 
 def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
@@ -155,7 +179,7 @@ def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
     return UnitMask({**mask, **{name: torch.ones_like(mask[name]) for name in groups}})
 
 
-class Widening:
+class _Widening:
     """Positions of the narrow entries in those of a model that has all units of `groups` too; true until the mask changes."""
 
     def __init__(self, narrow_model: NarrowModel, groups: Sequence[str]) -> None:
@@ -164,48 +188,51 @@ class Widening:
         self.mask = widened(narrow_model.mask, groups)
         positions = graph.kept_indices(self.mask)
         self._entries: dict[str, _Entry] = {}
-        for key, _, _ in narrow_model.tensors():
+        for key, _, tensor in narrow_model.tensors():
             pieces, shape = graph.slices_of.get(key, ()), graph.shapes[key]
             if not any(group in groups for group, _ in pieces):
                 continue
-            narrow = narrow_model.positions(key)
+            device = tensor.device
             wide_at = {dim: places(own, shape[dim]) for dim, own in positions[key].items()}
-            at = {dim: wide_at[dim][own] for dim, own in narrow.items() if own.numel() != positions[key][dim].numel()}
-            entry = _Entry(cut_axes(shape, positions[key]), at, [])
+            at = {
+                dim: wide_at[dim][own].to(device)
+                for dim, own in narrow_model.positions(key).items()
+                if own.numel() != positions[key][dim].numel()
+            }
+            axes = {dim: index.to(device) for dim, index in cut_axes(shape, positions[key]).items()}
+            entry = self._entries[key] = _Entry(axes, at, [], {})
             for group, piece in pieces:
                 if group in groups and piece.gated:
                     table = wide_at[piece.dim][piece.index]
-                    dropped = table[~narrow_model.mask[group]].reshape(-1)
+                    entry.dropped.append((piece.dim, table[~narrow_model.mask[group]].reshape(-1).to(device)))
                     number = next(i for i, other in enumerate(graph.groups[group].slices) if other is piece)
-                    entry.probes.append((f"{group}.{number}", group, piece.dim, table, dropped))
-            self._entries[key] = entry
+                    entry.pieces[f"{group}.{number}"] = group, piece.dim, table.to(device)
 
-    def call(self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Probe]]:
-        """Run `model`, which has the sizes of `mask`: the outputs, and the entries that read the units of the groups."""
+    def call(self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any], readings: Readings) -> Any:
+        """Run `model`, which has the sizes of `mask`."""
         narrow_model = self._narrow_model
         state: dict[str, Tensor] = {}
-        probes: list[Probe] = []
+        statistics = []
         for key, names, tensor in narrow_model.tensors():
             entry = self._entries.get(key)
             value = tensor
             if entry is not None:
                 value = gather(narrow_model.dense_view()[key], entry.axes)
                 value = value if entry.axes else value.clone()
-                for *_, dim, _, dropped in entry.probes:
-                    value.index_fill_(dim, dropped.to(value.device), 0.0)
+                for dim, dropped in entry.dropped:
+                    value.index_fill_(dim, dropped, 0.0)
                 value = scatter_(tensor, value, entry.at)
-                if isinstance(tensor, nn.Parameter) and value.requires_grad:
-                    value.retain_grad()
-                    probes += [Probe(*probe[:4], value, tensor, entry.at) for probe in entry.probes]
+                if not isinstance(tensor, nn.Parameter):
+                    statistics.append((key, tensor, value, entry))
+                elif entry.pieces and value.requires_grad:
+                    readings.watch(key, value, tensor, entry.at, entry.pieces)
             state.update(dict.fromkeys(names, value))
         result = model.call(state, narrow_model.mask, narrow_model.module, args, kwargs, within=self.mask)
         with torch.no_grad():  # statistics of dropped units are renewed as well, so that they are right when those enter
-            for key, names, tensor in narrow_model.tensors():
-                if key in self._entries and not isinstance(tensor, nn.Parameter):
-                    value, entry = state[names[0]], self._entries[key]
-                    scatter_(value, narrow_model.writable(key), entry.axes)
-                    tensor.copy_(gather(value, entry.at))
-        return result, probes
+            for key, tensor, value, entry in statistics:
+                scatter_(value, narrow_model.writable(key), entry.axes)
+                tensor.copy_(gather(value, entry.at))
+        return result
 
 
 class WidePasses:
@@ -214,26 +241,24 @@ class WidePasses:
     def __init__(self, narrow_model: NarrowModel) -> None:
         self._narrow_model = narrow_model
         self._models: dict[tuple[str, ...], tuple[tuple[int, ...], DenseModel]] = {}
-        self._widenings: dict[tuple[str, ...], Widening] = {}
+        self._widenings: dict[tuple[str, ...], _Widening] = {}
         self._version = -1
 
-    def call(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
-        """Run the sparse model with the dropped units of `groups` behind gates of 0.
+    def call(self, groups: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], readings: Readings) -> Any:
+        """Run the sparse model with the dropped units of `groups` behind gates of 0; the outputs are the same as without.
 
-        Returns:
-            The outputs, the same as without them, and the entries that read units of the groups.
+        The gradients of the entries that read units of the groups go to `readings`.
         """
-        narrow, groups = self._narrow_model, tuple(groups)
+        narrow = self._narrow_model
         if self._version != narrow.version:
             self._widenings, self._version = {}, narrow.version
         if groups not in self._widenings:
-            self._widenings[groups] = Widening(narrow, groups)
-        widening = self._widenings[groups]
-        sizes = tuple(widening.mask.counts().values())
-        if groups not in self._models or self._models[groups][0] != sizes:
-            model = DenseModel(narrow.module, narrow.graph, widening.mask, narrow.sizes, narrow.rules)
-            self._models[groups] = sizes, model
-        return widening.call(self._models[groups][1], args, kwargs)
+            widening = self._widenings[groups] = _Widening(narrow, groups)
+            sizes = tuple(widening.mask.counts().values())
+            if groups not in self._models or self._models[groups][0] != sizes:
+                model = DenseModel(narrow.module, narrow.graph, widening.mask, narrow.sizes, narrow.rules)
+                self._models[groups] = sizes, model
+        return self._widenings[groups].call(self._models[groups][1], args, kwargs, readings)
 
     def release(self) -> None:
         """Let go of what the last passes ran on, after their step."""
@@ -243,43 +268,3 @@ class WidePasses:
     def clear(self) -> None:
         """Let go of all models."""
         self._models, self._version = {}, -1
-
-
-def read(passes: Sequence[Sequence[Probe]], gradients: Mapping[Tensor, Tensor], *, distributed: bool) -> dict[str, Reading]:
-    """Return the gradients of the entries that the exploring passes of one step probed: key → reading.
-
-    The readings are scaled as `gradients`, leaf → gradient as the optimiser has it: clipped, averaged over ranks, without the
-    scale of a GradScaler. `distributed`: other ranks train the same mask.
-
-    If the step before was skipped, as a GradScaler does after an overflow, its passes are among `passes` and its gradients are
-    not in `gradients`. So only the latest passes count: as many as together point where the gradients do, best.
-    """
-    sums: dict[str, Tensor] = {}
-    probe_of: dict[str, Probe] = {}
-    best: dict[str, Tensor] = {}
-    closest = scale = 0.0
-    for own in reversed(passes):
-        for probe in own:
-            if probe.entry.grad is not None and probe.leaf in gradients:
-                gradient = wide(probe.entry.grad)
-                sums[probe.key] = sums[probe.key] + gradient if probe.key in sums else gradient
-                probe_of.setdefault(probe.key, probe)
-        found = dict(sorted(sums.items()))
-        if distributed and torch.distributed.is_initialized():
-            found = {key: gradient.clone() for key, gradient in found.items()}
-            for gradient in found.values():
-                torch.distributed.all_reduce(gradient)
-        product = square = 0.0
-        for key, gradient in found.items():
-            leaf = wide(gradients[probe_of[key].leaf])
-            raw = torch.where(leaf != 0.0, gather(gradient, probe_of[key].at), 0.0)
-            product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
-        if not math.isfinite(square):
-            break
-        alignment = product / math.sqrt(square) if square else 0.0
-        if not best or alignment >= closest * (1.0 - _ROUNDING):  # of equals the one of most passes
-            best, closest, scale = found, alignment, product / square if square else 1.0
-    return {
-        key: Reading(probe_of[key].group, probe_of[key].dim, probe_of[key].table.to(gradient.device), gradient * scale)
-        for key, gradient in best.items()
-    }
