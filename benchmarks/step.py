@@ -34,8 +34,8 @@ from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, co
 from sparsekit.allocation.shares import keep_count
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.methods.client import local_step, trained_leaves
-from sparsekit_fl.methods.fedlps import learning, pull_to_received
+from sparsekit_fl.methods.client import local_step, pull_towards, trained_leaves
+from sparsekit_fl.methods.fedlps import learning
 from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 
 LR = 1e-3
@@ -102,7 +102,7 @@ def our_step(
     masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
-    adjusts = [learning(masked), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
+    adjusts = [learning(masked), pull_towards(masked, leaves, model.state_dict(), 2.0 / entries, training=training)]
     one = local_step(masked, cross_entropy, make_step(training, leaves.values()), adjusts)
     batch = Batch((x,), y, len(x))
     masked.train()

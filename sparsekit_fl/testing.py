@@ -22,7 +22,7 @@ from sparsekit_fl.engines import Engine, Processes
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.client import Keep, Model, Result, Task, keep_model, kept_model, sgd
-from sparsekit_fl.methods.local import Local
+from sparsekit_fl.methods.whole_models import Local
 from sparsekit_fl.problem.data import Capability, Client, ClientData, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results import RoundRecord, RunResult

@@ -118,7 +118,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"base", "client", "exits", "masks", "server", "submodels"},
+        {"base", "client", "exits", "masks", "server"},
     ),
 }  # fmt: skip
 

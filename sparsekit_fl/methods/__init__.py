@@ -4,46 +4,28 @@ Each class is an attribute of this module too, by that name with underscores: `f
 here and not when asked for: a submodule that is imported later would take its class's name.
 """
 
-# ruff: noqa: F401 - each class goes into the table
+# ruff: noqa: F401, I001 - each class goes into the table
 
 from collections.abc import Mapping
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import Registry
-from sparsekit_fl.methods.ablations import FLST as flst
-from sparsekit_fl.methods.ablations import FedLPSMagnitude as fedlps_magnitude
-from sparsekit_fl.methods.ablations import FedLPSOrdered as fedlps_ordered
-from sparsekit_fl.methods.ablations import FedLPSRandom as fedlps_random
-from sparsekit_fl.methods.ablations import PUCBVDyn as p_ucbv_dyn
-from sparsekit_fl.methods.ablations import PUCBVFix as p_ucbv_fix
-from sparsekit_fl.methods.ablations import RCRDyn as rcr_dyn
-from sparsekit_fl.methods.ablations import RCRFix as rcr_fix
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.cs import CS as cs
+from sparsekit_fl.methods.common_masks import CS as cs, PruneFL as prunefl
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
-from sparsekit_fl.methods.ditto import Ditto as ditto
-from sparsekit_fl.methods.efd import EFD as efd
-from sparsekit_fl.methods.fedavg import FedAvg as fedavg
-from sparsekit_fl.methods.fedlps import FedLPS as fedlps
-from sparsekit_fl.methods.fedlps import FedLPSPaper as fedlps_paper
+from sparsekit_fl.methods.fedlps import FLST as flst, PUCBVDyn as p_ucbv_dyn, PUCBVFix as p_ucbv_fix
+from sparsekit_fl.methods.fedlps import FedLPS as fedlps, FedLPSPaper as fedlps_paper, RCRDyn as rcr_dyn, RCRFix as rcr_fix
+from sparsekit_fl.methods.fedlps import FedLPSMagnitude as fedlps_magnitude, FedLPSOrdered as fedlps_ordered
+from sparsekit_fl.methods.fedlps import FedLPSRandom as fedlps_random
 from sparsekit_fl.methods.fedmp import FedMP as fedmp
-from sparsekit_fl.methods.fedp3 import FedP3 as fedp3
-from sparsekit_fl.methods.fedper import FedPer as fedper
-from sparsekit_fl.methods.fedprox import FedProx as fedprox
-from sparsekit_fl.methods.fedrep import FedRep as fedrep
-from sparsekit_fl.methods.fedrolex import FedRolex as fedrolex
-from sparsekit_fl.methods.fedspa import FedSpa as fedspa
-from sparsekit_fl.methods.fjord import FjORD as fjord
-from sparsekit_fl.methods.hermes import Hermes as hermes
-from sparsekit_fl.methods.heterofl import HeteroFL as heterofl
-from sparsekit_fl.methods.local import Local as local
 from sparsekit_fl.methods.local_classes import FedLPSLocalClasses as fedlps_local_classes
-from sparsekit_fl.methods.lotteryfl import LotteryFL as lotteryfl
-from sparsekit_fl.methods.oort import Oort as oort
-from sparsekit_fl.methods.per_fedavg import PerFedAvg as per_fedavg
-from sparsekit_fl.methods.prunefl import PruneFL as prunefl
-from sparsekit_fl.methods.refl import REFL as refl
+from sparsekit_fl.methods.ordered_dropout import FedP3 as fedp3, FjORD as fjord
+from sparsekit_fl.methods.personal_masks import FedSpa as fedspa, Hermes as hermes, LotteryFL as lotteryfl
+from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort
+from sparsekit_fl.methods.submodels import EFD as efd, FedRolex as fedrolex, HeteroFL as heterofl
+from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, FedPer as fedper, FedProx as fedprox
+from sparsekit_fl.methods.whole_models import FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
 from sparsekit_fl.options import options_of, parse_value, read_settings
 
 _MADE = {name: kind for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, Method)}

@@ -132,11 +132,10 @@ def sgd(
         client = replace(client, problem=replace(client.problem, loss=loss))
     leaves = load_leaves(client, task.state, task.mask)
     found = [] if adjusts is None else list(adjusts(leaves))
-    if pull and anchor is None:
-        start = [leaf.detach().clone() for leaf in leaves.values()]
-        found.append(pull_towards(leaves, start, pull, training=client.training))
-    elif pull and anchor is not None:
-        found.append(pull_towards(leaves, [anchor[name].to(leaf) for name, leaf in leaves.items()], pull))
+    if pull:
+        start = mask_state(client.graph, task.mask, task.state) if isinstance(task.mask, WeightMask) else task.state
+        shortcut = client.training if anchor is None else None
+        found.append(pull_towards(client.masked, leaves, anchor or start, pull, training=shortcut))
     if isinstance(task.mask, WeightMask):
         kept = {leaf: task.mask[name].to(leaf) for name, leaf in leaves.items() if name in task.mask}
         found.append(lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()})
@@ -161,20 +160,26 @@ def trained_leaves(masked: LearnableMask) -> dict[str, Tensor]:
 
 
 def pull_towards(
-    leaves: Leaves, anchors: Sequence[Tensor], strength: float, *, training: TrainingConfig | None = None
+    masked: LearnableMask, leaves: Leaves, anchor: StateDict, strength: float, *, training: TrainingConfig | None = None
 ) -> Adjust:
     """Add strength · (leaf - anchor) to each gradient: the gradient of (strength / 2) · squared distance.
 
     Args:
-        leaves: The trained leaves.
-        anchors: One tensor per leaf, in the same order.
+        masked: The narrow model; whenever its mask changes, the anchors of kept units are gathered again.
+        leaves: Its leaves that train.
+        anchor: A dense state.
         strength: Factor.
         training: The options of the steps. With plain SGD, the pull is one interpolation of the leaves in place, several times
             as fast as a longer gradient.
     """
-    origin = dict(zip(leaves.values(), anchors, strict=True))
+    narrow, version = masked.narrow_model, -1
+    origin: dict[Tensor, Tensor] = {}
 
     def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        nonlocal version
+        if version != narrow.version:
+            version = narrow.version
+            origin.update(zip(leaves.values(), narrow.gather(anchor, leaves), strict=True))
         pulled, targets = list(gradients), [origin[leaf] for leaf in gradients]
         if training is not None and training.is_plain:
             foreach_lerp_(pulled, targets, training.lr * strength)
@@ -284,3 +289,27 @@ def kept_model(client: ClientContext) -> Model | None:
         initial = client.initial_state()
         own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in initial.items()}
     return Model(state=own, mask=mask, ratio=None if mask is None else memory["ratio"])
+
+
+def masked_model(client: ClientContext, state: StateDict, mask: Mask | None, ratio: float | None) -> Model:
+    """Return what a mask keeps of a dense state, as a model to deploy: physically small if units are dropped."""
+    if isinstance(mask, UnitMask):
+        state = Kept(client.graph, mask).gather_all(state)
+    elif mask is not None:
+        state = mask_state(client.graph, mask, state)
+    return Model(state=state, mask=mask, ratio=None if mask is None else ratio)
+
+
+def own_classes(client: ClientContext, *, tokens: bool = False) -> Tensor | None:
+    """Return the classes of the client's training examples, int64, ascending; None: targets are not classes.
+
+    Examples that are decoded when they are read are read once in a run, and not in every round. `tokens`: whether targets of
+    several positions count.
+    """
+    if "classes" not in client.memory:
+        examples = client.examples("train")
+        targets = next(examples.batches(None, [(0, len(examples))])).targets
+        classes = not targets.is_floating_point() and (tokens or targets.ndim == 1)
+        client.memory["classes"] = targets[targets >= 0].unique().cpu() if classes else None
+    found: Tensor | None = client.memory["classes"]
+    return found

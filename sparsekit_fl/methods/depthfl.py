@@ -146,7 +146,7 @@ class DepthFL(Method):
         """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
         kept = client.memory.get("drift", {})
         drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}
-        pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
+        pull = pull_towards(client.masked, leaves, start, self.alpha)
         return [pull, lambda gradients: {leaf: one - drifts.get(leaf, 0.0) for leaf, one in gradients.items()}]
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:

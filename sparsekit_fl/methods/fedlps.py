@@ -4,6 +4,12 @@ Xue, Sun, Liu, Wang, Liu, Wang: Learnable Sparse Customization in Heterogeneous 
 (arXiv 2412.07216). Three variants fill the paper's gaps: `fedlps` is our reading, `fedlps-local-classes` has what helps
 clients of few classes, `fedlps-paper` is literal where the paper speaks and plain where it is silent. The authors' released
 code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
+
+In the ablations of the paper's Table II and of its comparison of sparse patterns, one part is replaced and everything else is
+FedLPS. In the paper's comparison of patterns all clients have one ratio, and heuristic patterns are scored with the global
+model while the learned one is scored with the personal model; here every variant reports both, and `ratios=0.5` gives all
+clients the same. `ratios` and `pattern` are options of every FedLPS: `fedlps-local-classes pattern=ordered` is that variant
+without a learned pattern.
 """
 
 import inspect
@@ -29,9 +35,8 @@ from sparsekit.training import GradientImportance, ImportanceRegularizer, Learna
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
-from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, pull_towards, train_leaves, trained_leaves
+from sparsekit_fl.methods.client import Keep, keep_model, kept_model, pull_towards, train_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
 
@@ -237,7 +242,7 @@ class FedLPS(Method):
         leaves, batches = trained_leaves(masked), client.batches()
         adjusts = [learning(masked)]
         if self.mu:
-            adjusts.append(pull_to_received(masked, leaves, task.state, self._pull(task.state, masked), client.training))
+            adjusts.append(pull_towards(masked, leaves, task.state, self._pull(task.state, masked), training=client.training))
         log = train_leaves(client, leaves, batches, adjusts)
         final = masked.unit_mask()
         client.memory["importance"] = masked.importance_vector().cpu()
@@ -319,30 +324,84 @@ class FedLPSPaper(FedLPS):
     keep: Keep = "last"
 
 
+@dataclass(frozen=True, kw_only=True)
+class FLST(FedLPS):
+    """FLST: one ratio for all clients, 0.5 as in Table II; the pattern is learned."""
+
+    note = "All clients have one ratio, whatever they can do."
+
+    ratios: Ratios = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PUCBVFix(FedLPS):
+    """P-UCBV-Fix: FedLPS whose capabilities are drawn once."""
+
+    called = "p-ucbv-fix"
+    note = "Capabilities are drawn once, whatever the run says."
+    capability = "fixed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PUCBVDyn(FedLPS):
+    """P-UCBV-Dyn: FedLPS whose capabilities are drawn again in every round."""
+
+    called = "p-ucbv-dyn"
+    note = "Capabilities are drawn again in every round, whatever the run says."
+    capability = "dynamic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRFix(PUCBVFix):
+    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
+
+    called = "rcr-fix"
+
+    ratios: Ratios = "capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RCRDyn(PUCBVDyn):
+    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn again in every round."""
+
+    called = "rcr-dyn"
+
+    ratios: Ratios = "capability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSRandom(FedLPS):
+    """FedLPS with units drawn at random, again for each client and round."""
+
+    called = "fedlps-random"
+
+    pattern: Pattern = "random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSOrdered(FedLPS):
+    """FedLPS with the first units of every layer."""
+
+    called = "fedlps-ordered"
+
+    pattern: Pattern = "ordered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLPSMagnitude(FedLPS):
+    """FedLPS with the units of largest absolute weights in the received model."""
+
+    called = "fedlps-magnitude"
+
+    pattern: Pattern = "magnitude"
+
+
 def learning(masked: LearnableMask) -> Adjust:
     """Step importance by the gradients of the weights, before they are clipped."""
 
     def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         masked.update_importance(gradients)
         return gradients
-
-    return adjust
-
-
-def pull_to_received(
-    masked: LearnableMask, leaves: Leaves, received: StateDict, strength: float, training: TrainingConfig
-) -> Adjust:
-    """Return `pull_towards` the received dense state under a mask that changes: the anchors of kept units are gathered
-    again."""
-    narrow, version = masked.narrow_model, -1
-    pull: Adjust
-
-    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        nonlocal version, pull
-        if version != narrow.version:
-            version = narrow.version
-            pull = pull_towards(leaves, narrow.gather(received, leaves), strength, training=training)
-        return pull(gradients)
 
     return adjust
 

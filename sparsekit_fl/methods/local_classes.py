@@ -1,7 +1,4 @@
-"""FedLPS for clients of few classes: `fedlps-local-classes`.
-
-`docs/evidence/fedlps.md` has the measurements of its parts.
-"""
+"""FedLPS for clients of few classes; `docs/evidence/fedlps.md` has the measurements of its parts."""
 
 import logging
 from collections.abc import Sequence
@@ -9,12 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, head_entries
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import ClientContext, Problem, Result, ServerContext, Task, Update, mean
-from sparsekit_fl.methods.client import Keep
+from sparsekit_fl.methods.client import Keep, own_classes
 from sparsekit_fl.methods.fedlps import FedLPS
 from sparsekit_fl.options import Fraction, Hint, Ratio
 
@@ -64,7 +60,7 @@ class FedLPSLocalClasses(FedLPS):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train as FedLPS does, without the classes of which the client has no example."""
         bias, start = _bias(client.graph), task.state
-        if bias is None or bias in client.frozen or (owned := _classes(client)) is None:
+        if bias is None or bias in client.frozen or (owned := own_classes(client)) is None:
             return super().train(client, task)
         others = torch.ones(client.graph.shapes[bias], dtype=torch.bool).index_fill_(0, owned, False)
         lowered = torch.where(others, start[bias] - _DEPTH, start[bias])
@@ -81,17 +77,3 @@ class FedLPSLocalClasses(FedLPS):
         """Return the mean over the clients that hold an entry; a row of the output layer counts only if it changed."""
         super().aggregate(server, updates)  # credits the bandits
         return mean(server, updates, over="changed")
-
-
-def _classes(client: ClientContext) -> Tensor | None:
-    """Return the classes of the client's training examples, int64, ascending; None: targets are not classes.
-
-    Examples that are decoded when they are read are read once in a run, and not in every round.
-    """
-    if "classes" not in client.memory:
-        examples = client.examples("train")
-        targets = next(examples.batches(None, [(0, len(examples))])).targets
-        several = targets.ndim != 1 or targets.is_floating_point()
-        client.memory["classes"] = None if several else targets[targets >= 0].unique().cpu()
-    found: Tensor | None = client.memory["classes"]
-    return found

@@ -116,8 +116,9 @@ def _extreme(update, turn):
 
 
 # PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
-# Ablations of FedLPS are made of its policies.
-OTHERS = sorted(name for name in set(registry) - {"prunefl"} if registry[name].__module__ != "sparsekit_fl.methods.ablations")
+# Ablations of FedLPS are made of its parts.
+ABLATIONS = {name for name, kind in registry.items() if fl.methods.fedlps in kind.__mro__[1:]}
+OTHERS = sorted(set(registry) - {"prunefl"} - ABLATIONS | {"fedlps-paper", "fedlps-local-classes"})
 
 
 @pytest.mark.parametrize("name", OTHERS)

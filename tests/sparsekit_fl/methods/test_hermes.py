@@ -9,7 +9,7 @@ from sparsekit.allocation import make_mask
 from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit_fl.methods import hermes
 from sparsekit_fl.methods.client import load_leaves
-from sparsekit_fl.methods.hermes import _group_lasso
+from sparsekit_fl.methods.personal_masks import _group_lasso
 from sparsekit_fl.problem.problem import Problem
 
 

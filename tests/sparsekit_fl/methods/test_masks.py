@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit_fl.methods.fedspa import layer_densities, random_weights
 from sparsekit_fl.methods.masks import keep_largest_entries, largest_weights, weight_count
+from sparsekit_fl.methods.personal_masks import layer_densities, random_weights
 
 STATE = {"w": torch.tensor([[1.0, -3.0, 2.0], [0.5, 3.0, -2.0]]), "b": torch.tensor([9.0, 9.0])}
 

@@ -9,8 +9,8 @@ import sparsekit_fl as fl
 from sparsekit.graph import Layer, UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.heterofl import HeteroFL
 from sparsekit_fl.methods.server import mean_change
+from sparsekit_fl.methods.submodels import HeteroFL
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(

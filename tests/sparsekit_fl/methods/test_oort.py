@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from personal import STATE, client_context, deep_problem, server_context, training
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.oort import Oort
+from sparsekit_fl.methods.sampling import Oort
 from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.testing import tiny_config
 

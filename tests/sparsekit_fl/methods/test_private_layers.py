@@ -15,7 +15,7 @@ from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
-fedrep_module = sys.modules["sparsekit_fl.methods.fedrep"]
+fedrep_module = sys.modules["sparsekit_fl.methods.whole_models"]
 client_module = sys.modules["sparsekit_fl.methods.client"]
 HEAD = {"last.weight", "last.bias"}
 

@@ -12,7 +12,7 @@ from personal import ONE_STEP, client_context, deep_problem, tiny_run, watched
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.prunefl import search_weights, weight_seconds
+from sparsekit_fl.methods.common_masks import search_weights, weight_seconds
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -92,7 +92,7 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
 
 
 def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch) -> None:
-    module, shares = sys.modules["sparsekit_fl.methods.prunefl"], []
+    module, shares = sys.modules["sparsekit_fl.methods.common_masks"], []
     search = module.search_weights
 
     def heard(*given, share, **more):

@@ -11,7 +11,7 @@ from personal import server_context, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.refl import REFL, _boosts, _packed
+from sparsekit_fl.methods.sampling import REFL, _boosts, _packed
 from sparsekit_fl.testing import tiny_clients
 
 refl = sys.modules[REFL.__module__]

@@ -10,7 +10,7 @@ from personal import STATE, client_context, deep_problem, server_context, update
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedspa, lotteryfl
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.fedspa import move_mask
+from sparsekit_fl.methods.personal_masks import move_mask
 from sparsekit_fl.testing import tiny_config
 
 

@@ -90,12 +90,12 @@ def test_one_step_by_hand() -> None:
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
     spec, client, ctx = client_context(ditto(lam=0.5), deep_problem(), ONE_STEP)
     own = {name: tensor + 0.1 for name, tensor in spec.initial.items()}
-    ctx.memory["model"] = own
+    ctx.memory["kept"] = {"state": own}
     spec.method.train(ctx, Task(state=spec.initial))
     slope = gradient(own, client.data.train)
     for name, value in own.items():
         expected = value - 0.1 * (slope[name] + 0.5 * (value - spec.initial[name]))
-        assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
+        assert torch.allclose(ctx.memory["kept"]["state"][name], expected, atol=1e-6), name
 
 
 def test_a_first_order_step_by_hand() -> None:

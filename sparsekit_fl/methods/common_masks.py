@@ -1,18 +1,8 @@
-"""PruneFL: one sparse model for all, whose mask is searched for what lowers the loss most per second of a round.
-
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient Federated Learning on Edge Devices, IEEE
-TNNLS 2022 (arXiv 1909.12326). As in the reference code: one client prunes the model first, by itself; from then on all
-train it, and every few rounds they also send the squares of their summed dense gradients, from which the server
-reconfigures the mask: the smallest active weights and all dropped ones compete by gradient² per second, and they are taken in
-while they raise the ratio of all gradient² to all time. The number of weights that stay is an outcome.
-
-What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
-those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a dense
-tensor per client between participations; the seconds per weight are those of a full device of our clock.
-"""
+"""Methods with one mask of single weights for all clients: CS and PruneFL."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,8 +16,9 @@ from sparsekit_fl.client.packing import foreach_add_, mask_state, recall_mask, r
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, prunable_weights
-from sparsekit_fl.options import Count, NonNegativeCount
+from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, largest_weights, prunable_weights
+from sparsekit_fl.methods.server import mean_change, moved
+from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive, Ratio
 from sparsekit_fl.problem.data import Capability
 
 _PROCESSED = "processed_examples"
@@ -41,16 +32,70 @@ _OVERHEAD = 1.27
 
 
 @dataclass(frozen=True, kw_only=True)
+class CS(SparseWeights):
+    """CS, Complement Sparsification: the server sends the large weights, the clients send back the others.
+
+    Jiang, Borcea: Complement Sparsification: Low-Overhead Model Pruning for Federated Learning, AAAI 2023 (arXiv 2303.06237).
+    As in the reference code: the first round is plain FedAvg; then each client trains the whole model from the sparse one and
+    uploads the entries that the server had pruned, which are not pruned again; the server adds η times their mean, prunes by
+    magnitude per layer, and the pruned model is the global one. Biases and norms are exchanged whole and averaged; the output
+    layer is not pruned here, as the paper's FLOPs of Xue et al. imply.
+
+    Args:
+        ratio: Share of each layer's weights that the server keeps; 0.5 in the reference code.
+        rate: η, the aggregation ratio; 1.5 in the reference code.
+    """
+
+    source = "Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237"
+    note = "Masks of single weights save bytes and not time: a client trains the whole model, whatever the paper's FLOPs say."
+
+    ratio: Ratio = 0.5
+    rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the largest weights of each layer; everything in the first round."""
+        return Task(mask=None if server.round == 1 else self._largest(server.graph, server.state), ratio=self.ratio)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the whole model from the sparse one, and upload the weights that the server had pruned.
+
+        The row-mask FLOPs are those of the sparse model, as in the tables of Xue et al., ICDE 2025, although the model is dense
+        after the first step; the executed FLOPs are those of the whole model.
+        """
+        result, received = sgd(client, replace(task, mask=None)), task.mask
+        upload = WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
+        return replace(result, upload=upload, work=client.work(received, result.log))
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Add `rate` times the mean of the pruned weights to the sparse model, then prune it again."""
+        pruned = {name for update in updates for name in update.mask or ()}
+        changes = mean_change(server, updates)
+        changes = {name: change * self.rate if name in pruned else change for name, change in changes.items()}
+        dense = moved(server.state, changes)
+        return mask_state(server.graph, self._largest(server.graph, dense), dense)
+
+    def _largest(self, graph: UnitGraph, state: StateDict) -> WeightMask:
+        return largest_weights(state, prunable_weights(graph), self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PruneFL(SparseWeights):
-    """A searched mask for all.
+    """One sparse model for all, whose mask is searched for what lowers the loss most per second of a round.
+
+    Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient Federated Learning on Edge Devices, IEEE
+    TNNLS 2022 (arXiv 1909.12326), Algorithm 2. As in the reference code: one client prunes the model first, by itself; from
+    then on all train it, and every few rounds they also send the squares of their summed dense gradients, from which the server
+    reconfigures the mask (`search_weights`). The number of weights that stay is an outcome.
+
+    What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
+    those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a
+    dense tensor per client between participations; the seconds per weight are those of a full device of our clock.
 
     Args:
         every: Rounds between two reconfigurations. The reference code takes 50 rounds of 5 steps; 5 rounds of some 45 steps
             are as many.
         initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. As in
             the reference code, it ends before when the density has changed by at most a tenth five times in a row.
-
-    Source: Jiang et al., IEEE TNNLS 2022, Algorithm 2.
     """
 
     source = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"

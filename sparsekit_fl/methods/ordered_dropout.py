@@ -1,0 +1,208 @@
+"""Methods by ordered dropout: FjORD draws a width at every step, FedP3 shares a few layers of one width per client."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import Axes, Layer, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit_fl.client.context import rowmask_flops
+from sparsekit_fl.client.fit import Batch, make_step
+from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, StateDict, Task, sgd
+from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, masked_model
+from sparsekit_fl.methods.masks import largest_weights
+from sparsekit_fl.methods.submodels import Submodels, prefix
+from sparsekit_fl.methods.whole_models import check_head
+from sparsekit_fl.options import Count, Ratio
+from sparsekit_fl.problem.metrics import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class FjORD(Submodels):
+    """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
+
+    Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane: FjORD: Fair and Accurate Federated Learning under Heterogeneous
+    Targets with Ordered Dropout, NeurIPS 2021 (arXiv 2102.13451), Algorithm 1. Batch norm statistics are separate per width
+    while training and taken from the client's data for scoring, where the reference code averages those of each width; the
+    widths share scale and shift, as there.
+
+    Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
+    the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
+    physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
+    move what the drawn width does not hold, as in the reference code. A client deploys the width that it can run; the global
+    model is scored too.
+
+    Args:
+        distillation: Train the widest at every step, and the drawn width towards its outputs (section on knowledge
+            distillation); off in the reference code unless asked for.
+    """
+
+    source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
+    weights = "examples"
+
+    distillation: bool = False
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train; the work of a step is that of the widths that it ran."""
+        ratio = task.ratio
+        widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
+        masks = [prefix(client.graph, width) for width in widths]
+        narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
+        leaves = load_leaves(client, task.state, masks[-1])
+        batches = client.batches()
+        update = make_step(client.training, leaves.values())
+        # With one width nothing is drawn, so that the run is FedAvg's to the bit.
+        steps = batches.steps
+        drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
+        counts, examples = [0] * len(widths), [0] * len(widths)
+        module, loss_of = client.masked.model, client.problem.loss
+
+        def step(batch: Batch) -> tuple[Any, Tensor]:
+            place = next(drawn)
+            trained = {place, len(narrower)} if self.distillation else {place}
+            for width in trained:
+                counts[width] += 1
+                examples[width] += batch.size
+            outputs = module(*batch.inputs) if len(narrower) in trained else narrower[place].outputs(leaves, batch)
+            loss = total = loss_of(outputs, batch.targets)
+            if len(trained) > 1:
+                teacher = outputs.detach() if isinstance(outputs, Tensor) else outputs
+                total = loss + _soft_cross_entropy(narrower[place].outputs(leaves, batch), teacher, batch.targets)
+            update(total)
+            return outputs, loss
+
+        log = client.fit(module, batches, step)
+        costs = client.costs
+        compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
+        # Each step's batch counted as full, as the paper counts; with one width to the digit.
+        padded = sum(3 * rowmask_flops(costs, mask) * count for mask, count in zip(masks, counts, strict=True))
+        work = WorkCost(flops=compact, flops_paper=padded * log.padded_examples // steps)
+        return Result.of(client, masks[-1], log, work=work)
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return as much of the global model as the client can run."""
+        ratio = client.capability.ratio
+        return masked_model(client, state, None if ratio == 1.0 else prefix(client.graph, ratio), ratio)
+
+
+def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of `outputs` against the teacher's probabilities, classes last, where there is a target."""
+    if not isinstance(outputs, Tensor) or not isinstance(teacher, Tensor):
+        raise InvalidValueError(
+            f"distillation needs logits as one tensor, the model gives {type(outputs).__name__}; pass distillation=False"
+        )
+    losses = -(teacher.softmax(-1) * outputs.log_softmax(-1)).sum(-1)
+    return losses[targets != IGNORED].mean() if targets.shape == losses.shape else losses.mean()
+
+
+class _Width:
+    """A narrower submodel that slices the parameters of the widest one.
+
+    The client's narrow model is loaded with this width and copied.
+    """
+
+    def __init__(self, client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
+        client.load(start, mask)
+        self._module = client.masked.compact().train()
+        outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
+        self._axes = {name: _places(outer[name], axes) for name, axes in inner.items()}
+
+    def outputs(self, leaves: Leaves, batch: Batch) -> Any:
+        """Run this width; the sliced parts of the leaves get gradients, everything else zeros."""
+        parts = {name: _part(leaf, self._axes[name]) if name in self._axes else leaf for name, leaf in leaves.items()}
+        return functional_call(self._module, parts, batch.inputs)
+
+
+def _places(outer: Axes, inner: Axes) -> list[tuple[int, Tensor, bool]]:
+    """Return (axis, positions of the inner indices among the outer ones, whether these come first)."""
+    found = []
+    for dim, kept in inner.items():
+        places = torch.searchsorted(outer[dim], kept)
+        found.append((dim, places, bool((places == torch.arange(places.numel())).all())))
+    return found
+
+
+def _part(leaf: Tensor, axes: Sequence[tuple[int, Tensor, bool]]) -> Tensor:
+    """Return the positions of a leaf along some axes: a view if they come first, as the units of a prefix do."""
+    for dim, places, first in axes:
+        leaf = leaf.narrow(dim, 0, places.numel()) if first else leaf.index_select(dim, places.to(leaf.device))
+    return leaf
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedP3(Method):
+    """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
+
+    Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model
+    Heterogeneity, ICLR 2024 (arXiv 2404.09816). The layers are assigned as by "OPU2" in the reference code: two that follow
+    each other, cyclically (by group of clients there, by client here, since its groups are those of a five-layer network); the
+    others come pruned by magnitude, and the head stays with the client. The reference code has no local pruning; of the paper's
+    strategies we take ordered dropout at the client's capability: the paper draws the local pruning at every step, and with one
+    ratio that is the same first units at every step, so the client trains one narrow model. As in the reference code, the
+    weights that arrive as zero train like the others. Each entry is averaged over the clients that send it.
+
+    Args:
+        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. None:
+            all.
+        kept: Share of the weights of each other layer that is sent.
+        private_head: The head stays with the client, as in the reference code.
+    """
+
+    source = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
+    masked = True
+    weights = "uniform"
+    over = "holders"
+    needs_units = True
+
+    layers: Count | None = 2
+    kept: Ratio = 0.9
+    private_head: bool = True
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise if the model has no units, or no head that can stay with a client."""
+        super().check(problem, graph)
+        if self.private_head:
+            check_head(graph, 1)
+
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        """Return the entries of the head."""
+        return head_entries(graph.layers) if self.private_head else ()
+
+    def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
+        """Return the layers that a client owns, cyclically: client k begins at layer k modulo their number.
+
+        A private head is left out, which is never sent.
+        """
+        layers = graph.layers[:-1] if self.private_head else graph.layers
+        if self.layers is None or self.layers >= len(layers):
+            return tuple(layers)
+        return tuple(layers[(client_id + step) % len(layers)] for step in range(self.layers))
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Send the client's own layers whole, the others pruned."""
+        mine = {name for layer in self.own_layers(server.graph, client_id) for name in layer.entries}
+        names = [name for name in layer_weights(server.graph.layers, server.graph.shapes) if name not in mine]
+        mask = largest_weights(server.state, names, self.kept) if names and self.kept < 1.0 else None
+        return Task(mask=mask, ratio=server.roster[client_id].capability.ratio)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the first units of every group, and upload those of the client's own layers."""
+        graph = client.graph
+        units = prefix(graph, task.ratio)
+        result = sgd(client, replace(task, mask=units))
+        keep_model(client, result, "last", task.ratio)
+        mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
+        shared = [name for name in graph.shapes if name not in self.private(graph)]
+        trained = to_weights(graph, units)
+        nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in shared if name not in mine}
+        upload = {**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing}
+        return replace(result, upload=WeightMask(upload))
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the client's own trained submodel."""
+        return kept_model(client) or Model(state=state)

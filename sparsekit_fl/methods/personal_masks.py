@@ -1,0 +1,348 @@
+"""Methods whose clients have masks of their own: LotteryFL and FedSpa of single weights, Hermes of units."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.allocation import mask_from_scores, ratio_counts
+from sparsekit.criteria import unit_magnitudes
+from sparsekit.errors import SparsekitError
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, group_order
+from sparsekit.rng import torch_generator
+from sparsekit_fl.client.context import Split
+from sparsekit_fl.client.fit import Adjust
+from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, sgd
+from sparsekit_fl.methods.client import Leaves, masked_model
+from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, largest_weights, prunable_weights, weight_count
+from sparsekit_fl.methods.server import Over
+from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio, Share
+
+_STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
+_NEXT = "next_mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMasks(Method):
+    """Each client has a mask of its own, from its last update; the server sends only the entries that the mask keeps.
+
+    A client deploys the global model under its mask; one that never trained deploys the whole of it.
+    """
+
+    masked = True
+    recalibrates = True
+    weights = "uniform"
+    over: ClassVar[Over] = "holders"
+
+    def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+        """Return the mask of the client's next participation, from an update; by default the one that was trained."""
+        return mask
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Return the mask that the client's last update named; None before the first."""
+        return Task(mask=recall_mask(server.memory.get(str(client_id), {})))
+
+    def remember(self, client: ClientContext, result: Result, ratio: float) -> None:
+        """Keep the next mask and its ratio on the client, for `deploy`."""
+        client.memory["ratio"] = ratio
+        remember_mask(client.memory, self.next_mask(result.mask, result.extra))
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update if the mask of the client's next participation cannot be read."""
+        try:
+            mask = self.next_mask(update.mask, update.extra)
+            if mask is not None:
+                mask.check(server.graph)
+        except SparsekitError as error:
+            raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean, and remember each client's mask."""
+        for update in updates:
+            remember_mask(server.memory.setdefault(str(update.client_id), {}), self.next_mask(update.mask, update.extra))
+        return super().aggregate(server, updates)
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the global state under the client's mask; compact if units are dropped."""
+        return masked_model(client, state, recall_mask(client.memory), client.memory.get("ratio"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneWhenAccurate(OwnMasks):
+    """A client prunes a little more whenever the received model does well enough on its validation data.
+
+    Args:
+        threshold: Validation accuracy, a fraction, above which a client prunes.
+        target: A client prunes as long as it keeps more than this share; the last step may end below.
+    """
+
+    threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
+    target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if the problem has no accuracy."""
+        super().check(problem, graph)
+        problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
+
+    def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
+        """Return the mask that keeps `ratio` of each layer or group, inside `mask`. To be overridden."""
+        raise AssertionError(f"{type(self).__name__} must override prune")
+
+    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
+        """Train under the mask of the task, by default by SGD; `pruned` says whether the client has just changed it."""
+        return sgd(client, task)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Prune if the received model does well, then train."""
+        mask, kept = task.mask, float(client.memory.get("ratio", 1.0))
+        if kept > self.target and _accuracy(client, task) > self.threshold:
+            kept *= 1.0 - _STEP
+            mask = self.prune(client, task.state, mask, kept)
+        result = self.fit(client, replace(task, mask=mask), pruned=mask is not None and mask != task.mask)
+        self.remember(client, result, kept)
+        return replace(result, ratio=kept)
+
+
+def _accuracy(client: ClientContext, task: Task) -> float:
+    client.load(task.state, task.mask)
+    # A client without validation data decides by its training data.
+    split: Split = "val" if len(client.client.data.val) else "train"
+    score, weight = client.score(client.masked.model, split).get("accuracy", (0.0, 0.0))
+    return score / weight if weight else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotteryFL(PruneWhenAccurate, SparseWeights):
+    """Each client prunes its model step by step to a lottery ticket; entries are averaged over the clients that hold them.
+
+    Li, Sun, Wang, Duan, Li, Chen, Li: LotteryFL: Personalized and Communication-Efficient Federated Learning with Lottery
+    Ticket Hypothesis on Non-IID Datasets (arXiv 2008.03371; SEC 2021). As in the reference code, a client prunes by magnitude
+    within each layer, and rewinds all kept parameters to their initial values when it has pruned. That code decides on test
+    accuracy and reports each client's best; here the client's own validation data decide, and the model of the last round is
+    reported. With rewinding the global model comes late: as long as clients prune, each of their participations begins at
+    round 0 again.
+
+    Args:
+        threshold: Validation accuracy above which a client prunes. 0.2 is `prune_start_acc` of the reference code, which trains
+            for 60 local epochs; if a client has two classes and trains for 5, it prunes, and rewinds, nearly every time.
+            0.5 is what the released code of Xue et al., ICDE 2025, runs it with.
+        target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
+        rewind: A client that has just pruned starts from the values of round 0. False: from the global values, as in the
+            released code of Xue et al., ICDE 2025.
+    """
+
+    source = "Li et al., LotteryFL, arXiv 2008.03371, SEC 2021"
+    note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
+
+    rewind: bool = True
+
+    def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
+        alive = mask if isinstance(mask, WeightMask) else None
+        return largest_weights(state, prunable_weights(client.graph), ratio, within=alive)
+
+    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
+        return sgd(client, replace(task, state=client.initial_state()) if pruned and self.rewind else task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hermes(PruneWhenAccurate):
+    """Each client prunes units step by step and trains what is left, physically small, under a group lasso.
+
+    Li, Sun, Li, Pu, Li, Chen: Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients, MobiCom 2021.
+    The abstract says that the server averages overlapping parameters only. That can mean the entries that all clients of a
+    cohort hold, with the others kept per client (so an implementation in the library Plato), or each entry over its holders.
+    With cohorts that change, in the first reading the value of an entry depends on who else was sampled; we take the second, as
+    the method's predecessor LotteryFL does. An entry that one client alone holds is then that client's own value, in both.
+
+    The loss of a client has the term lasso · Σ over units ‖weights of the unit‖₂. The weights of a unit are the rows that
+    make it, in all its matrices; biases and norms are not penalised.
+
+    Args:
+        threshold: Validation accuracy above which a client prunes. Xue et al., ICDE 2025, run it with 0.5 on MNIST, 0.45 on
+            CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit, in their released code.
+        target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
+        lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
+    """
+
+    source = "Li et al., Hermes, MobiCom 2021"
+    needs_units = True
+
+    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
+
+    def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
+        """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group, among those that are left."""
+        norms: dict[str, Tensor] = {}
+        for name, group in client.graph.groups.items():
+            norms[name] = unit_magnitudes(group, state)
+            if isinstance(mask, UnitMask):
+                norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
+        return mask_from_scores(client.graph, norms, ratio_counts(client.graph, ratio), source="norms")
+
+    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
+        return sgd(client, task, adjusts=lambda leaves: [_group_lasso(client, leaves, self.lasso)] if self.lasso else [])
+
+
+def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:
+    """Return leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
+
+    Units are numbered through all groups; one more number stands for positions that make no unit.
+    """
+    graph = ctx.graph
+    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(ctx.masked.unit_mask())
+    found: dict[Tensor, tuple[int, Tensor]] = {}
+    for name, leaf in leaves.items():
+        pieces = [(group, piece) for group, piece in graph.slices_of.get(name, ()) if piece.side == "out"]
+        if leaf.dim() < 2 or not pieces:
+            continue
+        dim = pieces[0][1].dim
+        units = torch.full((graph.shapes[name][dim],), graph.units)
+        for group, piece in pieces:
+            numbers = offsets[group] + torch.arange(len(piece.index))
+            units[piece.index.reshape(-1).cpu()] = numbers.repeat_interleave(piece.span)
+        found[leaf] = dim, units[kept[name][dim]].to(leaf.device)
+    return found
+
+
+def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
+    """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
+    rows = _unit_rows(ctx, leaves)
+
+    def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        penalised = [(leaf, *rows[leaf]) for leaf in gradients if leaf in rows]
+        if not penalised:
+            return gradients
+        squares = penalised[0][0].new_zeros(ctx.graph.units + 1)
+        for leaf, dim, units in penalised:
+            others = [axis for axis in range(leaf.dim()) if axis != dim]
+            squares.index_add_(0, units, torch.linalg.vector_norm(leaf, dim=others).square())
+        # A unit of norm 0 has no gradient; the smallest subgradient is 0.
+        factors = torch.where(squares > 0, strength * squares.clamp(min=1e-24).rsqrt(), 0.0)
+        factors[-1] = 0.0
+        scales = {
+            leaf: factors[units].unflatten(0, [-1 if axis == dim else 1 for axis in range(leaf.dim())])
+            for leaf, dim, units in penalised
+        }
+        return {leaf: torch.addcmul(one, leaf, scales[leaf]) if leaf in scales else one for leaf, one in gradients.items()}
+
+    return adjust
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSpa(OwnMasks, SparseWeights):
+    """Every client trains a sparse model of its own all along, whose mask moves a little after each participation.
+
+    Huang, Liu, Shen, He, Lin, Tao: Achieving Personalized Federated Learning with Sparse Local Models (arXiv 2201.11380). No
+    code was released with it. What the paper leaves to its precursors is as in the reference code of DisPFL (Dai et al., ICML
+    2022), which trains the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial
+    mask for all clients, a share of each layer pruned by magnitude and regrown by the gradient of one batch. An entry moves by
+    the sum of changes over the number of all clients; a client sends its next mask with its update.
+
+    Args:
+        ratio: Share of the weights that is active; 0.5 in the paper's main comparison.
+        anneal: α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the
+            random masks ("RSM" in the paper).
+    """
+
+    source = "Huang et al., FedSpa, arXiv 2201.11380"
+    over = "all"
+
+    ratio: Ratio = 0.5
+    anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
+
+    def assign(self, server: ServerContext, client_id: int) -> Task:
+        """Return the client's mask, or the random one."""
+        memory = server.memory.setdefault("initial", {})
+        if not memory:
+            shapes = {name: server.graph.shapes[name] for name in prunable_weights(server.graph)}
+            shares = layer_densities(shapes, self.ratio)
+            remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(server.rngs["mask"])))
+        return Task(mask=super().assign(server, client_id).mask or recall_mask(memory), ratio=self.ratio)
+
+    def next_mask(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+        """Return the mask that the client sent."""
+        if _NEXT not in extra or mask is None:
+            return mask
+        shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
+        return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""
+        result = sgd(client, task)
+        share = self.anneal / 2 * (1 + math.cos(math.pi * (client.round - 1) / client.rounds))
+        if share and isinstance(task.mask, WeightMask):
+            gradients, examples = _screen(client, task.mask)
+            # One bit per entry, each layer padded to whole bytes.
+            following = move_mask(task.mask, result.state, gradients, share)
+            bits = [np.packbits(keep.reshape(-1).numpy()) for keep in following.values()]
+            work = client.work(task.mask, result.log) + client.work_on(examples)
+            result = replace(result, extra={_NEXT: torch.from_numpy(np.concatenate(bits))}, work=work)
+        self.remember(client, result, task.ratio)
+        return result
+
+
+def _screen(client: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
+    """Return the gradients of one batch in evaluation mode, and its size."""
+    module, leaves = client.masked.model, client.masked.named_weights()
+    batch = next(next(iter(client.batches(epochs=1))))
+    module.eval()
+    loss = client.problem.loss(module(*batch.inputs), batch.targets)
+    found = torch.autograd.grad(loss, [leaves[name] for name in mask], materialize_grads=True)
+    return dict(zip(mask, found, strict=True)), batch.size
+
+
+def random_weights(shapes: Mapping[str, torch.Size], shares: Mapping[str, float], *, generator: torch.Generator) -> WeightMask:
+    """Keep a share of the weights of each layer, drawn uniformly in the order of `shapes`."""
+    kept = {}
+    for name, shape in shapes.items():
+        chosen = torch.zeros(shape.numel(), dtype=torch.bool)
+        chosen[torch.randperm(len(chosen), generator=generator)[: weight_count(shares[name], len(chosen))]] = True
+        kept[name] = chosen.reshape(shape)
+    return WeightMask(kept)
+
+
+def layer_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
+    """Return erdős–Rényi–Kernel densities: a layer keeps a share in proportion to Σ axes / Π axes, one share at most.
+
+    Small layers stay denser than large ones. If a layer would need more than all its weights, it stays whole, and the others
+    share what is left of `density`, the share of all entries together, in (0, 1].
+
+    Source: Evci et al., Rigging the Lottery, ICML 2020 (arXiv 1911.11134).
+    """
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] for name, shape in shapes.items()}
+    whole: set[str] = set()
+    while len(whole) < len(sizes):
+        rest = [name for name in sizes if name not in whole]
+        wanted = density * sum(sizes.values()) - sum(sizes[name] for name in whole)
+        factor = max(0.0, wanted) / sum(raw[name] * sizes[name] for name in rest)
+        full = {name for name in rest if raw[name] * factor > 1.0}
+        if not full:
+            return {name: 1.0 if name in whole else raw[name] * factor for name in sizes}
+        # The densest first, and the others are asked again: with one more whole layer there is less left for them.
+        top = max(raw[name] for name in full)
+        whole |= {name for name in full if raw[name] == top}
+    return dict.fromkeys(sizes, 1.0)
+
+
+def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
+    """Drop the ⌈share · active⌉ smallest active weights of each layer; activate as many others, those of largest gradient.
+
+    Weights that were just dropped may come back. A layer has as many entries as before.
+
+    Source: Evci et al., Rigging the Lottery, ICML 2020; Dai et al., DisPFL, ICML 2022, for the counts.
+    """
+    moved: dict[str, Tensor] = {}
+    for name, active in mask.items():
+        total = int(active.sum())
+        count = min(total, math.ceil(share * total))
+        magnitudes = torch.where(active, weights[name].detach().abs().cpu(), -1.0)
+        stays = keep_largest_entries(magnitudes, total - count)
+        wanted = torch.where(stays, -1.0, gradients[name].detach().abs().cpu())
+        moved[name] = stays | keep_largest_entries(wanted, count)
+    return WeightMask(moved)

@@ -1,0 +1,307 @@
+"""Methods that sample some clients rather than others: Oort by the loss of their examples, REFL by their availability."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
+from sparsekit_fl.methods.server import ClientInfo, mean_change
+from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
+
+# Oort
+_SQUARES = "mean_squared_loss"
+_DECAY, _LEAST = 0.98, 0.2  # factor of the exploring share per round, and its least value while there are untried clients
+_PENALTY = 2.0  # exponent of the time penalty
+_CLIP = 0.95  # quantile at which utilities are clipped
+_CUT_OFF = 0.95  # of the paper; its code has 0.7, later versions 0.05
+_WINDOW = 5.0  # untried clients are drawn from the best N times the wanted number
+# Percentile of the times that T starts from, and the step by which the pacer moves it, in the code as FedScale and REFL run it
+# (in the original 101, which is no penalty at all, and 10); rounds in a window of the pacer.
+_PERCENTILE, _PACE_STEP, _PACE_ROUNDS = 30.0, 5.0, 20
+# REFL
+_STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `always_available`
+_ALPHA = 0.25  # weight of the past in the moving average of round lengths, in the paper
+_BETA = 0.35  # β of the paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oort(Method):
+    """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
+
+    Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided Participant Selection, OSDI 2021
+    (arXiv 2010.06081), Algorithm 1; the reference code for what the paper leaves open. Over-commitment and the blacklist of
+    often chosen clients are left out: the first would give Oort more clients per round than its rivals, the second would
+    exclude everybody here, where a client trains tens of times.
+
+    Clients report the mean squared loss of single examples in their first epoch; the reference code, too, looks at the first
+    epoch alone.
+
+    A tried client k with n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to
+    [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L); where it takes longer than the preferred time T, times
+    (T / time)². T is a percentile of the times of all clients; a pacer raises it when utility stops changing. Of
+    those that score at least 0.95 times the score at the edge of the part, the part is drawn in proportion to score.
+    An untried client counts with n, and with the time that its examples and speed let expect.
+
+    Args:
+        exploration: Share of the cohort that explores, at first; 0.9 in paper and code.
+    """
+
+    source = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
+
+    exploration: Share = 0.9
+
+    def sample(self, server: ServerContext) -> list[int]:
+        """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
+        memory, rng, size = server.memory, server.rngs["sampling"], server.cohort_size
+        roster = dict(server.roster)  # read once, since the first access of a client draws its capability
+        tried = memory.setdefault("tried", {})
+        # An untried client takes a time in proportion to its examples over its speed.
+        pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
+        expected = {id: _relative_time(info) * pace for id, info in roster.items()}
+        seconds = {id: float(tried[str(id)]["seconds"]) if str(id) in tried else time for id, time in expected.items()}
+        preferred = _preferred(memory.get("percentile", _PERCENTILE), seconds)
+        scores = _scores(server.round, tried, preferred)
+        fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
+        share = max(_LEAST, memory.get("exploration", self.exploration) * _DECAY) if fresh else 0.0
+        best, count = _ranked(scores), min(int(size * (1.0 - share)), len(scores))
+        edge = scores[best[min(count, len(best) - 1)]] * _CUT_OFF if best else 0.0
+        exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
+        count = min(size - len(exploited), len(fresh))
+        explored = _draw({id: fresh[id] for id in _ranked(fresh)[: max(count, int(_WINDOW * count))]}, count, rng)
+        memory.update(exploration=share, exploited=exploited)
+        cohort = [*exploited, *explored]
+        rest, missing = [id for id in roster if id not in cohort], size - len(cohort)
+        if missing > 0:
+            cohort += [rest[int(place)] for place in rng.choice(len(rest), size=missing, replace=False)]
+        return sorted(cohort)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and report the mean squared loss of single examples in the first epoch."""
+        loss_of, wanted, squares = client.problem.loss, len(client.client.data.train), list[Tensor]()
+
+        def loss(outputs: Any, targets: Tensor) -> Tensor:
+            if len(squares) < wanted:
+                with torch.no_grad():
+                    for place in range(len(targets)):
+                        squares.append(loss_of(_example(outputs, place), targets[place : place + 1]).square())
+            return loss_of(outputs, targets)
+
+        result = sgd(client, task, loss=loss)
+        return replace(result, metrics={_SQUARES: float(sum(squares)) / len(squares)})
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update without the squared losses."""
+        super().validate(server, update, task)
+        require_metrics(update, _SQUARES)
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean, and learn the clients' utilities and times."""
+        memory, gained = server.memory, []
+        for update in updates:
+            utility = update.examples * math.sqrt(max(0.0, update.metrics[_SQUARES]))
+            pace = update.cost.seconds / _relative_time(server.roster[update.client_id])
+            found = {"utility": utility, "seconds": update.cost.seconds, "pace": pace, "round": server.round}
+            memory["tried"][str(update.client_id)] = found
+            if update.client_id in memory["exploited"]:
+                gained.append(utility)
+        history: list[float] = memory.setdefault("history", [])
+        history.append(sum(gained) / len(gained) if gained else 0.0)
+        if server.round >= 2 * _PACE_ROUNDS and server.round % _PACE_ROUNDS == 0:
+            before, now = sum(history[-2 * _PACE_ROUNDS : -_PACE_ROUNDS]), sum(history[-_PACE_ROUNDS:])
+            percentile = memory.get("percentile", _PERCENTILE)
+            if abs(now - before) <= 0.1 * before:
+                percentile = min(100.0, percentile + _PACE_STEP)
+            elif abs(now - before) >= 5.0 * before:
+                percentile = max(_PACE_STEP, percentile - _PACE_STEP)
+            memory["percentile"] = percentile
+        return super().aggregate(server, updates)
+
+
+def _preferred(percentile: float, seconds: Mapping[int, float]) -> float:
+    """Return T, the time beyond which a client is penalised."""
+    order = sorted(seconds.values())
+    return math.inf if percentile >= 100.0 else order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
+
+
+def _late(seconds: float, preferred: float) -> float:
+    return (preferred / seconds) ** _PENALTY if seconds > preferred else 1.0
+
+
+def _scores(round: int, tried: Mapping[str, Any], preferred: float) -> dict[int, float]:
+    """Return the score of each tried client."""
+    if not tried:
+        return {}
+    utilities = sorted(item["utility"] for item in tried.values())
+    ceiling = utilities[min(int(len(utilities) * _CLIP), len(utilities) - 1)]
+    # A little below the least utility, so that the worst client can still be drawn.
+    low = utilities[0] * 0.999
+    width = max(utilities[-1] - low, 1e-4)
+    scores = {}
+    for key, item in tried.items():
+        score = (min(item["utility"], ceiling) - low) / width + math.sqrt(0.1 * math.log(round) / item["round"])
+        scores[int(key)] = max(score * _late(item["seconds"], preferred), 1e-9)
+    return scores
+
+
+def _relative_time(info: ClientInfo) -> float:
+    """Return the number of examples over the speed of the device, to which its time is proportional."""
+    return info.examples / info.capability.flops_per_second
+
+
+def _ranked(weights: Mapping[int, float]) -> list[int]:
+    """Sort ids from the largest weight down; ties go to the lower id."""
+    return sorted(weights, key=lambda id: (-weights[id], id))
+
+
+def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
+    """Draw `count` distinct ids, in proportion to their weights."""
+    if count == 0:
+        return []
+    ids = sorted(weights)
+    chances = np.array([weights[id] for id in ids])
+    return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())]
+
+
+def _example(values: Any, place: int) -> Any:
+    """Return one example of a batch of outputs, still as a batch."""
+    if isinstance(values, Mapping):
+        return {name: _example(value, place) for name, value in values.items()}
+    if isinstance(values, tuple | list):
+        return [_example(value, place) for value in values]
+    return values[place : place + 1] if isinstance(values, Tensor) else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class REFL(Method):
+    """FedAvg that samples first the clients expected to be away next, and ends a round before its stragglers have answered.
+
+    Abdelmoniem, Sahu, Canini, Fahmy: REFL: Resource-Efficient Federated Learning, EuroSys 2023 (arXiv 2111.01108): intelligent
+    participant selection, adaptive participant target and staleness-aware aggregation. The server optimiser of its reference
+    code, YoGi, is left out: the server adds the weighted mean of the changes, as in the other methods.
+
+    A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
+    the next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is
+    there at all, the server asks those who are away, which stands for waiting. One client less is asked for each late update
+    that is expected within an average round. The round ends when the share `target` of
+    its clients has answered, in simulated seconds; the others' updates arrive in the later round in which they are ready.
+
+    In the mean, an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
+    Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
+    the largest of the round's late updates. The reference code divides Λ by a further coefficient, which is 1 in its scripts.
+
+    Args:
+        target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
+            moving average of the lengths themselves would only ever shrink, so it is not used.
+        cool_down: Rounds before a client is asked again while others have rested; 5 in the reference code.
+        always_available: Everybody is always there; False: clients come and go. The presence of a client is a two-state chain,
+            which is our stand-in for the traces of the paper: it stays as it was in the round before with a probability of its
+            own, drawn once from 0.5 (a coin toss each round) to 1. The forecast for the next round is right with probability
+            0.9, as in the paper.
+    """
+
+    source = "Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108"
+    note = "Its clients are intermittently available; the other methods may ask anybody at any time."
+
+    target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
+    cool_down: NonNegativeCount = 5
+    always_available: bool = False
+
+    def sample(self, server: ServerContext) -> list[int]:
+        """Sample the clients that are expected to be away in the next round first."""
+        memory, ids = server.memory, sorted(server.roster)
+        here, staying = set(ids), set(ids)
+        if not self.always_available:
+            now, likely = self._presence(server, len(ids))
+            here, staying = set(compress(ids, now)), set(compress(ids, likely))
+        late = memory.setdefault("late", [])
+        busy = {item["client"] for item in late}
+        last = memory.setdefault("last", {})
+        free = [id for id in ids if id not in busy]
+        rested = [id for id in free if id in here and server.round - last.get(str(id), -self.cool_down) >= self.cool_down]
+        tiers = [
+            [id for id in rested if id not in staying],
+            [id for id in rested if id in staying],
+            [id for id in free if id in here and id not in rested],
+        ]
+        wanted = server.cohort_size
+        if "window" in memory:
+            soon = memory["clock"] + memory["window"]
+            wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))
+        rng = server.rngs["sampling"]
+        cohort = _fill(tiers, wanted, rng) or _fill([free, ids], wanted, rng)
+        last.update({str(id): server.round for id in cohort})
+        return sorted(cohort)
+
+    def _presence(self, server: ServerContext, count: int) -> tuple[list[bool], list[bool]]:
+        """Continue the chains by one round; return who is there now, and who is expected to be in the next round."""
+        memory, rng = server.memory, server.rngs["sampling"]
+        if "stay" not in memory:
+            memory["stay"] = torch.from_numpy(rng.uniform(*_STAYS, count))
+            memory["next"] = torch.from_numpy(rng.random(count) < 0.5)
+        now = memory["next"]
+        stays = torch.from_numpy(rng.random(count)) < memory["stay"]
+        memory["next"] = now == stays
+        right = torch.from_numpy(rng.random(count)) < _FORECAST
+        return now.tolist(), (memory["next"] == right).tolist()
+
+    def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
+        """Return the mean of the updates that came in time and of the late ones of earlier rounds that are ready."""
+        fresh, late = self._arrivals(server, updates)
+        weights = [1.0] * len(fresh)
+        for update, boost in zip(late, _boosts(server, fresh, late), strict=True):
+            weights.append((1.0 - _BETA) / (server.round - update.round + 1) + _BETA * boost)
+        return mean(server, [*fresh, *late], weights=weights)
+
+    def _arrivals(self, server: ServerContext, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
+        """Return the updates in time and the late ones that are ready; put those that are not yet ready into memory."""
+        memory = server.memory
+        start = memory.get("clock", 0.0)
+        needed = max(1, math.ceil(self.target * len(updates) - 1e-9))
+        length = sorted(update.cost.seconds for update in updates)[needed - 1]
+        end = start + length
+        ready = [item for item in memory["late"] if item["arrives"] <= end]
+        waiting = [item for item in memory["late"] if item["arrives"] > end]
+        waiting += [_packed(update, start + update.cost.seconds) for update in updates if update.cost.seconds > length]
+        before = memory.get("window", length)
+        memory.update(late=waiting, clock=end, length=length, window=(1 - _ALPHA) * length + _ALPHA * before)
+        return [update for update in updates if update.cost.seconds <= length], [Update(**item["update"]) for item in ready]
+
+    def seconds(self, server: ServerContext) -> float | None:
+        """Return when the share `target` of the cohort had answered."""
+        return float(server.memory["length"])
+
+
+def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
+    """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
+    chosen: list[int] = []
+    for tier in tiers:
+        size = min(wanted - len(chosen), len(set(tier) - set(chosen)))
+        if size > 0:
+            rest = [id for id in tier if id not in chosen]
+            chosen += [rest[int(i)] for i in rng.choice(len(rest), size=size, replace=False)]
+    return chosen
+
+
+def _packed(update: Update, arrives: float) -> dict[str, Any]:
+    fields = {name: getattr(update, name) for name in ("round", "client_id", "examples")}
+    return {"client": update.client_id, "arrives": arrives, "update": {**fields, "delta": dict(update.delta)}}
+
+
+def _boosts(server: ServerContext, fresh: Sequence[Update], late: Sequence[Update]) -> list[float]:
+    """Return 1 − e^(−Λ / Λ_max) for each late update; 0 if there is no fresh one to compare with."""
+    if not late or not fresh:
+        return [0.0] * len(late)
+    found = mean_change(server, fresh, weights="uniform")
+    floats = [name for name, tensor in server.state.items() if tensor.is_floating_point()]
+    size = sum(float(found[name].square().sum()) for name in floats)
+    gaps = [sum(float((found[name] - one.delta[name]).square().sum()) for name in floats) for one in late]
+    deviations = [gap / (len(fresh) + 1) ** 2 / size if size else 0.0 for gap in gaps]
+    largest = max(deviations)
+    return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]

@@ -1,0 +1,288 @@
+"""Methods whose clients train the whole model: FedAvg, FedProx, Per-FedAvg, and those with personal models or heads.
+
+`local` is the baseline to beat: on clients that hold few classes it is a strong rival, so every table should show it.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import head_entries
+from sparsekit_fl.client.context import part_flops
+from sparsekit_fl.client.fit import Batch, Batches, SgdStep, TrainingLog, make_step
+from sparsekit_fl.client.messages import WorkCost
+from sparsekit_fl.client.packing import foreach_copy_
+from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, load_leaves, train_leaves
+from sparsekit_fl.options import Count, Hint, NonNegative, Share
+
+_HEAD_SHARE = 0.4  # of FedRep's local epochs
+_LARGEST_BATCH = 256  # of Per-FedAvg's adaptation step before deployment
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Method):
+    """FedAvg: local SGD, and the mean of the clients' models; every default of `Method`.
+
+    McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+    """
+
+    source = "McMahan et al., AISTATS 2017"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(Method):
+    """FedAvg on loss + (mu / 2) · ‖θ − ω‖², in which some clients stop early. With mu = 0 and no stragglers it is FedAvg.
+
+    Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020
+    (arXiv 1812.06127), Algorithm 2; stragglers as in its experiments.
+
+    Args:
+        mu: μ. The paper tunes it per data set over {0.001, 0.01, 0.1, 1}; 0.01 is stable at every learning rate of our
+            presets, the 8 of the text tasks included, at which 1 is not stable.
+        stragglers: Probability that a client does only a part of its epochs, drawn uniformly from 1 to all of them. The paper
+            studies 0, 0.5 and 0.9; the other methods are compared under 0.
+    """
+
+    source = "Li et al., MLSys 2020, arXiv 1812.06127"
+
+    mu: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.01
+    stragglers: Annotated[Share, Hint("it is the share of slow clients")] = 0.0
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        epochs = client.training.local_epochs
+        if self.stragglers and client.rng.random() < self.stragglers:
+            epochs = int(client.rng.integers(1, epochs + 1))
+        return sgd(client, task, pull=self.mu, local_epochs=epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerFedAvg(Method):
+    """FedAvg of meta-learned models: an initial model that does well after one step on a client's own data.
+
+    Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
+    Approach, NeurIPS 2020 (arXiv 2002.07948). Of the paper's two approximations this is the first-order one, which leaves the
+    second derivative out. Clients count equally.
+
+    With independent batches D, D′ of the size of the run: w̃ = w − α ∇f(w; D), then w ← w − β ∇f(w̃; D′). β is the learning rate
+    of the run, with its momentum, weight decay and clipping; D′ are the batches that FedAvg would train on.
+
+    Args:
+        adaptation_lr: α; None takes a tenth of the learning rate of the run. At the 0.1 of the image tasks that is 0.01, the
+            adaptation rate of FL-bench; at α = β = 0.1 the initial model hardly learns on clients of two classes.
+    """
+
+    called = "per-fedavg"
+    source = "Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948"
+    weights = "uniform"
+    note = "Deployed after 1 step on the client's own data, as in its paper."
+
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
+
+    def _adaptation(self, client: ClientContext, leaves: Leaves) -> SgdStep:
+        """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
+        rate = 0.1 * client.training.lr if self.adaptation_lr is None else self.adaptation_lr
+        return SgdStep(leaves.values(), lr=rate, clip=client.training.clip)
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train; the work of a step is two gradients."""
+        leaves = load_leaves(client, task.state, None)
+        parameters: list[Tensor] = list(leaves.values())
+        batches, others = client.batches(), _forever(lambda: client.batches(epochs=1))
+        update = make_step(client.training, leaves.values())
+        adapt = self._adaptation(client, leaves)
+        module, loss_of = client.masked.model, client.problem.loss
+        adapted = 0  # examples of the adaptation steps
+
+        def step(batch: Batch) -> tuple[Any, Tensor]:
+            nonlocal adapted
+            before, other = [parameter.detach().clone() for parameter in parameters], next(others)
+            adapted += other.size
+            adapt(loss_of(module(*other.inputs), other.targets))
+            outputs = module(*batch.inputs)
+            loss = loss_of(outputs, batch.targets)
+
+            def back(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+                foreach_copy_(parameters, before)
+                return gradients
+
+            update(loss, [back])
+            return outputs, loss
+
+        log = client.fit(module, batches, step)
+        work = client.work(None, log) + client.work_on(adapted, padded_examples=log.padded_examples)
+        return Result.of(client, None, log, work=work)
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""
+        adapt = self._adaptation(client, load_leaves(client, state, None))
+        module = client.masked.model
+        # Statistics of batch norm stay those of the server: one step is too few to learn new ones.
+        module.eval()
+        batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
+        batch = next(next(iter(batches)))
+        adapt(client.problem.loss(module(*batch.inputs), batch.targets))
+        client.deploying.append(client.work_on(batch.size).flops)
+        return Model(state=client.masked.narrow_state())
+
+
+def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
+    while True:
+        for epoch in batches():
+            yield from epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Method):
+    """Nothing is shared: a client continues from its own last state whenever it is sampled, on the schedule of the others.
+
+    Args:
+        keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
+            "loss" on its validation and training data.
+    """
+
+    source = "no federation"
+
+    keep: Keep = "last"
+
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        return graph.shapes
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        result = sgd(client, task)
+        if self.keep != "last":
+            keep_model(client, result, self.keep, task.ratio)
+        return result
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the kept model, or the client's last state."""
+        return kept_model(client) or Model(state=state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ditto(Method):
+    """FedAvg, and a second model on each client, trained on loss + (lam / 2) · ‖v − ω‖².
+
+    Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021 (arXiv 2012.04221),
+    Algorithm 1. As in the reference code, both models learn from the same batches, the personal one is pulled to the received
+    global model, and it continues from round to round, at first from the model of round 0.
+
+    Args:
+        lam: λ; the paper chooses among 0.1, 1 and 2. Of these, 0.1 alone is stable at the learning rate 8 of the text tasks.
+    """
+
+    source = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
+
+    lam: Annotated[NonNegative, Hint("0 trains alone")] = 0.1
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train the global model, which is uploaded, then the client's own. Both are work."""
+        batches = client.batches()
+        result = sgd(client, task, batches=batches)
+        start = self.deploy(client, task.state)
+        own = sgd(client, Task(state=start.state), batches=batches, pull=self.lam, anchor=task.state)
+        keep_model(client, own, "last", 1.0)
+        return replace(result, module=None, work=client.work(None, result.log) + client.work(None, own.log))
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the client's own model; before its first participation, that of round 0."""
+        return kept_model(client) or Model(state=client.initial_state())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPer(Method):
+    """FedAvg on all but the head, which each client keeps and trains for itself, together with the rest.
+
+    Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers (arXiv 1912.00818).
+
+    Args:
+        layers: Number of last layers that make the head. The paper compares the classifier alone with the classifier and the
+            last blocks; the classifier alone is what it is usually compared with.
+    """
+
+    source = "Arivazhagan et al., FedPer, arXiv 1912.00818"
+
+    layers: Annotated[Count, Hint("to share everything, use fedavg")] = 1
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if the model cannot be split into a head and a shared part."""
+        check_head(graph, self.layers)
+
+    def private(self, graph: UnitGraph) -> Collection[str]:
+        return head_entries(graph.layers, self.layers)
+
+
+def check_head(graph: UnitGraph, layers: int) -> None:
+    """Raise InvalidValueError if the model has no head of its own, or consists of its head alone.
+
+    An entry that an earlier layer reads too is not of the head: of a decoder tied to its embedding, only the bias is.
+    """
+    names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
+    if not head_entries(graph.layers, layers):
+        raise InvalidValueError(
+            f"the output layer has no entry of its own (layers in forward order: {names}), so there is no head to keep"
+            " private; give it a weight or a bias that no earlier layer reads"
+        )
+    if len(graph.layers) <= layers:
+        raise InvalidValueError(
+            f"a head of {layers} of the model's {len(graph.layers)} layers ({names}) leaves nothing to share;"
+            " use a deeper model, or train each client alone"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(FedPer):
+    """FedPer, trained in turns: SGD on the head with the rest frozen, then on the rest with the head frozen.
+
+    Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Personalized Federated Learning, ICML 2021
+    (arXiv 2102.07078). Two fifths of the local epochs train the head, rounded to the nearest number, at least one epoch each: 2
+    of the 5 whose cost the published comparison of Xue et al., ICDE 2025, has. The paper's experiments take 10 of the head and
+    1 of the body. One local epoch is split by batches.
+
+    Args:
+        layers: Number of last layers that make the head.
+    """
+
+    source = "Collins et al., FedRep, ICML 2021, arXiv 2102.07078"
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
+        names = set(head_entries(client.graph.layers, self.layers))
+        leaves = load_leaves(client, task.state, None)
+        head = {name: leaf for name, leaf in leaves.items() if name in names}
+        body = {name: leaf for name, leaf in leaves.items() if name not in names}
+        epochs = client.training.local_epochs
+        first = min(epochs - 1, max(1, round(_HEAD_SHARE * epochs)))
+        halves = _halves(client) if epochs == 1 else None
+        before = _phase(client, head, body, halves[0] if halves else client.batches(epochs=first))
+        after = _phase(client, body, head, halves[1] if halves else client.batches(epochs=epochs - first))
+        whole, own = client.costs.forward_flops(None), part_flops(client.costs, names)
+        # The row-mask count charges whole epochs, as the published one does.
+        counted = client.work(None, before + after).flops_paper
+        compact = (whole + 2 * own) * before.examples + 3 * whole * after.examples
+        return Result.of(client, None, before + after, work=WorkCost(flops=compact, flops_paper=counted))
+
+
+def _halves(client: ClientContext) -> tuple[Batches, Batches]:
+    """Return the batches of one epoch in two parts, each of at least one batch if there are two."""
+    whole = client.batches(epochs=1)
+    first = min(max(1, round(_HEAD_SHARE * len(whole.bounds))), max(1, len(whole.bounds) - 1))
+    parts, padded = (copy.copy(whole), copy.copy(whole)), first * client.training.batch_size
+    parts[0].bounds, parts[0].padded_examples = whole.bounds[:first], padded
+    if len(whole.bounds) > 1:
+        parts[1].bounds, parts[1].padded_examples = whole.bounds[first:], whole.padded_examples - padded
+    return parts
+
+
+def _phase(client: ClientContext, trained: Leaves, frozen: Leaves, batches: Batches) -> TrainingLog:
+    for leaf in frozen.values():
+        leaf.requires_grad_(False)
+    try:
+        return train_leaves(client, trained, batches)
+    finally:
+        for leaf in frozen.values():
+            leaf.requires_grad_(True)
