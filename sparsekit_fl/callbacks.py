@@ -6,9 +6,9 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,7 +50,8 @@ class RunView:
         config: The options.
         clients: Number of clients.
         round: The last finished round; 0 before the first.
-        cost: Cost of the finished rounds.
+        records: One per saved round, also of those before the run was resumed. A callback that counts here, and keeps nothing
+            on itself, does the same in a run that was killed and resumed.
         out: Folder of the run; None if it keeps nothing.
         metrics: Names of the problem's metrics, and "loss".
         lower: Metrics of which small values are good.
@@ -64,7 +65,7 @@ class RunView:
     config: RunConfig
     clients: int
     round: int = 0
-    cost: WorkCost = field(default_factory=WorkCost)
+    records: Sequence[RoundRecord] = ()
     out: Path | None = None
     metrics: tuple[str, ...] = ("accuracy", "loss")
     lower: frozenset[str] = frozenset({"loss"})
@@ -72,6 +73,11 @@ class RunView:
     state: Callable[[], StateDict] = dict
     model: Callable[[], nn.Module] = nn.Module
     stopped: str = ""
+
+    @property
+    def cost(self) -> WorkCost:
+        """Cost of the saved rounds."""
+        return self.records[-1].cost if self.records else WorkCost()
 
     def stop(self, reason: str) -> None:
         """End the run after this round. Every client is scored and the result is written, as after the last round.
@@ -85,8 +91,8 @@ class RunView:
 class Callback:
     """Base class: override the hooks you need. A callback only reads, but it may stop the run.
 
-    An error in a callback ends the run; everything up to the round before is saved. Reset your counters in `on_run_start`, so
-    that one object can serve several runs. Return from `state` what a resumed run needs; `load` gets it back.
+    An error in a callback ends the run; everything up to the round before is saved. What you decide by, read from
+    `RunView.records`: then one object can serve several runs, and a resumed run decides the same.
     """
 
     def on_run_start(self, run: RunView) -> None:
@@ -96,20 +102,13 @@ class Callback:
         """A client was trained (Update), or scored (Evaluation); None if it failed."""
 
     def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        """All clients of an evaluation were scored; the round has not ended yet."""
+        """All clients of an evaluation were scored; the round has no record yet."""
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round ended and is saved."""
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
         """The run ended and is saved; None if an error or Ctrl-C ended it."""
-
-    def state(self) -> dict[str, Any]:
-        """Return plain JSON values for the checkpoint of each round; nothing by default."""
-        return {}
-
-    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, in a resumed run, after `on_run_start`. Stop the run again if it was stopped."""
 
 
 class Callbacks:
@@ -139,20 +138,6 @@ class Callbacks:
             for one in reversed(self._all):
                 stack.callback(one.on_run_end, *arguments)
 
-    def start(self, run: RunView, saved: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
-        """Begin a run. In a resumed run, each callback gets the saved state of its class, in their order."""
-        left = list(saved)
-        self.tell("on_run_start", run)
-        for one in self._all:
-            mine = next((pair for pair in left if pair[0] == type(one).__qualname__), None)
-            if mine is not None:
-                left.remove(mine)
-                one.load(run, mine[1])
-
-    def states(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return class and state of each, as plain JSON values."""
-        return [(type(one).__qualname__, one.state()) for one in self._all]
-
 
 _NEVER_SCORED = {
     "validation": "no client has validation data; give clients `val`, or monitor another part",
@@ -162,20 +147,17 @@ _NEVER_SCORED = {
 
 
 class _Monitor(Callback):
-    """Keeps the best value of one number; `_followed` acts on each evaluation that has it."""
+    """Follows one number: the mean over clients."""
 
-    def __init__(self, monitor: str, min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: str = "") -> None:
         self._part, _, self._metric = (monitor or "validation").partition(".")
         if self._part not in PARTS:
             raise InvalidValueError(
                 f"monitor must be PART.METRIC, as in 'validation.accuracy', got {monitor!r}; {nearest(self._part, PARTS)}"
             )
-        if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise InvalidValueError(f"min_delta must be a finite number >= 0, got {min_delta!r}")
-        self._min_delta = min_delta
 
     def on_run_start(self, run: RunView) -> None:
-        """Begin to count.
+        """Check that the run has the number.
 
         Raises:
             InvalidValueError: the run never has this number.
@@ -187,33 +169,31 @@ class _Monitor(Callback):
             raise InvalidValueError(
                 f"{type(self).__name__} cannot monitor {self._part}.{self._name}: {_NEVER_SCORED[self._part]}"
             )
-        self._best: float | None = None
-        self._value: float | None = None
-        self._round = self._waited = 0
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        """Follow the number; an evaluation without it does not count."""
-        value = scores.over(self._part, "mean").get(self._name)
-        if value is None:
-            return
-        gain = math.inf if self._best is None else (self._best - value) * (1 if self._name in run.lower else -1)
-        better = math.isfinite(value) and gain > self._min_delta
-        if better:
-            self._best, self._round = value, run.round
-        # JSON has no number that is not finite, and the checkpoint is JSON.
-        self._value = value if math.isfinite(value) else None
-        self._waited = 0 if better else self._waited + 1
-        self._followed(run, better)
+    def _course(self, run: RunView, scores: RoundScores | None, min_delta: float = 0.0) -> _Course:
+        """Return how the number went in the saved rounds, and in `scores`; an evaluation without it does not count."""
+        found, sign = _Course(), -1 if self._name in run.lower else 1
+        evaluations = [(record.round, record.evaluation) for record in run.records]
+        for round, evaluation in [*evaluations, (run.round, scores)]:
+            value = None if evaluation is None else evaluation.over(self._part, "mean").get(self._name)
+            if value is None:
+                continue
+            gain = math.inf if found.best is None else sign * (value - found.best)
+            if math.isfinite(value) and gain > min_delta:
+                found = _Course(best=value, round=round, last=value)
+            else:
+                found = replace(found, last=value, waited=found.waited + 1)
+        return found
 
-    def _followed(self, run: RunView, better: bool) -> None:
-        """Act on an evaluation; each class that inherits says how."""
 
-    def state(self) -> dict[str, Any]:
-        return {"best": self._best, "round": self._round, "value": self._value, "waited": self._waited}
+@dataclass(frozen=True)
+class _Course:
+    """How a number went: its best value and the round of that, the last value, and the evaluations since the best one."""
 
-    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
-        self._best, self._round = state["best"], state["round"]
-        self._value, self._waited = state["value"], state["waited"]
+    best: float | None = None
+    round: int = 0
+    last: float = math.nan
+    waited: int = 0
 
 
 class EarlyStopping(_Monitor):
@@ -231,24 +211,25 @@ class EarlyStopping(_Monitor):
     """
 
     def __init__(self, monitor: str = "", *, patience: int = 5, min_delta: float = 0.0, target: float | None = None) -> None:
+        super().__init__(monitor)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise InvalidValueError(f"patience must be an integer >= 1, got {patience!r}")
-        super().__init__(monitor, min_delta)
-        self._patience, self._target = patience, target
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise InvalidValueError(f"min_delta must be a finite number >= 0, got {min_delta!r}")
+        self._patience, self._min_delta, self._target = patience, min_delta, target
 
-    def _followed(self, run: RunView, better: bool) -> None:
-        text = f"{self._part} {self._metric}".strip()
-        if self._target is not None and self._value is not None:
-            low = self._name in run.lower
-            if self._value <= self._target if low else self._value >= self._target:
-                run.stop(f"{text} reached {self._value:.4g}, the target is {self._target:g}")
-        if self._waited >= self._patience:
-            best = "was never a number" if self._best is None else f"was best in round {self._round}"
-            run.stop(f"{text} {best} and has not improved for {self._waited} evaluations")
+    def on_run_start(self, run: RunView) -> None:
+        super().on_run_start(run)
+        self.on_evaluation(run)  # a run that was killed after it stopped stops again
 
-    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
-        super().load(run, state)
-        self._followed(run, better=False)
+    def on_evaluation(self, run: RunView, scores: RoundScores | None = None) -> None:
+        course, text = self._course(run, scores, self._min_delta), f"{self._part} {self._metric}".strip()
+        sign = -1 if self._name in run.lower else 1
+        if self._target is not None and math.isfinite(course.last) and sign * (course.last - self._target) >= 0:
+            run.stop(f"{text} reached {course.last:.4g}, the target is {self._target:g}")
+        if course.waited >= self._patience:
+            best = "was never a number" if course.best is None else f"was best in round {course.round}"
+            run.stop(f"{text} {best} and has not improved for {course.waited} evaluations")
 
 
 class BestCheckpoint(_Monitor):
@@ -263,21 +244,19 @@ class BestCheckpoint(_Monitor):
         InvalidValueError: a value that is not allowed; at the start of a run, no folder, or a number that the run never has.
     """
 
-    def __init__(self, monitor: str = "") -> None:
-        super().__init__(monitor)
-
     def on_run_start(self, run: RunView) -> None:
         if run.out is None:
             raise InvalidValueError("BestCheckpoint needs the folder of the run; give it one (out=, --out DIR)")
         super().on_run_start(run)
 
-    def _followed(self, run: RunView, better: bool) -> None:
-        if run.out is None or not better:
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        course = self._course(run, scores)
+        if run.out is None or course.round != run.round:
             return
         path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
-        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": self._best}
+        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": course.best}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
 
 
@@ -344,11 +323,11 @@ class LiveProgress(Callback):
         self._lines = not (quiet or self._console.is_terminal)
         self._label, self._score, self._began = label, "", time.monotonic()
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            "{task.description}",
             progress.BarColumn(bar_width=None),
-            progress.TextColumn("{task.fields[facts]}"),
+            "{task.fields[facts]}",
             progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
+            "left",
             progress.TimeRemainingColumn(),
             console=self._console,
             disable=quiet or self._lines,

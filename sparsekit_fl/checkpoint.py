@@ -221,7 +221,6 @@ class State:
         model: The whole dense global state; entries that are not shared stay as they were at first.
         memory: State of the method on the server.
         versions: Client id → round in which its valid memory was written; clients without memory are absent.
-        callbacks: Class and state of each callback.
         extended: How many rounds the run had, each time that a finished run was given more.
     """
 
@@ -229,7 +228,6 @@ class State:
     model: dict[str, Tensor]
     memory: dict[str, Any] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    callbacks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     extended: tuple[int, ...] = ()
 
 

@@ -184,7 +184,7 @@ class _Loop:
             config=spec.config,
             clients=len(clients),
             round=self._saved,
-            cost=self._cost,
+            records=self.records,
             out=self.folder.path if self.folder.durable else None,
             metrics=(*metrics, "loss"),
             lower=self._lower,
@@ -192,10 +192,6 @@ class _Loop:
             state=lambda: self.server.state.model,
             model=self._model,
         )
-
-    @property
-    def _cost(self) -> WorkCost:
-        return self.records[-1].cost if self.records else WorkCost()
 
     def _model(self) -> nn.Module:
         """Make a module that holds the global state."""
@@ -225,7 +221,7 @@ class _Loop:
     def told(self) -> Iterator[None]:
         """Tell the callbacks that the run begins and ends."""
         try:
-            self.callbacks.start(self.view, self.server.state.callbacks)
+            self.callbacks.tell("on_run_start", self.view)
             yield
         except BaseException:
             try:
@@ -324,19 +320,11 @@ class _Loop:
         Args:
             record: Of the round, with its own cost.
         """
-        record = replace(record, cost=self._cost + record.cost)
+        record = replace(record, cost=self.view.cost + record.cost)
         self.records.append(record)
-        state = self.server.state
-        state.callbacks = self.callbacks.states()
-        self.folder.save(state, plain(record.to_dict()))
+        self.folder.save(self.server.state, plain(record.to_dict()))
         self._saved = record.round
-        self.view.cost = record.cost
-        try:
-            self.callbacks.tell("on_round_end", self.view, record)
-        finally:
-            if self.callbacks.states() != state.callbacks:
-                state.callbacks = self.callbacks.states()
-                self.folder.save_state(state)
+        self.callbacks.tell("on_round_end", self.view, record)
 
     def finish(self, run_clients: RunClients) -> RunResult:
         """Score all clients unless the last round did, and write models and result."""
@@ -352,7 +340,7 @@ class _Loop:
             config=spec.config,
             rounds=tuple(self.records),
             final=FinalScores.of(final, lower=self._lower, per_client=tuple(final), state_sha256=digest(state.model)),
-            cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in final)),
+            cost=replace(self.view.cost, flops_deploying=sum(one.flops_deploying for one in final)),
             environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
             experiment=self.described["experiment"],
             state=state.model,

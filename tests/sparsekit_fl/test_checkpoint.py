@@ -101,7 +101,7 @@ DESCRIBED = {"config": {"rounds": 9}}
 
 def saved_rounds(folder, rounds=(1, 2)):
     """Save rounds in which client 1 writes a memory, and return the state."""
-    state = State(0, {"w": torch.zeros(2)}, memory={"drawn": 5}, callbacks=[("Stop", {"waited": 1})])
+    state = State(0, {"w": torch.zeros(2)}, memory={"drawn": 5})
     folder.load(DESCRIBED)
     for round in rounds:
         folder.memories.write(1, round, {"seen": round})
