@@ -1,6 +1,7 @@
 """Ways to deal a data set to clients, by name: shards of one class, mixtures of classes, and the people who made the data."""
 
 import logging
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ from pydantic import Field
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
 from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive
-from sparsekit_fl.problem.data import ClientData, TensorData
+from sparsekit_fl.problem.data import ClientData
 from sparsekit_fl.problem.datasets import DataSource
 
 _log = logging.getLogger(__name__)
@@ -46,14 +47,13 @@ class Partition(Protocol):
         ...
 
 
-def hold_out(indices: Indices) -> tuple[Indices, Indices]:
-    """Split at least two indices into those that stay and the last tenth, rounded half up and at least one, for validation."""
-    count = min(max(1, int(len(indices) * 0.1 + 0.5)), len(indices) - 1)
-    return indices[:-count], indices[-count:]
+def _tenth(indices: Indices) -> int:
+    """Return a tenth of the number of indices, rounded half up and at least one."""
+    return max(1, int(len(indices) * 0.1 + 0.5))
 
 
-def _labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
-    """Return the training and test pools of a source whose examples carry one label each.
+def _rows_by_class(source: DataSource, partition: str) -> tuple[list[Indices], list[Indices]]:
+    """Return positions of the training and of the test examples of each class, in their order.
 
     Raises:
         DataError: the source has no test pool, or labels that are not one class per example.
@@ -63,15 +63,16 @@ def _labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, Ten
             f"partition {partition!r} needs one class label per example and a test set, which {source.name!r} does not have;"
             " use 'natural', if the examples have owners, or a function of your own as package.module:function"
         )
-    return source.train, source.test
+    both = [pool.labels().numpy() for pool in (source.train, source.test)]
+    train, test = ([np.flatnonzero(labels == label) for label in range(source.classes)] for labels in both)
+    return train, test
 
 
-def _rows_by_class(pool: TensorData, classes: int) -> list[Indices]:
-    """Return positions of the examples of each class, in the order of the pool."""
-    labels = pool.labels().numpy()
-    order = np.argsort(labels, kind="stable").astype(np.int64)
-    bounds = np.searchsorted(labels[order], np.arange(classes + 1))
-    return [order[bounds[c] : bounds[c + 1]] for c in range(classes)]
+def _hand(source: DataSource, train: Sequence[Indices], val: Sequence[Indices], test: Sequence[Indices]) -> ClientData:
+    """Return the data of a client of a source with a test pool."""
+    assert source.test is not None
+    kept, held, scored = map(np.concatenate, (train, val, test))
+    return ClientData(train=source.train.take(kept), val=source.train.take(held), test=source.test.take(scored))
 
 
 def pathological(
@@ -120,7 +121,7 @@ def pathological(
         class borders; here a shard has one class.
         `lack_classes` is that of Effect of Heterogeneity (Q3): "each client lacks x classes".
     """
-    train, test = _labelled_pools(source, "pathological")
+    rows, tests = _rows_by_class(source, "pathological")
     if lack_classes is not None:
         if lack_classes >= source.classes:
             raise InvalidValueError(
@@ -132,27 +133,18 @@ def pathological(
         classes_per_client, distinct, when_short = source.classes - lack_classes, True, "shrink"
     if classes_per_client > source.classes:
         raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
-    rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
     size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
     shards = [[members[start : start + size] for start in range(0, len(members) - size + 1, size)] for members in rows]
     remaining = [[shard[place] for place in rng.permutation(len(shard))] for shard in shards]
     splits: list[ClientData] = []
-    short: set[int] = set()
     for _ in range(clients):
         owned = sorted(_draw_classes(list(map(len, remaining)), classes_per_client, rng, distinct=distinct))
-        kept, held = zip(*(hold_out(remaining[label].pop()) for label in owned), strict=True)
-        classes = sorted(set(owned))
-        short |= {label for label in classes if len(tests[label]) < images_per_class}
-        scored = np.concatenate([rng.permutation(tests[label])[:images_per_class] for label in classes])
-        if not len(scored):
+        own, classes = [remaining[label].pop() for label in owned], sorted(set(owned))
+        scored = [rng.permutation(tests[label])[:images_per_class] for label in classes]
+        if not any(map(len, scored)):
             raise DataError(f"{source.name!r} has no test example of the classes {classes}; give every class test examples")
-        splits.append(
-            ClientData(train=train.take(np.concatenate(kept)), val=train.take(np.concatenate(held)), test=test.take(scored))
-        )
-    if short:
-        _log.warning(
-            "%s: %d classes have fewer than %d test examples; all of them are used", source.name, len(short), images_per_class
-        )
+        last = _tenth(own[0])
+        splits.append(_hand(source, [shard[:-last] for shard in own], [shard[-last:] for shard in own], scored))
     return splits
 
 
@@ -213,24 +205,21 @@ def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alp
 
     Source: Hsu, Qi, Brown, arXiv 1909.06335; Li et al., ICDE 2022 (arXiv 2102.02079) for the even part.
     """
-    train, test = _labelled_pools(source, "dirichlet")
-    rows, tests = _rows_by_class(train, source.classes), _rows_by_class(test, source.classes)
-    enough = len(train) >= clients * _LEAST and len(test) >= clients
-    for _ in range(_ATTEMPTS if enough else 0):
+    rows, tests = _rows_by_class(source, "dirichlet")
+    examples, scored = (sum(map(len, members)) for members in (rows, tests))
+    for _ in range(_ATTEMPTS if examples >= clients * _LEAST and scored >= clients else 0):
         found = _deal(rows, tests, clients, alpha, rng)
-        if all(len(mine) >= _LEAST and len(scored) for mine, scored in found):
+        if all(len(mine) >= _LEAST and len(test) for mine, test in found):
             break
     else:
         raise DataError(
-            f"{len(train)} training and {len(test)} test examples of {source.name!r} cannot be dealt to {clients} clients"
+            f"{examples} training and {scored} test examples of {source.name!r} cannot be dealt to {clients} clients"
             f" with at least {_LEAST} and 1 each at alpha={alpha}; use fewer clients, or a larger alpha"
         )
     splits = []
-    for mine, scored in found:
-        kept, held = hold_out(rng.permutation(mine))
-        splits.append(
-            ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
-        )
+    for mine, test in found:
+        kept, held = np.split(rng.permutation(mine), [-_tenth(mine)])
+        splits.append(_hand(source, [np.sort(kept)], [np.sort(held)], [np.sort(test)]))
     return splits
 
 
@@ -281,12 +270,10 @@ def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> li
             f" use at most {len(fitting)} clients"
         )
     chosen = fitting[np.argsort(-sizes[fitting], kind="stable")[:clients]]
-    order = np.argsort(owners, kind="stable").astype(np.int64)
-    ends = np.cumsum(sizes)
     splits = []
     for owner in np.sort(chosen):
-        rows = order[ends[owner] - sizes[owner] : ends[owner]]
-        tenth = max(1, int(len(rows) * 0.1 + 0.5))
+        rows = np.flatnonzero(owners == owner)
+        tenth = _tenth(rows)
         train, val, test = np.split(rows, [len(rows) - 2 * tenth, len(rows) - tenth])
         splits.append(ClientData(train=source.train.take(train), val=source.train.take(val), test=source.train.take(test)))
     return splits
