@@ -344,20 +344,17 @@ class LiveProgress(Callback):
         self._bar.stop()
 
     def on_run_start(self, run: RunView) -> None:
-        self._label = self._label or run.method
-        total = run.config.rounds * run.config.cohort
-        self._bar.update(self._task, total=total, completed=run.round * run.config.cohort)
-        self._doing(run, run.round + 1)
+        self._label, cohort = self._label or run.method, run.config.cohort
+        self._bar.update(self._task, total=run.config.rounds * cohort, completed=run.round * cohort)
+        self._begin(run, run.round + 1)
         self._bar.start()
 
-    def _doing(self, run: RunView, round: int, more: str = "") -> None:
+    def _begin(self, run: RunView, round: int, **more: Any) -> None:
         rounds = run.config.rounds
-        self._bar.update(self._task, description=f"{self._label} round {min(round, rounds)}/{rounds}{more}")
+        self._bar.update(self._task, description=f"{self._label} round {min(round, rounds)}/{rounds}", **more)
 
     def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        if isinstance(work, Evaluation):
-            self._doing(run, run.round, ", scoring")
-        else:
+        if not isinstance(work, Evaluation):
             self._bar.advance(self._task)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
@@ -374,9 +371,8 @@ class LiveProgress(Callback):
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not self._score and record.accuracy is not None:
             self._score = f"training {score_text('accuracy', record.accuracy)}"
-        facts = f"{self._score}  {flops}".strip()
-        self._bar.update(self._task, completed=record.round * run.config.cohort, facts=facts)
-        self._doing(run, record.round + 1)
+        done, facts = record.round * run.config.cohort, f"{self._score}  {flops}".strip()
+        self._begin(run, record.round + 1, completed=done, facts=facts)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
         self._bar.stop()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import MissingDependencyError
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
@@ -71,7 +72,8 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
     path = Path(out) / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(template.render(title=title, sections=sections, source=source), encoding="utf-8")
+    # Another `compare` may write the page of its own trials at the same time.
+    write_atomically(path, template.render(title=title, sections=sections, source=source).encode())
     return path, missing
 
 

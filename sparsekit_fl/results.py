@@ -110,7 +110,6 @@ class RoundScores:
         shared: Means of the global model on test data; None if it was not scored. Called `global` in files.
         weighted: Part (personal, validation, global) → means in which a client counts by its examples.
         worst_decile: Part → means over the worst tenth of the clients, of each metric its own tenth.
-        clients: Number of clients that were scored, if they were a sample; None for all.
     """
 
     personal: Means
@@ -118,17 +117,13 @@ class RoundScores:
     shared: Means | None = None
     weighted: Mapping[str, Means] = field(default_factory=dict)
     worst_decile: Mapping[str, Means] = field(default_factory=dict)
-    clients: int | None = None
 
     @classmethod
-    def of(
-        cls, evaluations: Sequence[Evaluation], *, sampled: bool = False, lower: frozenset[str] | None = None, **more: Any
-    ) -> Self:
+    def of(cls, evaluations: Sequence[Evaluation], *, lower: frozenset[str] | None = None, **more: Any) -> Self:
         """Return the scores over clients.
 
         Args:
             evaluations: One per client.
-            sampled: Whether the clients are a sample, whose size is then kept.
             lower: Metrics of which small values are good; None tells by their names.
             more: Further fields of a class that inherits this one.
         """
@@ -141,7 +136,6 @@ class RoundScores:
             shared=found["global"]["mean"] if "global" in found else None,
             weighted={part: own["weighted"] for part, own in found.items()},
             worst_decile={part: own["worst_decile"] for part, own in found.items()},
-            clients=len(evaluations) if sampled else None,
             **more,
         )
 
@@ -152,15 +146,14 @@ class RoundScores:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
-        found: dict[str, Any] = {"personal": self.personal, "validation": self.validation, "global": self.shared}
-        found |= {"weighted": self.weighted, "worst_decile": self.worst_decile}
-        return found | ({} if self.clients is None else {"clients": self.clients})
+        found = {"personal": self.personal, "validation": self.validation, "global": self.shared}
+        return {**found, "weighted": self.weighted, "worst_decile": self.worst_decile}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], **more: Any) -> Self:
         """Read what `to_dict` returned. Numbers that were not finite come back as NaN."""
         known = {name: _numbers(raw[name]) for name in ("personal", "validation", "weighted", "worst_decile") if name in raw}
-        return cls(**known, shared=_numbers(raw["global"]) if raw.get("global") else None, clients=raw.get("clients"), **more)
+        return cls(**known, shared=_numbers(raw["global"]) if raw.get("global") else None, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,7 @@ class _Loop:
             return None, []
         ids = list(self.server.clients) if last else self._sampled(round)
         found, unscored = self._evaluate(ids, run_clients, last=last, with_shared=whole)
-        scores = RoundScores.of(found, sampled=config.eval_clients is not None, lower=self._lower)
+        scores = RoundScores.of(found, lower=self._lower)
         self.callbacks.tell("on_evaluation", self.view, scores)
         self._final = found if last else None
         return scores, unscored

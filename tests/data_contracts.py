@@ -45,7 +45,7 @@ class DatasetContract:
         source = self.make_source()
         if source.owners is not None:
             assert source.owners.shape == (len(source.train),)
-            assert set(source.owners.tolist()) == set(range(len(source.owner_names)))
+            assert set(source.owners.tolist()) == set(range(int(source.owners.max()) + 1))
 
 
 class PartitionContract:

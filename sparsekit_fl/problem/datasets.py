@@ -41,9 +41,8 @@ class DataSource:
         classes: Labels are in [0, classes); for tokens the size of the vocabulary; 0 if targets are not labels.
         mean: Per channel, of pixels scaled to [0, 1]; images only.
         std: Per channel, likewise.
-        owners: int64 `(len(train),)`: the natural client of each training example, in [0, len(owner_names)); the rows of
-            one owner are in order of time. None if the data set has no natural clients.
-        owner_names: A name for each natural client.
+        owners: int64 `(len(train),)`: the natural client of each training example, counted from 0; the rows of one owner are in
+            order of time. None if the data set has no natural clients.
         never_right: Token ids that count as asked for but never as right, such as the one for unknown words.
 
     Raises:
@@ -58,7 +57,6 @@ class DataSource:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     owners: Tensor | None = None
-    owner_names: tuple[str, ...] = ()
     never_right: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 
-__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "whole"]
+__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "lower_is_better", "whole"]
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -98,12 +98,6 @@ def loss_weight(loss: Any, targets: Tensor) -> Any:
     """
     weight = getattr(loss, "weight", None)
     return weight(targets) if callable(weight) else len(targets)
-
-
-def log_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy in nats as a sum, and the number of targets that count; arguments as for `accuracy`."""
-    _check(outputs, targets)
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum"), _counted(targets)
 
 
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:

@@ -1,7 +1,9 @@
 """Problem: the model, the loss and the metrics: all that a method needs to know of a task; and a trial of it on the data."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError, InvalidValueError, TraceError
+from sparsekit.errors import DataError, InvalidValueError, SparsekitError, TraceError
 from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.data import Client, TensorData, arranged, read
@@ -125,6 +127,7 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
     here = [client for client in clients if not isinstance(client.data.train, range)]
     if not here:
         return
+    split, who = here[0].data.train, f"client {here[0].id}"
     with torch_scope(np.random.default_rng(0)):
         model = problem.model()
         if not isinstance(model, nn.Module):
@@ -132,65 +135,59 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InvalidValueError("no parameter of the model requires a gradient, so there is nothing to train")
         model.eval()
-        try:
-            with torch.no_grad():
-                model(*problem.example_inputs)
-        except Exception as error:
-            raise TraceError(
-                f"the model fails on example_inputs {[_shape(item) for item in problem.example_inputs]}: {error};"
-                " pass a model for these, or inputs that model(*example_inputs) takes"
-            ) from error
-        outputs, targets = _try_model(problem, model, here[0])
+        shapes = [_shape(one) for one in problem.example_inputs]
+        advice = "pass a model for these, or inputs that model(*example_inputs) takes"
+        with torch.no_grad(), _blamed(f"the model fails on example_inputs {shapes}", advice, TraceError):
+            model(*problem.example_inputs)
+
+        inputs, targets = read(split, list(range(min(2, len(split)))))
+        inputs, targets = tuple(one.cpu() for one in inputs), targets.cpu()
+        shown = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in inputs)
+        advice = "resize the data, or pass a model for this input"
+        with _blamed(f"the model does not take the data of {who} ({shown})", advice):
+            outputs = _outputs(problem, model, inputs)
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
             _check_labels(problem, outputs, here)
-        _try_loss(problem, model, here[0], outputs, targets)
 
-
-def _try_model(problem: Problem, model: nn.Module, client: Client, times: int = 1) -> tuple[Any, Tensor]:
-    """Return outputs and targets of two training examples of a client, repeated some times."""
-    split = client.data.train
-    inputs, targets = read(split, list(range(min(2, len(split)))))
-    inputs, targets = tuple(torch.cat([item.cpu()] * times) for item in inputs), torch.cat([targets.cpu()] * times)
-    try:
-        return model(*(arranged(item) if problem.channels_last else item for item in inputs)), targets
-    except Exception as error:
-        shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
-        raise DataError(
-            f"the model does not take the data of client {client.id} ({shapes}): {error};"
-            " resize the data, or pass a model for this input"
-        ) from error
-
-
-def _try_loss(problem: Problem, model: nn.Module, client: Client, outputs: Any, targets: Tensor) -> None:
-    try:
-        loss = problem.loss(outputs, targets)
-        measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
-    except Exception as error:
-        raise DataError(
-            f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "
-            f"{client.id}: {error}; pass a model with outputs that the loss takes, or a loss and metrics for these"
-        ) from error
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
-    if not loss.requires_grad:
-        raise DataError("the loss does not depend on the model's parameters; compute it from outputs that carry gradients")
-    for name, value in measured.items():
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
-        if math.isnan(value[0]) and value[1] > 0:
-            raise DataError(
-                f"metric {name!r} is not a number on two examples of client {client.id}, and would be none in the mean over"
-                " clients either; give weight 0 where it is not defined"
+        text = f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of {who}"
+        with _blamed(text, "pass a model with outputs that the loss takes, or a loss and metrics for these"):
+            loss = problem.loss(outputs, targets)
+            measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
+        if not loss.requires_grad:
+            raise DataError("the loss does not depend on the model's parameters; compute it from outputs that carry gradients")
+        for name, value in measured.items():
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
+            if math.isnan(value[0]) and value[1] > 0:
+                raise DataError(
+                    f"metric {name!r} is not a number on two examples of {who}, and would be none in the mean over clients"
+                    " either; give weight 0 where it is not defined"
+                )
+        # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.
+        once = float(loss.detach())
+        with torch.no_grad():
+            outputs = _outputs(problem, model, tuple(torch.cat([one, one]) for one in inputs))
+            twice = float(problem.loss(outputs, torch.cat([targets, targets])))
+        if once and math.isclose(twice, 2 * once, rel_tol=1e-4):
+            raise InvalidValueError(
+                "loss must be the mean over the batch, but it doubles when every example is there twice, as a sum does; divide"
+                " by the number of examples (reduction='mean')"
             )
-    with torch.no_grad():
-        twice = float(problem.loss(*_try_model(problem, model, client, times=2)))
-    # A mean does not change when every example is there twice. A loss that compares examples may change, but not double.
-    once = float(loss.detach())
-    if once and math.isclose(twice, 2 * once, rel_tol=1e-4):
-        raise InvalidValueError(
-            "loss must be the mean over the batch, but it doubles when every example is there twice, as a sum does; divide by"
-            " the number of examples (reduction='mean')"
-        )
+
+
+@contextmanager
+def _blamed(what: str, advice: str, kind: type[SparsekitError] = DataError) -> Iterator[None]:
+    """Raise an error of this kind for whatever a user's model, loss or metric raises."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {error}; {advice}") from error
+
+
+def _outputs(problem: Problem, model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    return model(*(arranged(one) if problem.channels_last else one for one in inputs))
 
 
 def _check_labels(problem: Problem, outputs: Tensor, clients: Sequence[Client]) -> None:
@@ -201,27 +198,21 @@ def _check_labels(problem: Problem, outputs: Tensor, clients: Sequence[Client]) 
     def wrong(labels: Tensor) -> Tensor:
         return (labels >= classes) | ((labels < 0) & (labels != IGNORED))
 
-    for client in clients:
-        for name in ("train", "val", "test"):
-            split = getattr(client.data, name)
-            if not isinstance(split, TensorData) or split.targets.is_floating_point() or id(split.targets) in fine:
-                continue
-            if not wrong(split.targets).any():
-                fine[id(split.targets)] = split.targets
-                continue
-            labels = split.labels()
-            rows = wrong(labels).reshape(len(labels), -1).any(dim=1).nonzero().flatten().tolist()
-            if not rows:
-                continue
-            label = labels[rows[0]]
-            try:
-                problem.loss(outputs.detach()[:1], label[None].cpu())
-            except Exception as error:
-                bad = int(label[wrong(label)][0]) if label.ndim else int(label)
-                raise DataError(
-                    f"client {client.id} has label {bad} in example {rows[0]} of {name} ({len(rows)} such examples), but the"
-                    f" model has {classes} outputs; build it for all classes, counted from 0, or correct the label"
-                ) from error
+    for client, name in itertools.product(clients, ("train", "val", "test")):
+        split = getattr(client.data, name)
+        if not isinstance(split, TensorData) or split.targets.is_floating_point() or id(split.targets) in fine:
+            continue
+        if not wrong(split.targets).any():
+            fine[id(split.targets)] = split.targets
+            continue
+        labels = split.labels()
+        rows = wrong(labels).reshape(len(labels), -1).any(dim=1).nonzero().flatten().tolist()
+        if rows:
+            label = labels[rows[0] : rows[0] + 1]
+            text = f"client {client.id} has label {int(label[wrong(label)][0])} in example {rows[0]} of {name}"
+            advice = "build it for all classes, counted from 0, or correct the label"
+            with _blamed(f"{text} ({len(rows)} such examples), but the model has {classes} outputs", advice):
+                problem.loss(outputs.detach()[:1], label.cpu())
 
 
 def _shape(value: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.client.messages import Evaluation, WorkCost
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
 from sparsekit_fl.results import KINDS, RoundRecord, RoundScores, over_clients, plain
 from sparsekit_fl.rounds import run
@@ -35,33 +35,24 @@ def test_the_three_means_of_three_clients() -> None:
     }
 
 
-def worst(scores: list[dict[str, tuple[float, float]]], *lower: str) -> float:
-    return over_clients(scores, lower=frozenset(lower))["worst_decile"]["accuracy"]
-
-
 def test_the_worst_tenth_is_rounded_up_and_a_value_that_is_not_a_number_is_the_worst() -> None:
-    scores = [{"accuracy": (float(k), 10.0)} for k in range(11)]
+    def worst(scores: list[tuple[float, float]], *lower: str) -> float:
+        return over_clients([{"accuracy": one} for one in scores], lower=frozenset(lower))["worst_decile"]["accuracy"]
+
+    scores = [(float(k), 10.0) for k in range(11)]
     assert worst(scores) == pytest.approx((0.0 + 0.1) / 2)
     assert worst(scores[:10]) == 0.0
     assert worst(scores, "accuracy") == pytest.approx((1.0 + 0.9) / 2)
     for some in itertools.permutations([(math.nan, 1.0), (0.4, 1.0), (0.6, 1.0)]):
         for lower in ((), ("accuracy",)):
-            assert math.isnan(worst([{"accuracy": one} for one in some], *lower))
-            assert math.isnan(worst([{"accuracy": one} for one in some * 5], *lower)), "two of 15, and five are not a number"
+            assert math.isnan(worst([*some], *lower))
+            assert math.isnan(worst([*some] * 5, *lower)), "two of 15, and five are not a number"
 
 
 def test_clients_without_a_metric_do_not_count() -> None:
     scores = [{"accuracy": (1.0, 2.0)}, {}, {"accuracy": (math.nan, 0.0)}]
     assert over_clients(scores) == {kind: {"accuracy": 0.5} for kind in KINDS}
     assert math.isnan(over_clients([{"accuracy": (0.0, 0.0)}])["mean"]["accuracy"])
-
-
-def test_scores_of_a_sample_say_of_how_many_clients_they_are() -> None:
-    evaluations = [Evaluation(client_id=id, examples=2, personal={"accuracy": (1.0, 2.0)}) for id in (4, 7)]
-    scores = RoundScores.of(evaluations, sampled=True)
-    assert scores.to_dict()["clients"] == 2
-    assert RoundScores.from_dict(scores.to_dict()) == scores
-    assert RoundScores.of(evaluations).clients is None
 
 
 def test_a_metric_says_itself_whether_lower_is_better() -> None:
@@ -128,10 +119,6 @@ def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResu
     assert frame.loc[4, "global_accuracy_weighted"] == finished.final.weighted["global"]["accuracy"]
     assert math.isnan(frame.loc[3, "validation_accuracy"])
     assert frame.loc[4, "flops"] == finished.cost.flops
-
-
-def test_a_run_without_rounds_has_an_empty_frame(finished: fl.RunResult) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
     frame = replace(finished, rounds=()).to_frame()
     assert (len(frame), frame.index.name) == (0, "round")
 

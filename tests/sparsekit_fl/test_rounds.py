@@ -53,17 +53,14 @@ class Scored(fl.Callback):
 
 
 @pytest.mark.same_bits
-def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
+def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end():
     seen, others = Scored(), Scored()
-    result = tiny_run("fedlps", rounds=6, eval_clients=3, callbacks=[seen], out=tmp_path)
+    result = tiny_run("fedlps", rounds=6, eval_clients=3, callbacks=[seen])
     whole = tiny_run("fedlps", rounds=6)
     assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
     assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert [line["evaluation"] and line["evaluation"]["clients"] for line in lines] == [None, 3, None, 3, None, 8]
     # Scoring changes nothing, and what it scores is the same for any method.
     assert result.final == whole.final
-    assert all("clients" not in (record["evaluation"] or {}) for record in whole.to_dict()["rounds"])
     tiny_run("local", rounds=6, eval_clients=3, callbacks=[others], engine=fl.Processes(2))
     assert others.by_round == seen.by_round
 

@@ -248,9 +248,6 @@ metric = fl.metrics.TokenAccuracy(never_right=(0,))
 # sparsekit_fl.metrics.cross_entropy
 loss = fl.metrics.cross_entropy(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
 
-# sparsekit_fl.metrics.log_loss
-total, of = fl.metrics.log_loss(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
-
 
 # sparsekit_fl.Callback, sparsekit_fl.callbacks.Callback, sparsekit_fl.RunView, sparsekit_fl.callbacks.RunView
 class Spend(fl.Callback):

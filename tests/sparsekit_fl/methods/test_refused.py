@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit_fl.methods import make_method, registry
-from sparsekit_fl.problem.metrics import log_loss
+from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
 
@@ -35,7 +35,7 @@ def _frozen() -> nn.Module:
 FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
 FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
 TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
-BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
+BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:
     source = fl.datasets["digits"](None)
     own.load = lambda: fl.DataSource(  # type: ignore[attr-defined]
         name="owned", kind="image", train=source.train, test=None, classes=10, mean=source.mean, std=source.std,
-        owners=torch.arange(1437) % 30, owner_names=tuple(map(str, range(30))),
+        owners=torch.arange(1437) % 30,
     )  # fmt: skip
     _, clients, described = build_task(preset_for(dataset="own_things:load"), model="cnn")
     assert described["partition"] == "natural", "as nothing else was asked for"

@@ -31,7 +31,7 @@ def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> fl.DataSource:
     tokens = torch.arange(len(owners), dtype=torch.int32)[:, None]
     return fl.DataSource(
         name="talk", kind="tokens", train=fl.TensorData((tokens,), tokens.long()), test=None, classes=len(owners),
-        owners=owners, owner_names=tuple("abcde"[: len(sizes)]),
+        owners=owners,
     )  # fmt: skip
 
 

@@ -7,24 +7,20 @@ from data_contracts import DatasetContract
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.text import read_leaf, speeches, token_source, vocabulary_of
+from sparsekit_fl.problem.text import read_leaf, speeches, token_source
 
 PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"
 
 
-def test_the_vocabulary_is_ordered_by_frequency_then_by_letter() -> None:
-    assert vocabulary_of([["b", "a", "c"], ["c"]], 4) == {"<pad>": 0, "<unk>": 1, "c": 2, "a": 3}
-
-
-def test_texts_are_cut_into_chunks_with_shifted_targets() -> None:
-    source = token_source("own", {"u": [list("abcd"), ["e"]], "v": [["x"]], "w": [["a", "zz"]]}, vocabulary=20, chunk=3)
-    ids = vocabulary_of([list("abcd"), ["e"], ["x"], ["a", "zz"]], 20)
-    a, b, c, zz = (ids[word] for word in ("a", "b", "c", "zz"))
-    assert source.train.inputs[0].tolist() == [[a, b], [a, zz]]
-    assert source.train.targets.tolist() == [[b, c], [zz, IGNORED]]
-    assert source.owner_names == ("u", "w")
+def test_texts_are_cut_into_chunks_with_shifted_targets_and_ids_by_frequency_then_by_letter() -> None:
+    users = {"u": [list("bacb"), ["e"]], "v": [["x"]], "w": [["b", "zz"]]}
+    source = token_source("own", users, vocabulary=20, chunk=3)
+    a, b, c, zz = 3, 2, 4, 7  # after padding, 0, and unknown, 1
+    assert source.train.inputs[0].tolist() == [[b, a], [b, zz]]
+    assert source.train.targets.tolist() == [[a, c], [zz, IGNORED]]
     assert source.owners is not None
     assert source.owners.tolist() == [0, 1]
+    assert token_source("own", users, vocabulary=3, chunk=3).train.inputs[0].tolist() == [[2, 1], [2, 1]]
 
 
 def test_speakers_keep_the_order_of_their_speeches() -> None:
