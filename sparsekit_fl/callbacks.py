@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -169,31 +169,18 @@ class _Monitor(Callback):
             raise InvalidValueError(
                 f"{type(self).__name__} cannot monitor {self._part}.{self._name}: {_NEVER_SCORED[self._part]}"
             )
+        self._sign = -1 if self._name in run.lower else 1
 
-    def _course(self, run: RunView, scores: RoundScores | None, min_delta: float = 0.0) -> _Course:
-        """Return how the number went in the saved rounds, and in `scores`; an evaluation without it does not count."""
-        found, sign = _Course(), -1 if self._name in run.lower else 1
-        evaluations = [(record.round, record.evaluation) for record in run.records]
-        for round, evaluation in [*evaluations, (run.round, scores)]:
-            value = None if evaluation is None else evaluation.over(self._part, "mean").get(self._name)
-            if value is None:
-                continue
-            gain = math.inf if found.best is None else sign * (value - found.best)
-            if math.isfinite(value) and gain > min_delta:
-                found = _Course(best=value, round=round, last=value)
-            else:
-                found = replace(found, last=value, waited=found.waited + 1)
-        return found
+    def _course(self, run: RunView, scores: RoundScores | None) -> tuple[list[tuple[int, float]], int | None]:
+        """Return round and value of each evaluation that has the number, and the place of the first best one, if one is finite.
 
-
-@dataclass(frozen=True)
-class _Course:
-    """How a number went: its best value and the round of that, the last value, and the evaluations since the best one."""
-
-    best: float | None = None
-    round: int = 0
-    last: float = math.nan
-    waited: int = 0
+        The evaluations are those of the saved rounds and, if it is not None, `scores`.
+        """
+        evaluations = [*((record.round, record.evaluation) for record in run.records), (run.round, scores)]
+        found = [(round, one.over(self._part, "mean").get(self._name)) for round, one in evaluations if one is not None]
+        course = [(round, value) for round, value in found if value is not None]
+        finite = [place for place, (_, value) in enumerate(course) if math.isfinite(value)]
+        return course, max(finite, key=lambda place: self._sign * course[place][1], default=None)
 
 
 class EarlyStopping(_Monitor):
@@ -203,33 +190,31 @@ class EarlyStopping(_Monitor):
         monitor: `PART.METRIC`, as in `validation.accuracy`: the mean over clients. PART is validation, personal or global.
             Empty takes the first metric on the clients' own validation data, so that nothing is chosen by test data.
         patience: Number of evaluations without an improvement after which the run ends.
-        min_delta: A smaller improvement does not count.
         target: End the run as soon as the number is as good as this; None for no target.
 
     Raises:
         InvalidValueError: a value that is not allowed; at the start of a run, a number that the run never has.
     """
 
-    def __init__(self, monitor: str = "", *, patience: int = 5, min_delta: float = 0.0, target: float | None = None) -> None:
+    def __init__(self, monitor: str = "", *, patience: int = 5, target: float | None = None) -> None:
         super().__init__(monitor)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise InvalidValueError(f"patience must be an integer >= 1, got {patience!r}")
-        if not (math.isfinite(min_delta) and min_delta >= 0):
-            raise InvalidValueError(f"min_delta must be a finite number >= 0, got {min_delta!r}")
-        self._patience, self._min_delta, self._target = patience, min_delta, target
+        self._patience, self._target = patience, target
 
     def on_run_start(self, run: RunView) -> None:
         super().on_run_start(run)
         self.on_evaluation(run)  # a run that was killed after it stopped stops again
 
     def on_evaluation(self, run: RunView, scores: RoundScores | None = None) -> None:
-        course, text = self._course(run, scores, self._min_delta), f"{self._part} {self._metric}".strip()
-        sign = -1 if self._name in run.lower else 1
-        if self._target is not None and math.isfinite(course.last) and sign * (course.last - self._target) >= 0:
-            run.stop(f"{text} reached {course.last:.4g}, the target is {self._target:g}")
-        if course.waited >= self._patience:
-            best = "was never a number" if course.best is None else f"was best in round {course.round}"
-            run.stop(f"{text} {best} and has not improved for {course.waited} evaluations")
+        (course, best), text = self._course(run, scores), f"{self._part} {self._metric}".strip()
+        last = course[-1][1] if course else math.nan
+        if self._target is not None and math.isfinite(last) and self._sign * (last - self._target) >= 0:
+            run.stop(f"{text} reached {last:.4g}, the target is {self._target:g}")
+        waited = len(course) if best is None else len(course) - 1 - best
+        if waited >= self._patience:
+            when = "was never a number" if best is None else f"was best in round {course[best][0]}"
+            run.stop(f"{text} {when} and has not improved for {waited} evaluations")
 
 
 class BestCheckpoint(_Monitor):
@@ -250,13 +235,13 @@ class BestCheckpoint(_Monitor):
         super().on_run_start(run)
 
     def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        course = self._course(run, scores)
-        if run.out is None or course.round != run.round:
+        course, best = self._course(run, scores)
+        if run.out is None or best is None or course[best][0] != run.round:
             return
         path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
-        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": course.best}
+        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": course[best][1]}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
 
 
@@ -322,20 +307,11 @@ class LiveProgress(Callback):
         self._console = Console(stderr=True) if console is None else console
         self._lines = not (quiet or self._console.is_terminal)
         self._label, self._score, self._began = label, "", time.monotonic()
+        ends = (progress.BarColumn(bar_width=None), progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn())
         self._bar = progress.Progress(
-            "{task.description}",
-            progress.BarColumn(bar_width=None),
-            "{task.fields[facts]}",
-            progress.TimeElapsedColumn(),
-            "left",
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            disable=quiet or self._lines,
-            transient=True,
-            expand=True,
-            refresh_per_second=4,
+            "{task.description}", *ends, console=self._console, disable=quiet or self._lines, transient=True, expand=True
         )
-        self._task = self._bar.add_task(f"{label} preparing".strip(), total=None, facts="")
+        self._task = self._bar.add_task(f"{label} preparing".strip(), total=None)
 
     def __enter__(self) -> Self:
         return self  # the bar starts a thread, so only in on_run_start: worker processes are forked before
@@ -344,14 +320,14 @@ class LiveProgress(Callback):
         self._bar.stop()
 
     def on_run_start(self, run: RunView) -> None:
-        self._label, cohort = self._label or run.method, run.config.cohort
-        self._bar.update(self._task, total=run.config.rounds * cohort, completed=run.round * cohort)
-        self._begin(run, run.round + 1)
+        self._label = self._label or run.method
+        self._show(run, run.round)
         self._bar.start()
 
-    def _begin(self, run: RunView, round: int, **more: Any) -> None:
-        rounds = run.config.rounds
-        self._bar.update(self._task, description=f"{self._label} round {min(round, rounds)}/{rounds}", **more)
+    def _show(self, run: RunView, done: int, facts: str = "") -> None:
+        rounds, cohort = run.config.rounds, run.config.cohort
+        text = f"{self._label} round {min(done + 1, rounds)}/{rounds}  {facts}".rstrip()
+        self._bar.update(self._task, description=text, total=rounds * cohort, completed=done * cohort)
 
     def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
         if not isinstance(work, Evaluation):
@@ -369,10 +345,7 @@ class LiveProgress(Callback):
                 parts = filter(None, [self._score, valid, flops, number_text("seconds", time.monotonic() - self._began)])
                 line = f"{self._label} round {record.round}/{run.config.rounds}: {', '.join(parts)}"
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif not self._score and record.accuracy is not None:
-            self._score = f"training {score_text('accuracy', record.accuracy)}"
-        done, facts = record.round * run.config.cohort, f"{self._score}  {flops}".strip()
-        self._begin(run, record.round + 1, completed=done, facts=facts)
+        self._show(run, record.round, f"{self._score}  {flops}".strip())
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
         self._bar.stop()

@@ -1,11 +1,10 @@
-"""Pictures of a comparison: curves, scores of clients, and executed ratios."""
+"""Pictures of a comparison: curves, and scores of clients."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import Any
 
 from sparsekit_fl.comparison import Comparison
@@ -18,7 +17,6 @@ from sparsekit_fl.stored import scale
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _GREY, _INK = "#C8CCD0", "#333333"
 _STYLE = {"font.family": "sans-serif", "font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
-_WINDOWS = 10
 _AXES = (
     ("round", "round", "number"),
     ("flops", "FLOPs of all clients so far", "flops"),
@@ -37,7 +35,7 @@ def pictures_of(comparison: Comparison) -> dict[str, Any]:
         MissingDependencyError: matplotlib is not installed.
     """
     with need("matplotlib").rc_context(_STYLE):
-        return {**_curves(comparison), **_clients(comparison), **_ratios(comparison)}
+        return {**_curves(comparison), **_clients(comparison)}
 
 
 def to_svg(figure: Any) -> bytes:
@@ -58,11 +56,6 @@ def _figure(title: str, count: int = 1, height: float = 3.9) -> tuple[Any, list[
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, every
-
-
-def _points(rows: Iterable[tuple[Any, ...]]) -> Any:
-    frame = need("pandas").DataFrame(list(rows), columns=["series", "x", "y", "deviation"])
-    return frame.fillna({"deviation": 0.0}).dropna(subset=["y"])
 
 
 def _metric(comparison: Comparison) -> tuple[str, str]:
@@ -118,11 +111,12 @@ def _marks(axes: Any, comparison: Comparison, series: Sequence[str]) -> None:
 def _clients(comparison: Comparison) -> dict[str, Any]:
     """Draw how the clients of each method differ at the end; of all seeds together, the largest median above."""
     metric, unit = _metric(comparison)
-    points = _points(
-        (trial.method, trial.method, client["metrics"]["personal"].get(metric), 0.0)
+    rows = [
+        (trial.method, client["metrics"]["personal"].get(metric))
         for trial, result in comparison.results
         for client in result["final"].get("per_client", [])
-    )
+    ]
+    points = need("pandas").DataFrame(rows, columns=["series", "y"]).dropna()
     if points.empty:
         return {}
     groups = points.groupby("series")["y"]
@@ -139,36 +133,7 @@ def _clients(comparison: Comparison) -> dict[str, Any]:
     return {title: figure}
 
 
-def _ratios(comparison: Comparison) -> dict[str, Any]:
-    """Draw the mean ratio that clients executed, by capability; a point is the mean over a tenth of the run."""
-    executed = [
-        (trial.method, f"devices of {Fraction(record['capabilities'][client]).limit_denominator(1000)}", record["round"], ratio)
-        for trial, result in comparison.results
-        for record in result["rounds"]
-        for client, ratio in record.get("ratios", {}).items()
-        if client in record.get("capabilities", {})
-    ]
-    frame = need("pandas").DataFrame(executed, columns=["method", "series", "round", "ratio"])
-    varied = frame.groupby(["method", "series"])["ratio"].nunique().groupby("method").max()
-    method = next((name for name in comparison.highlighted() if varied.get(name, 1) > 1), None)
-    if method is None:
-        return {}
-    own = frame[frame["method"] == method]
-    last = int(own["round"].max())
-    size = max(1, last // _WINDOWS)
-    own = own.assign(x=(-(-own["round"] // size) * size).clip(upper=last))
-    points = _points(own.groupby(["series", "x"])["ratio"].agg(["mean", "std"]).reset_index().itertuples(index=False))
-    title = f"Ratios of {method}, by capability"
-    figure, (axes,) = _figure(title)
-    _lines(axes, points, sorted(set(points["series"]), key=lambda name: -Fraction(name.rpartition(" ")[2])))
-    axes.set(xlabel="round", ylabel="mean ratio that clients executed")
-    _units(axes.xaxis, "number", points["x"])
-    _units(axes.yaxis, "share", points["y"])
-    _legend(figure, axes)
-    return {title: figure}
-
-
-def _lines(axes: Any, points: Any, series: Sequence[str], *, y_unit: str = "share", log: bool = False) -> None:
+def _lines(axes: Any, points: Any, series: Sequence[str], *, y_unit: str, log: bool) -> None:
     """Draw a line per series of a frame with the columns series, x, y and deviation, with a band of one deviation."""
     grey = [name for name in dict.fromkeys(points["series"]) if name not in series]
     for name in [*grey, *(name for name in series if name in set(points["series"]))]:

@@ -92,7 +92,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(
         fl.RoundRecord(round=at, cohort=(), cost=fl.WorkCost(), seconds=0.0, evaluation=one) for at, one in enumerate(scores, 1)
     ]
     view = fl.RunView(method="m", config=tiny_config(), clients=1, records=records)
-    stopping = fl.callbacks.EarlyStopping(monitor, patience=max(1, 4 - best), min_delta=0.06)
+    stopping = fl.callbacks.EarlyStopping(monitor, patience=max(1, 4 - best))
     stopping.on_run_start(view)
     assert (f"was best in round {best}" in view.stopped) is (best < 4)
 

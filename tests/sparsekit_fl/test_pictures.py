@@ -60,16 +60,6 @@ def test_clients_have_a_box_and_problems_without_accuracy_their_own_metric() -> 
     assert points(found["Rmse on the clients' own test data"][0], "a") == [(50, 0.4), (100, 0.4)]
 
 
-def test_ratios_are_means_by_capability_over_tenths_of_the_run() -> None:
-    made = result("fedlps", rounds=20, accuracies={10: 0.5, 20: 0.6})
-    for record in made["rounds"]:
-        record["ratios"] = {"0": 0.5 if record["round"] % 2 else 0.75, "1": 0.25, "2": 0.25}
-        record["capabilities"] = {"0": 1.0, "1": 0.25, "2": 1.0, "3": 0.5}
-    (axes,) = pictures(made, result("fedavg", rounds=20))["Ratios of fedlps, by capability"]
-    assert points(axes, "devices of 1") == [(x, pytest.approx(0.4375)) for x in range(2, 21, 2)]
-    assert points(axes, "devices of 1/4") == [(x, 0.25) for x in range(2, 21, 2)]
-
-
 def test_every_picture_is_drawn_twice_to_the_same_bytes() -> None:
     many = [result(f"m{number}") for number in range(9)]
     for made in many:
