@@ -66,7 +66,14 @@ def find_split_files(
         f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
     )
     if root is None:
-        folder = _fetched(repo, ("train", *test_names), both_ways)
+        _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
+        wanted = [f"{folder}{prefix}*.parquet" for prefix in ("train", *test_names) for folder in ("", "*/")]
+        try:
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
+        except Exception as error:
+            # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
+            raise DataError(f"cannot fetch the hub data set {repo}: {error}; {both_ways}") from error
     else:
         folder = find_folder(name, root, aliases=aliases, layout=layout)
     files = sorted(folder.rglob("*.parquet"))
@@ -74,22 +81,10 @@ def find_split_files(
     test = next(filter(None, tests), [])
     if not train or not test:
         raise DataError(
-            f"{repo if root is None else str(root)!r} has no complete data set {name!r}: expected {layout},"
+            f"{str(root or repo)!r} has no complete data set {name!r}: expected {layout},"
             f" found {[path.name for path in files] or 'no parquet file'}; {both_ways}"
         )
     return train, test
-
-
-def _fetched(repo: str, prefixes: Sequence[str], both_ways: str) -> Path:
-    """Return the folder of the hub's copy, in the cache of the hub's client."""
-    _log.info("fetching the hub data set %s (kept in the hub's cache)", repo)
-    wanted = [f"{folder}{prefix}*.parquet" for prefix in prefixes for folder in ("", "*/")]
-    try:
-        hub = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(repo, repo_type="dataset", allow_patterns=wanted))
-    except Exception as error:
-        # The hub's client raises many kinds, from requests' to its own; all mean that the copy cannot be had.
-        raise DataError(f"cannot fetch the hub data set {repo}: {error}; {both_ways}") from error
 
 
 # Raised when the tensors change their meaning: older entries are then not found.
