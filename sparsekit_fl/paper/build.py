@@ -190,8 +190,6 @@ def _partition(
     """Return the partition with its name, and its keywords: those of the preset, those given over them."""
     name = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
     keywords: dict[str, Any] = dict(preset.options) if name == preset.partition else {}
-    if name == "pathological" and (clients not in (None, preset.clients) or name != preset.partition):
-        keywords["when_short"] = "shrink"
     deal = partitions.find(name)
     own = ("clients", "rng")  # given by the caller
     keywords.update(read_keywords(deal, options, name=f"partition {name!r}", prefix="partition.", without=own))

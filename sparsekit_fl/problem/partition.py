@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -83,7 +83,6 @@ def pathological(
     classes_per_client: Count = 2,
     images_per_class: Annotated[int, Field(ge=2), Hint("one to train, one to validate")] = 100,
     distinct: bool = True,
-    when_short: Literal["refuse", "shrink"] = "refuse",
     lack_classes: NonNegativeCount | None = None,
 ) -> list[ClientData]:
     """Deal shards of one class each to clients.
@@ -100,22 +99,21 @@ def pathological(
         clients: Number of clients.
         rng: For every draw.
         classes_per_client: Shards per client.
-        images_per_class: Examples per shard.
+        images_per_class: Examples per shard. Where there are too few shards, they are as much smaller as it takes, with a
+            warning.
         distinct: Whether the classes of a client differ. False draws each shard from all that are left, as the authors'
             released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
             in ten has a single class.
-        when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
-            suffice, with a warning.
         lack_classes: Let every client lack exactly this many of the classes: its `classes_per_client` · `images_per_class`
             examples are cut into shards of all other classes, so that the level changes what a client sees and not how much,
-            which the paper leaves open. Shards are then distinct, and shrink.
+            which the paper leaves open. Shards are then distinct.
 
     Returns:
         One ClientData per client.
 
     Raises:
         InvalidValueError: more classes per client than there are, or no class left.
-        DataError: too few shards; the message says how many there are and what would do.
+        DataError: too few examples for shards of two.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
         class borders; here a shard has one class.
@@ -130,10 +128,10 @@ def pathological(
             )
         # Two examples of a class are needed, one to train and one to validate.
         images_per_class = max(2, classes_per_client * images_per_class // (source.classes - lack_classes))
-        classes_per_client, distinct, when_short = source.classes - lack_classes, True, "shrink"
+        classes_per_client, distinct = source.classes - lack_classes, True
     if classes_per_client > source.classes:
         raise InvalidValueError(f"classes_per_client must be in [1, {source.classes}], got {classes_per_client}")
-    size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class, when_short)
+    size = _shard_size(source.name, rows, clients, classes_per_client, images_per_class)
     shards = [[members[start : start + size] for start in range(0, len(members) - size + 1, size)] for members in rows]
     remaining = [[shard[place] for place in rng.permutation(len(shard))] for shard in shards]
     splits: list[ClientData] = []
@@ -160,24 +158,22 @@ def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, dist
     return drawn
 
 
-def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int, when_short: str) -> int:
+def _shard_size(name: str, rows: list[Indices], clients: int, per_client: int, size: int) -> int:
+    """Return the largest size, at most the one given, of which there are enough shards."""
+
     def count(size: int) -> int:
         return sum(len(members) // size for members in rows)
 
-    needed, available = clients * per_client, count(size)
-    if available >= needed:
-        return size
-    fitting = next((smaller for smaller in range(size - 1, 1, -1) if count(smaller) >= needed), None)
-    if when_short == "shrink" and fitting is not None:
-        _log.warning(
-            "%s: there are %d shards of %d and %d are needed; shards of %d are used", name, available, size, needed, fitting
+    needed = clients * per_client
+    fitting = next((smaller for smaller in range(size, 1, -1) if count(smaller) >= needed), None)
+    if fitting is None:
+        raise DataError(
+            f"{name!r} has {count(2)} shards of two examples of one class, and {clients} clients need {per_client} each;"
+            f" use at most {count(2) // per_client} clients, fewer classes per client, or a larger data set"
         )
-        return fitting
-    remedy = f"shards of at most {fitting}" if fitting is not None else "a larger data set"
-    raise DataError(
-        f"{name!r} has {available} shards of {size} examples of one class, and {clients} clients need {per_client} each;"
-        f" use at most {available // per_client} clients, fewer classes per client, or {remedy}"
-    )
+    if fitting < size:
+        _log.warning("%s has fewer than %d shards of %d examples; shards of %d are used", name, needed, size, fitting)
+    return fitting
 
 
 _ATTEMPTS = 200

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from sparsekit.errors import DataError
+import sparsekit_fl as fl
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
 
 
@@ -52,6 +53,20 @@ def test_a_map_style_data_set_is_stacked() -> None:
     assert data.targets.dtype == torch.int64
 
 
+def test_a_full_device_has_the_figures_of_the_paper_and_speed_follows_the_ratio_unless_it_is_given() -> None:
+    full = fl.Capability()
+    assert full.flops_per_second == 727e9
+    assert full.uplink_bytes_per_second == 14 * 2**20
+    assert full.downlink_bytes_per_second == 110.6 * 2**20
+    assert fl.Capability(ratio=0.25).flops_per_second == 727e9 / 4
+    assert fl.Capability(ratio=0.25, flops_per_second=1e9).flops_per_second == 1e9
+    assert fl.Capability(ratio=0.5, flops_per_second=1e9).at(0.25).flops_per_second == 0.5e9
+
+
+def test_validation_data_may_lack() -> None:
+    assert len(fl.ClientData(pool(), [], pool()).val) == len(fl.ClientData(pool(), None, pool()).val) == 0
+
+
 @pytest.mark.parametrize(
     ("read", "given", "message"),
     [
@@ -65,8 +80,16 @@ def test_a_map_style_data_set_is_stacked() -> None:
         (as_tensor_data, [Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)])], "of one shape: stack expects"),
         (as_tensor_data, [iter([1])], "map-style"),
         (as_tensor_data, [TensorDataset(torch.zeros(2))], "inputs, targets"),
+        (fl.Capability, [0], "ratio"),
+        (fl.Capability, [1.5], "ratio"),
+        (fl.Capability, [float("nan")], "ratio"),
+        (fl.Capability, [1.0, 1e9, -1], "uplink_bytes_per_second"),
+        (fl.ClientData, [pool(), pool(), iter([1])], "test must be"),
+        (fl.Client, [7, fl.ClientData([], pool(), pool())], "^train of client 7 is empty"),
+        (fl.Client, [7, fl.ClientData(pool(), pool(), [])], "^test of client 7 is empty"),
+        (fl.Client, [3, (pool(),) * 3], r"data of client 3 must be ClientData\(train=…, val=…, test=…\), got tuple"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(read: Any, given: list[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_impossible_data_and_devices_are_refused_with_the_reason(read: Any, given: list[Any], message: str) -> None:
+    with pytest.raises((DataError, InvalidValueError), match=message):
         read(*given)

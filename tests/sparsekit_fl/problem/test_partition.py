@@ -79,12 +79,12 @@ def test_a_shard_is_consecutive_examples_of_one_class() -> None:
             assert sorted(rows) == sorted(members[c][start : start + 10])
 
 
-def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
+def test_shards_shrink_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
     assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
     assert "shards of 5 are used" in caplog.text
     with pytest.raises(DataError, match="larger data set"):
-        pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
+        pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10)
 
 
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
