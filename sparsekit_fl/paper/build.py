@@ -102,7 +102,7 @@ def build_task(
     source = data
     if problem is None:
         problem, source = _problem_for(source, name)
-    kind, deal, keywords = _partition(preset, source, clients, partition, options or {})
+    kind, deal, keywords = _partition(preset, source, partition, options or {})
     parsed = {option: keywords[option] for option in options or {}}
     count = preset.clients if clients is None else clients
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
@@ -183,7 +183,6 @@ def _load(
 def _partition(
     preset: Preset,
     source: DataSource,
-    clients: int | None,
     partition: str | None,
     options: Mapping[str, object],
 ) -> tuple[str, Partition, dict[str, Any]]:
