@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 
@@ -39,8 +39,8 @@ class GridEngine:
     Args:
         grid: Flower's grid.
         nodes: Number of nodes to wait for.
-        wait_seconds: How long to wait for nodes: at the start, and before each round for clients that too many of it lack. A
-            node that needs longer, or two minutes, to say which clients it has is not used until it is started again.
+        wait_seconds: How long to wait for nodes at the start. A node that needs longer, or two minutes, to say which clients it
+            has is not used until it is started again.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
@@ -60,14 +60,12 @@ class GridEngine:
         self._ttl = timeout_seconds or _TTL_SECONDS
         self._identity = ""
         self._clients: dict[int, dict[int, Client]] = {}  # node → its clients; none if its answer could not be used
-        self._node_of: dict[int, int] = {}  # client → node
         self._notes: list[str] = []
-        self._begun = False  # whether the devices of the start were found
 
     @property
     def workers(self) -> int:
         """Number of clients that train at once."""
-        return self._simulated or max(1, len(set(self._node_of.values())))
+        return self._simulated or max(1, sum(map(bool, self._clients.values())))
 
     @property
     def keeps_models(self) -> bool:
@@ -89,10 +87,10 @@ class GridEngine:
         self._await_nodes()
         self._identity = identity_of(spec)
         self._find_clients()
-        if not self._node_of:
+        found = {id: client for own in self._clients.values() for id, client in own.items()}
+        if not found:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self._notes]))
-        self._begun = True
-        return {id: self._clients[node][id] for id, node in sorted(self._node_of.items())}
+        return dict(sorted(found.items()))
 
     def _await_nodes(self) -> None:
         end = time.monotonic() + self._wait_seconds
@@ -122,12 +120,13 @@ class GridEngine:
             return
         train, nodes = requests[0].task == "train", sorted(self._grid.get_node_ids())
         if not self._simulated:
-            self._await_clients([request.client_id for request in requests], train * spec.config.needed_replies(len(requests)))
+            self._find_clients(note_new=True)
+        node_of = {id: node for node, own in self._clients.items() for id in own}
         shared = b"" if train else pack(dict(requests[0].state), {"kind": "state"})
         asked: dict[int, list[int]] = {}  # node → positions of its requests
         replies: dict[int, Reply] = {}
         for place, request in enumerate(requests):
-            node = nodes[place % len(nodes)] if self._simulated else self._node_of.get(request.client_id)
+            node = nodes[place % len(nodes)] if self._simulated else node_of.get(request.client_id)
             if node is None:
                 replies[place] = _dropped(request, f"no SuperNode has client {request.client_id} now")
             else:
@@ -186,46 +185,26 @@ class GridEngine:
             time.sleep(_POLL_SECONDS if waiting else 0.0)
         yield from ((position, late) for position in waiting.values())
 
-    def _await_clients(self, ids: Collection[int], needed: int) -> None:
-        """Look which devices are there, and wait until enough of some clients are, or for as long as one waits for nodes."""
-        end = time.monotonic() + self._wait_seconds
-        self._find_clients()
-        while sum(id in self._node_of for id in ids) < needed and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
-            self._find_clients()
-
-    def _find_clients(self) -> None:
-        """Forget devices that are gone, and ask new ones for their clients."""
+    def _find_clients(self, *, note_new: bool = False) -> None:
+        """Forget devices that are gone, and ask new ones for theirs; `note_new`: note which came."""
         here = set(self._grid.get_node_ids())
         for node in self._clients.keys() - here:
-            del self._clients[node]
-            lost = [id for id, other in self._node_of.items() if other == node]
-            self._node_of = {id: other for id, other in self._node_of.items() if other != node}
-            if lost:
+            if lost := self._clients.pop(node):
                 self._note(f"SuperNode {node} is gone, with the clients {_named(lost)}")
         new = sorted(here - self._clients.keys())
         seconds = max(_QUERY_SECONDS, self._wait_seconds)
         answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in new], seconds))
         for position, node in enumerate(new):  # which of two nodes has a client does not depend on the network
-            self._hear(node, answers[position])
-
-    def _hear(self, node: int, answer: Message | str) -> None:
-        """Read which clients a device has. A client that another one has is its own now, as after a restart."""
-        self._clients[node] = {}
-        try:
-            clients = read_clients(answer, self._identity)
-        except SparsekitError as error:
-            self._note(f"SuperNode {node} is not used: {error}")
-            return
-        taken = [id for id in clients if id in self._node_of]
-        self._clients[node] = clients
-        self._node_of |= dict.fromkeys(clients, node)
-        if taken:
-            self._note(f"SuperNode {node} has taken over the clients {_named(taken)} from another")
-        elif self._begun:  # as after a restart: the record of the round says so
-            self._note(f"SuperNode {node} came, with the clients {_named(clients)}")
-        else:
-            _log.info("SuperNode %d came, with the clients %s", node, _named(clients))
+            try:
+                own, text = read_clients(answers[position], self._identity), ""
+            except SparsekitError as error:
+                own, text = {}, f"SuperNode {node} is not used: {error}"
+            for other in self._clients.values():  # a client that another one has is its own now, as after a restart
+                for id in own:
+                    other.pop(id, None)
+            self._clients[node] = own
+            if text or note_new:
+                self._note(text or f"SuperNode {node} came, with the clients {_named(own)}")
 
     def _note(self, text: str) -> None:
         _log.warning(text)

@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,6 @@ class Devices(LocalGrid):
         self.nodes = nodes
         self.silent: set[int] = set()
         self.asked: list[int] = []
-        self.looked: Callable[[], object] = lambda: None
         super().__init__(self.introduce, fault=self.unless_silent)  # type: ignore[arg-type]
         self._contexts = dict.fromkeys(range(9))
 
@@ -51,7 +49,6 @@ class Devices(LocalGrid):
         return None if self.asked[-1] in self.silent else reply
 
     def get_node_ids(self) -> list[int]:
-        self.looked()
         return list(self.nodes)
 
 
@@ -59,6 +56,11 @@ def found(grid: LocalGrid, **options: Any) -> tuple[GridEngine, dict[int, Client
     """An engine that has asked the devices of a grid, and their clients."""
     engine = GridEngine(grid, **{"nodes": len(list(grid.get_node_ids())), "wait_seconds": 1, **options})
     return engine, engine.introduce(SPEC)
+
+
+def nodes(engine: GridEngine) -> dict[int, int]:
+    """Client → the node that has it."""
+    return {client_id: node for node, own in engine._clients.items() for client_id in own}
 
 
 def told(engine: GridEngine) -> list[str]:
@@ -74,16 +76,16 @@ def test_a_device_that_comes_back_under_another_id_has_its_clients_again_at_once
     assert sorted(clients) == [0, 1, 2]
     assert engine.workers == 2
     grid.nodes[3] = [0, 1]  # the SuperNode was started again, and Flower has not noticed that the old one is gone
-    engine._find_clients()
-    assert engine._node_of == {0: 3, 1: 3, 2: 2}
-    assert told(engine) == ["SuperNode 3 has taken over the clients [0, 1] from another"]
+    engine._find_clients(note_new=True)
+    assert nodes(engine) == {0: 3, 1: 3, 2: 2}
+    assert told(engine) == ["SuperNode 3 came, with the clients [0, 1]"]
     del grid.nodes[1]
-    engine._find_clients()
-    assert engine._node_of == {0: 3, 1: 3, 2: 2}
+    engine._find_clients(note_new=True)
+    assert nodes(engine) == {0: 3, 1: 3, 2: 2}
     assert told(engine) == []
     del grid.nodes[2]
-    engine._find_clients()
-    assert engine._node_of == {0: 3, 1: 3}
+    engine._find_clients(note_new=True)
+    assert nodes(engine) == {0: 3, 1: 3}
     assert told(engine) == ["SuperNode 2 is gone, with the clients [2]"]
     assert grid.asked == [1, 2, 3]
 
@@ -105,29 +107,7 @@ def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -
     grid.nodes[3] = [1]  # it was started again
     del grid.nodes[2]
     engine._find_clients()
-    assert engine._node_of == {0: 1, 1: 3}
-
-
-def test_before_a_round_the_server_waits_for_its_clients_as_long_as_it_waits_for_nodes() -> None:
-    grid = Devices({1: [0, 1], 2: [2]})
-    engine, _ = found(grid, wait_seconds=3)
-    del grid.nodes[1]
-    looks: list[int] = []
-
-    def back() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            grid.nodes[3] = [0, 1]
-
-    grid.looked = back
-    engine._await_clients([0, 1, 2], 2)
-    assert engine._node_of[0] == 3
-    del grid.nodes[3]
-    began = time.monotonic()
-    engine._await_clients([0, 1, 2], 1)
-    assert time.monotonic() - began < 1, "enough are there"
-    engine._await_clients([0, 1, 2], 3)
-    assert time.monotonic() - began >= 3, "it gives up after a while"
+    assert nodes(engine) == {0: 1, 1: 3}
 
 
 def _roster(count: int) -> list[Client]:
