@@ -71,24 +71,17 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         sync_folder(path.parent)
 
 
-def lock_folder(folder: Path, *, wait_seconds: float = 0.0) -> BaseFileLock:
-    """Keep other processes, and other runs of this one, from writing to a folder, until the lock is released.
+def _lock_folder(folder: Path) -> BaseFileLock:
+    """Keep other processes, and other runs of this one, from writing to a folder, which is made if absent, until release.
 
     The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
     Worker processes do not inherit the lock.
-
-    Args:
-        folder: The folder; made if absent.
-        wait_seconds: How long to wait for somebody else.
-
-    Raises:
-        FolderInUseError: somebody else has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Not reentrant: a second run in this process would delete the files of the first one too.
     lock = FileLock(folder / ".lock", is_singleton=False)
     try:
-        lock.acquire(timeout=wait_seconds)
+        lock.acquire(timeout=0)
     except Timeout:
         raise FolderInUseError(
             f"another run is writing to {folder}; wait until it has ended, end it, or choose another folder"
@@ -268,7 +261,7 @@ class RunFolder:
         self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
         if resume and not holds_run(path):
             raise ResumeError(f"no run to resume in {path}; check the path, or omit resume=True (--resume) to start one there")
-        self._lock = lock_folder(path)
+        self._lock = _lock_folder(path)
         found = [] if resume else _files_of_a_run(path)
         if found:
             self._lock.release()

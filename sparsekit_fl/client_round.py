@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
+from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
@@ -29,19 +29,7 @@ from sparsekit_fl.streams import Purpose, Rngs, Streams
 _SPLITS = ("train", "val", "test")
 
 
-class MemoryStore(Protocol):
-    """Where the memories of clients are kept: one version per client and round."""
-
-    def read(self, client_id: int, round: int | None) -> Memory:
-        """Return the memory that was written in a round; empty for None."""
-        ...
-
-    def write(self, client_id: int, round: int, memory: Memory) -> None:
-        """Keep a memory. Raises MemoryStateError if it holds something that cannot be saved."""
-        ...
-
-
-def answer(spec: RunSpec, client: Client, request: Request, memories: MemoryStore) -> Reply:
+def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
     """Run a client with its memory, and keep its new memory. A failure of the client is a reply too.
 
     Raises:
@@ -125,7 +113,12 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         delta, upload = _upload(spec, memory, result, received, start)
     work = result.work or ctx.work(result.mask, result.log)
     scored = sum(ctx.scored)
-    cost = WorkCost(flops=work.flops + scored, flops_paper=work.flops_paper, flops_scoring=scored)
+    cost = WorkCost(
+        flops=work.flops + scored,
+        flops_paper=work.flops_paper,
+        flops_scoring=scored,
+        scoring_seconds=scored / request.capability.flops_per_second,
+    )
     update = Update(
         round=request.round,
         client_id=client.id,

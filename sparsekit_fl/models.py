@@ -47,24 +47,13 @@ def hash_models(out: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def check_model_file(path: Path, recipe: Mapping[str, Any]) -> None:
-    """Raise DataError if a model file is not as the run wrote it; a recipe without its hash, of a device, says nothing."""
-    expected = recipe.get("sha256", {}).get(path.name)
-    if expected not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
-        raise DataError(f"{path} is damaged: its checksum differs from the one in model.json; restore it, or resume the run")
-
-
 def write_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
     """Write how the models of a run are made again, as `models/model.json`."""
     write_atomically(out / "models" / "model.json", (json.dumps(recipe, indent=1) + "\n").encode())
 
 
-def read_recipe(out: Path) -> dict[str, Any]:
-    """Return what `write_recipe` wrote; nothing where the run has no such file.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+def _read_recipe(out: Path) -> dict[str, Any]:
+    """Return what `write_recipe` wrote; nothing where the run has no such file."""
     path = out / "models" / "model.json"
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -148,19 +137,17 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """
     out = Path(out)
-    recipe = read_recipe(out)
-    path = model_file(out, which, recipe)
-    check_model_file(path, recipe)
+    recipe = _read_recipe(out)
+    path = _model_file(out, which, recipe)
+    expected = recipe.get("sha256", {}).get(path.name)  # a device writes none
+    if expected not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+        raise DataError(f"{path} is damaged: its checksum differs from the one in model.json; restore it, or resume the run")
     factory = _prepared(_factory(recipe, out) if model is None else model, recipe)
     return load_compact(path, factory).eval()
 
 
-def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
-    """Return the file of a model of a run; `which` is as `load_model` takes it, and a text of digits is a client's id.
-
-    Raises:
-        DataError: there is none.
-    """
+def _model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
+    """Return the file of a model of a run; a text of digits is a client's id."""
     whole = model_path(out, "global")
     if not whole.exists():
         raise DataError(f"{out} holds no finished run: {whole} is not there; pass the --out folder, or resume the run first")
@@ -208,16 +195,8 @@ def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
         raise InvalidValueError(f"the run's method {name!r} changed its model, and is not here: {error}") from error
     found: Any = load_object(factory) if isinstance(factory, str) else factory
     make: Callable[[], nn.Module] = (lambda: found) if isinstance(found, nn.Module) else found
-    return method.prepare(Problem(model=make, example_inputs=example_inputs_of(recipe))).model
-
-
-def example_inputs_of(recipe: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return example inputs of zeros, as the run's problem had them.
-
-    Raises:
-        InvalidValueError: the recipe does not say what the model takes.
-    """
-    shapes = recipe.get("example_inputs")
-    if not shapes or None in shapes:
-        raise InvalidValueError("the run does not say what its model takes; run it again with this version")
-    return tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in shapes)
+    shapes = recipe.get("example_inputs", [None])
+    if None in shapes:
+        raise InvalidValueError("the run does not say what its model takes; an input that is not a tensor is not written down")
+    inputs = tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in shapes)
+    return method.prepare(Problem(model=make, example_inputs=inputs)).model

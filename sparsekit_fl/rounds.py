@@ -239,7 +239,6 @@ class _Loop:
         """
         trained = _Trained(requests)
         for request, reply in zip(requests, run_clients(requests), strict=True):
-            reply = self.server.timed(reply)
             trained.replies.append(reply)
             self.callbacks.tell("on_client_end", self.view, request.client_id, reply.update)
             try:

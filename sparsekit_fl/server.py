@@ -98,14 +98,6 @@ class Server:
             **more,
         )
 
-    def timed(self, reply: Reply) -> Reply:
-        """Return a reply whose cost has the simulated seconds of scoring, by the roster of this round."""
-        update = reply.update
-        if update is None or not update.cost.flops_scoring or update.client_id not in self.clients:
-            return reply
-        seconds = max(0, update.cost.flops_scoring) / self._now.roster[update.client_id].capability.flops_per_second
-        return replace(reply, update=replace(update, cost=replace(update.cost, scoring_seconds=seconds)))
-
     def validate(self, request: Request, reply: Reply) -> Update:
         """Return the update of a reply as it is added up.
 

@@ -53,8 +53,8 @@ class WorkCost:
         flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
             batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
             waits for it.
-        scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. The server adds them, so
-            they are in no message.
+        scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. In no message: they follow
+            from `flops_scoring` and the capability in the request.
 
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -309,7 +309,7 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         return Reply(
             client_id=request.client_id,
             round=request.round,
-            update=_read_update(tensors, meta, graph) if trained else None,
+            update=_read_update(tensors, meta, request, graph) if trained else None,
             evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
             **texts,
             stored=said.get("stored") is True,
@@ -356,10 +356,11 @@ def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, *shap
     return tensor.tolist()
 
 
-def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> Update:
+def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], request: Request, graph: UnitGraph) -> Update:
     kinds = _INT_COSTS if len(tensors["cost"]) == len(_INT_COSTS) else _INT_COSTS[:-1]
     costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
-    costs["flops"] = costs.pop("flops_training") + costs.get("flops_scoring", 0)
+    scored = costs.get("flops_scoring", 0)
+    costs["flops"] = costs.pop("flops_training") + scored
     seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
     names = meta["metrics"]
     if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
@@ -370,7 +371,7 @@ def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: 
         delta=_section(tensors, "delta"),
         ratio=_numbers(tensors, "ratio", torch.float64),
         metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
-        cost=WorkCost(**costs, **seconds),
+        cost=WorkCost(**costs, **seconds, scoring_seconds=max(0, scored) / request.capability.flops_per_second),
     )
 
 

@@ -46,7 +46,14 @@ def make_update(spec, mask, scoring=0):
         ratio=0.1 + 0.2,
         extra={"x": torch.tensor([1, 2])},
         metrics={"loss": 1 / 3, "accuracy": 0.5},
-        cost=WorkCost(flops=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9, flops_scoring=scoring),
+        cost=WorkCost(
+            flops=10**15 + 1,
+            uplink_bytes=5,
+            seconds=0.1,
+            wall_seconds=1e-9,
+            flops_scoring=scoring,
+            scoring_seconds=scoring / fl.Capability().flops_per_second,
+        ),
     )
 
 
