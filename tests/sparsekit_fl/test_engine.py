@@ -9,7 +9,9 @@ import pytest
 import torch
 from personal import tiny_run
 
+import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph import UnitMask
 from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
@@ -47,6 +49,35 @@ def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     ):
         tiny_run(deadly, engine=Processes(2), out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+class Looks(Method):
+    """The server chooses half of the units; a client says what it was sent of the others."""
+
+    masked = True
+
+    def assign(self, server, client_id):
+        return fl.Task(mask=UnitMask({"first": torch.arange(8) < 4}))
+
+    def train(self, client, task):
+        dropped = sum(float(task.state[name][4:].abs().sum()) for name in ("first.weight", "first.bias", "norm.weight"))
+        return replace(super().train(client, task), metrics={"dropped": dropped})
+
+
+class Told(fl.Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_client_end(self, run, client_id, work):
+        if isinstance(work, fl.Update):
+            self.found.append(work.metrics["dropped"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_servers_mask_drops_arrives_as_zero_also_where_nothing_travels(workers):
+    told = Told()
+    tiny_run(Looks(), rounds=1, engine=Processes(workers), callbacks=[told])
+    assert told.found == [0.0] * 4
 
 
 class OnlyHere:
