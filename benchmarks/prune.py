@@ -31,7 +31,7 @@ from prune_arms import ARMS
 from prune_cells import SCHEDULES, TASKS, Cell, accuracy, flops_of, load, train
 
 import sparsekit as sk
-from sparsekit.measure.clock import measure_latency
+from sparsekit.measure.clock import median_ms
 
 KEY = ("task", "schedule", "arm", "budget", "seed")
 
@@ -77,12 +77,16 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     test = cell.data.loader("test", 500)
     small, schedule = cut.model, cell.schedule
     dense_flops, flops = flops_of(cell.dense, cell.example), flops_of(small, cell.example)
+    milliseconds = None
+    if cell.example.device.type == "cpu":
+        with torch.no_grad():
+            milliseconds = median_ms(lambda: small(cell.example), cell.example.device)
     found: dict[str, Any] = {
         "flops": flops,
         "share": flops / dense_flops,
         "parameters": sum(p.numel() for p in small.parameters()),
         "cut_seconds": seconds,
-        "latency_ms": measure_latency(small, (cell.example,), {}) if cell.example.device.type == "cpu" else None,
+        "latency_ms": milliseconds,
         **cut.notes,
     }
     if cut.scratch:

@@ -52,7 +52,7 @@ class Bench:
         if not units.exists():
             units.write_text(sk.trace_units(model, example[0]).to_json())
         self.graph = sk.UnitGraph.from_json(units.read_text())
-        self.costs = measure_costs(model, example, {}, self.graph, ("flops",), None)
+        self.costs = measure_costs(model, example, {}, self.graph)
         self.prior: Scores | None = None
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}

@@ -120,7 +120,7 @@ class PruneOptions(ModelOptions):
     budget: Annotated[
         list[str],
         _what(
-            help="METRIC=VALUE with flops, params, bytes, memory or latency_ms, e.g. flops=50% (of the dense model) or"
+            help="METRIC=VALUE with flops, params, bytes or latency_ms, e.g. flops=50% (of the dense model) or"
             " bytes=2e6. Separate several by commas, or repeat the option."
         ),
     ]
@@ -172,7 +172,7 @@ class PruneOptions(ModelOptions):
     distill: Annotated[float, _after(help="Weight of the distillation loss (dense model as teacher), between 0 and 1.")] = 0.0
     out: Annotated[
         Path | None,
-        _run(help="Folder for the pruned model, report.html and report.json. Default: write nothing."),
+        _run(help="Folder for the pruned model and report.json. Default: write nothing."),
     ] = None
     time: Annotated[
         str,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _RECONSTRUCT: Mapping[str, Any] = {"both": True, "layers": "layers", "batchnorm": "batchnorm", "none": False}
-_REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
+_REPORT, _SMALL, _ONNX, _OPTIONS = "report.json", "model.safetensors", "model.onnx", "options.json"
 
 
 @takes(PruneOptions)
@@ -69,7 +69,7 @@ def _print(report: PruneReport, how: str) -> None:
     tables = report.tables()
     for title in ("Costs", "Candidates", "Groups", "Time", "Most time", "Measured"):
         head, rows = tables.get(title, ((), ()))
-        shown = [column for column in head if column != "parameters it touches"]  # the page has them
+        shown = [column for column in head if column != "parameters it touches"]  # the report has them
         if rows:
             print_table(shown, [row[: len(shown)] for row in rows])
     if report.unprunable:
@@ -219,10 +219,9 @@ class PruneJob(Job):
         folder = self.options.out
         if folder is None:
             return {}
-        files = {"model": folder / _SMALL, "page": folder / _PAGE}
+        files = {"model": folder / _SMALL}
         pruned.model.eval()
         pruned.save(files["model"])
-        pruned.to_html(files["page"])
         if self.options.onnx:
             files["onnx"] = folder / _ONNX
             export_onnx(pruned.model, self.args, files["onnx"], self.kwargs)

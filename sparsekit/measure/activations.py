@@ -1,21 +1,25 @@
 """How calls shrink with the groups where no weight tells it: read off the shapes of narrow passes.
 
-Attention maps go with their heads. A weight that is computed from its entries is multiplied as an activation is, and shrinks
-with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
+Attention maps shrink with their heads. A weight that is computed from its entries is multiplied as an activation is, and
+shrinks with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
+
+A shape is taken for affine in the numbers of units, which holds for all that a cut leaves exact: an axis of units, several of
+them side by side, an axis flattened with others.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations, count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.flops import Call, Recorder, record_pass
-from sparsekit.measure.shapes import half_of_all, length, probe_shapes
 from sparsekit.measure.volumes import Axes
 from sparsekit.surgery.rebuild import narrow_module
 
@@ -34,7 +38,7 @@ class Lengths:
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
         """Return the number where the groups keep `counts` units."""
-        lengths: list[int] = [length(axis, counts) for axis in self.axes]
+        lengths: list[int] = [_length(axis, counts) for axis in self.axes]
         return self.factor * math.prod(lengths)
 
 
@@ -51,9 +55,10 @@ def measure_shrinkage(
     """
     if not graph.groups:
         return {}
-    counts, keep = half_of_all(graph)
+    first, sizes = _widths(graph)
+    counts = {name: _half(sizes[home]) for name, home in first.items()}
     try:
-        narrow = record_pass(narrow_module(model, graph, keep), args, kwargs)
+        narrow = record_pass(narrow_module(model, graph, _first_units(graph, counts)), args, kwargs)
     except TraceError:  # such as a normalisation that refuses so little; then nothing is known
         return {}
 
@@ -93,4 +98,105 @@ def _lengths(dense: Fraction, axes: Axes, graph: UnitGraph) -> Lengths | None:
         return None
     whole = tuple((int(size), {name: int(each) for name, each in spans.items()}) for size, spans in own)
     sizes = {name: group.size for name, group in graph.groups.items()}
-    return Lengths(dense / max(1, math.prod(length(axis, sizes) for axis in whole)), whole)
+    return Lengths(dense / max(1, math.prod(_length(axis, sizes) for axis in whole)), whole)
+
+
+def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> Any:
+    """Return the length of an axis where the groups keep `counts` units; of whole numbers exact."""
+    return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
+
+
+def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]) -> tuple[Axes, ...]:
+    """Let `run` list shapes of the dense model and of models in which one width at a time is halved.
+
+    A width with which the list becomes another one, or shapes of another rank, is taken for one that changes no shape: costs
+    are then too high and never too low.
+
+    Args:
+        model: The dense model, in eval mode.
+        graph: Its units.
+        run: Model → shapes, in an order that widths do not change.
+
+    Returns:
+        The shapes, of tied groups by the name of the first.
+    """
+    dense = list(run(model))
+    first, sizes = _widths(graph)
+    leaders = list(sizes)
+
+    def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
+        """Return by how much each axis of each shape is shorter where some widths are halved."""
+        halves = {name: _half(sizes[home]) for name, home in first.items() if home in halved}
+        try:
+            found = list(run(narrow_module(model, graph, _first_units(graph, halves))))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return None
+        if [len(shape) for shape in found] != [len(shape) for shape in dense]:
+            return None
+        return [tuple(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(dense, found, strict=True)]
+
+    spans = _decoded(dense, leaders, sizes, shrinks)
+    if spans is None:
+        spans = [[{} for _ in shape] for shape in dense]
+        for leader in leaders:
+            lost = sizes[leader] - _half(sizes[leader])
+            less = shrinks({leader}) if lost else None
+            for place, axes in enumerate(less or ()):
+                for dim, each in enumerate(axes):
+                    if each > 0:
+                        spans[place][dim][leader] = each / lost
+    whole = {name: group.size for name, group in graph.groups.items()}
+    return tuple(
+        tuple((size - _length((0, own), whole), own) for size, own in zip(shape, axes, strict=True))
+        for shape, axes in zip(dense, spans, strict=True)
+    )
+
+
+def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int]]:
+    """Group → the first of its tied groups; that one → units of the least of them."""
+    first = {name: tied[0] for tied in graph.tied_sets for name in tied}
+    return first, {tied[0]: min(graph.groups[name].size for name in tied) for tied in graph.tied_sets}
+
+
+def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    return {name: torch.arange(group.size) < counts.get(name, group.size) for name, group in graph.groups.items()}
+
+
+def _half(size: int) -> int:
+    """Return about half of the units, and two where there are more: with a single one a copy may become a view."""
+    return max(min(2, size - 1), size // 2, 1)
+
+
+def _decoded(
+    dense: Sequence[tuple[int, ...]],
+    leaders: Sequence[str],
+    sizes: Mapping[str, int],
+    shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
+) -> list[list[dict[str, float]]] | None:
+    """Return the same from few passes, where no axis follows more than one width; None where one does.
+
+    Each width is halved in half of the passes, in another half than every other width, so that the passes in which an axis is
+    shorter name its width. Two widths together would name more than half of them.
+    """
+    number = next(n for n in count(2) if math.comb(n, n // 2) >= len(leaders))
+    codes = dict(zip(combinations(range(number), number // 2), leaders))
+    if number >= len(leaders):
+        return None
+    passes = []
+    for place in range(number):
+        found = shrinks({leader for code, leader in codes.items() if place in code})
+        if found is None:
+            return None
+        passes.append(found)
+    spans: list[list[dict[str, float]]] = [[{} for _ in shape] for shape in dense]
+    for shape in range(len(dense)):
+        for dim in range(len(dense[shape])):
+            less = [found[shape][dim] for found in passes]
+            code = tuple(place for place, each in enumerate(less) if each)
+            if not code:
+                continue
+            if code not in codes or len({less[place] for place in code}) > 1:
+                return None
+            leader = codes[code]
+            spans[shape][dim][leader] = less[code[0]] / (sizes[leader] - _half(sizes[leader]))
+    return spans

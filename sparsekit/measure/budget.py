@@ -33,7 +33,6 @@ class Budget:
         flops: FLOPs of a forward pass, per example; one multiply-add is 2.
         params: Parameters, tied ones once.
         bytes: Bytes of all parameters and buffers, as a saved file holds them.
-        memory: Bytes of the activations at their peak, in a forward pass of the example inputs without gradients.
         latency_ms: Milliseconds of a forward pass of the example inputs on this device.
         runtime: What runs these passes: "eager", "compile" (torch.compile), "export" (a program of torch.export) or "onnx"
             (ONNX Runtime on the CPU). Take the one in which the model will be deployed.
@@ -46,7 +45,6 @@ class Budget:
     flops: str | float | None = None
     params: str | float | None = None
     bytes: str | float | None = None
-    memory: str | float | None = None
     latency_ms: str | float | None = None
     runtime: str = "eager"
 
@@ -83,8 +81,8 @@ class Budget:
             value = getattr(self, name)
             if name not in dense:
                 raise InvalidValueError(
-                    f"the budget limits {name!r}, but the cost model has only {', '.join(dense) or 'nothing'};"
-                    f" make it with cost_model(..., metrics=budget.metrics)"
+                    f"{name!r} of the budget does not follow from the widths, as {', '.join(dense) or 'nothing'} does; prune()"
+                    " meets latency_ms by measuring models"
                 )
             found[name] = float(_share(value) * Fraction(dense[name])) if isinstance(value, str) else float(value)
         return found

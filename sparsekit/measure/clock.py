@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,18 +44,8 @@ def evaluated(*models: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def measure_latency(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float = 0.5, least: int = 5
-) -> float:
-    """Return the median milliseconds of a forward pass without gradients, after two to warm up; takes `seconds`, and `least`
-    passes.
-    """
-    with torch.no_grad():
-        return median_ms(lambda: model(*args, **kwargs), device_of(model, args), seconds=seconds, least=least)
-
-
 def median_ms(call: Callable[[], object], device: torch.device, *, seconds: float = 0.5, least: int = 5) -> float:
-    """Return the same of any call on a device."""
+    """Return the median milliseconds of a call, after two to warm up; takes `seconds`, and `least` calls."""
     timed = stopwatch(device)
     times: list[float] = []
     begun = time.perf_counter()

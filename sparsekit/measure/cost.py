@@ -7,28 +7,24 @@ One multiply-add is 2 FLOPs. `flops` is what a physically small model executes: 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.layers import LayerRule
 from sparsekit.measure.activations import Lengths, measure_shrinkage
-from sparsekit.measure.budget import METRICS
-from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.measure.memory import measure_memory
-from sparsekit.measure.shapes import without_data
-from sparsekit.measure.volumes import Axes, CostTracker, Meter, Sum, Volumes
+from sparsekit.measure.flops import entry_keys, record_pass, told_failure
+from sparsekit.measure.volumes import Axes, CostTracker, Prices, Volumes
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.blocks import is_large
-from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.blocks import is_large, is_meta
+from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class CostModel:
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
         products: Those of `other_flops` that shrink with groups, such as attention maps with their heads.
-        meters: Metrics that are not arithmetic over the weights: "memory" if it was asked for.
     """
 
     graph: UnitGraph
@@ -86,7 +81,6 @@ class CostModel:
     parameters: frozenset[str]
     widths: Mapping[str, int]
     products: tuple[Lengths, ...] = ()
-    meters: Mapping[str, Meter] = field(default_factory=dict)
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
         """Count the entries that stay.
@@ -118,17 +112,15 @@ class CostModel:
         Args:
             mask: What is kept; None keeps all.
         """
-        flops = self._sums["flops"]
-        return int(flops.factors @ flops.volumes.at(self._counts(mask))) // flops.scale
+        volumes, prices = self._sums
+        flops, scale = prices["flops"]
+        return int(flops @ volumes.at(self._counts(mask))) // scale
 
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return all metrics of the narrow model, exact but for those of `meters`.
+        """Return all metrics of the narrow model, exactly: "flops" of one example, "params" and "bytes".
 
         Args:
             counts: Group name → units kept, for every group.
-
-        Returns:
-            "flops" of one example, "params", "bytes", and the metrics of `meters`.
         """
         return self.tracker(counts).totals()
 
@@ -138,10 +130,11 @@ class CostModel:
         Args:
             counts: Group name → units kept, for every group.
         """
-        found = {name: dict.fromkeys(self._sums, 0.0) for name in self.widths}
-        entries = self._sums["flops"].volumes.at(counts)
-        for metric, meter in self._sums.items():
-            for (name, *_), cost in zip(self._parts, (meter.factors * entries / meter.scale).tolist(), strict=True):
+        volumes, prices = self._sums
+        found = {name: dict.fromkeys(prices, 0.0) for name in self.widths}
+        entries = volumes.at(counts)
+        for metric, (each, scale) in prices.items():
+            for (name, *_), cost in zip(self._parts, (each * entries / scale).tolist(), strict=True):
                 if name is not None:
                     found[name][metric] += cost
         return found
@@ -157,8 +150,8 @@ class CostModel:
             counts: Group name → units kept at the start, for every group.
             metrics: What is tracked; None tracks all.
         """
-        every: dict[str, Meter] = {**self._sums, **self.meters}
-        return CostTracker({name: every[name] for name in (every if metrics is None else metrics)}, counts)
+        volumes, prices = self._sums
+        return CostTracker(volumes, {name: prices[name] for name in (prices if metrics is None else metrics)}, counts)
 
     @cached_property
     def _parts(self) -> list[tuple[str | None, Axes, Fraction]]:
@@ -176,16 +169,16 @@ class CostModel:
         return [*((name, self._axes(name), each) for name, each in flops.items()), *moving, *products, (None, (), fixed)]
 
     @cached_property
-    def _sums(self) -> dict[str, Sum]:
-        """Metric → meter, of those that are arithmetic; of numbers below 2 to the power of 53 exact."""
+    def _sums(self) -> tuple[Volumes, Prices]:
+        """Return numbers of entries, and what each costs; costs below 2 to the power of 53 are exact."""
         parts = self._parts
         volumes = Volumes([axes for _, axes, _ in parts], list(self.graph.groups))
         whole = math.lcm(*(each.denominator for *_, each in parts))
-        found = {"flops": Sum(volumes, np.array([float(each * whole) for *_, each in parts]), whole * self.examples)}
+        prices = {"flops": (np.array([float(each * whole) for *_, each in parts]), whole * self.examples)}
         for metric, widths in (("params", dict.fromkeys(self.parameters, 1)), ("bytes", self.widths)):
             factors = [float(widths.get(name, 0)) for name in self.widths]
-            found[metric] = Sum(volumes, np.array([*factors, *[0.0] * (len(parts) - len(factors))]))
-        return found
+            prices[metric] = np.array([*factors, *[0.0] * (len(parts) - len(factors))]), 1
+        return volumes, prices
 
     def _axes(self, name: str) -> Axes:
         """Return the axes of the tensor under a key."""
@@ -264,24 +257,13 @@ def count_cost(
     return measure_costs(model, example_inputs, example_kwargs, graph).cost(mask)
 
 
-def cost_model(
-    model: nn.Module,
-    *example_inputs: Any,
-    graph: UnitGraph | None = None,
-    metrics: Iterable[str] = (),
-    rules: Mapping[type[nn.Module], LayerRule] | None = None,
-    **example_kwargs: Any,
-) -> CostModel:
+def cost_model(model: nn.Module, *example_inputs: Any, graph: UnitGraph | None = None, **example_kwargs: Any) -> CostModel:
     """Measure once what numbers of units cost; asking for costs is arithmetic from then on.
-
-    FLOPs, parameters and bytes are exact and always there. "memory" takes passes of the model and must be asked for.
 
     Args:
         model: The dense model; not changed.
         *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
         graph: Its units; None for costs of the whole model alone.
-        metrics: What else is needed: "memory".
-        rules: Rules for layers of your own, as given to `trace_units`.
         **example_kwargs: Keyword inputs.
 
     Returns:
@@ -289,31 +271,26 @@ def cost_model(
 
     Raises:
         TraceError: the model fails on the inputs.
-        UnknownNameError: no such metric.
     """
-    return measure_costs(model, example_inputs, example_kwargs, graph, metrics, rules)
+    return measure_costs(model, example_inputs, example_kwargs, graph)
 
 
-def measure_costs(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    graph: UnitGraph | None,
-    metrics: Iterable[str] = (),
-    rules: Mapping[type[nn.Module], LayerRule] | None = None,
-) -> CostModel:
-    """Return the same for inputs of any names, those of the options of `cost_model` among them."""
-    chosen = tuple(metrics)
-    for name in chosen:
-        if name not in METRICS:
-            raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
-        if name == "latency_ms":
-            raise InvalidValueError("milliseconds do not follow from the widths; prune() meets latency_ms by measuring models")
+def measure_costs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph | None) -> CostModel:
+    """Return the same for inputs of any names, that of the option of `cost_model` among them."""
     if graph is None:
         graph = UnitGraph({}, {name: tensor.shape for name, tensor in named_entries(model).items()})
-    run = partial(_trace, graph=graph)
-    if is_large(model):
-        *_, costs = without_data(model, args, kwargs, run)
-    else:  # unlike a deep copy, this one takes computed weights, as of weight norm
-        costs = run(copy_with(model, {}).eval(), args, kwargs)
-    return replace(costs, meters={"memory": measure_memory(model, args, kwargs, graph, rules)}) if "memory" in chosen else costs
+    if not is_large(model):  # unlike a deep copy, this one takes computed weights, as of weight norm
+        return _trace(copy_with(model, {}).eval(), args, kwargs, graph)
+    # On the meta device a pass costs no arithmetic, and the copy no memory. Tied entries stay tied.
+    bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}
+    copied = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta").eval()
+    with told_failure():
+        try:
+            light = map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
+            return _trace(copied, light[0], light[1], graph)
+        except Exception:
+            if is_meta(model):
+                raise
+        # The model looks at values: it runs with its own, which the copy shares.
+        shared = copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval()
+        return _trace(shared, args, kwargs, graph)

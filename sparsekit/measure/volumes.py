@@ -1,6 +1,5 @@
-"""Costs as functions of the widths: numbers of entries by arithmetic on arrays, and meters that read costs off them."""
+"""Costs as functions of the widths: numbers of entries by arithmetic on arrays, and sums over them."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -12,6 +11,9 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Axes: TypeAlias = tuple[tuple[float, Mapping[str, float]], ...]
 """A shape that follows the widths: of each axis its constant part, and group name → positions per unit that is kept."""
 
+Prices: TypeAlias = Mapping[str, tuple[Array, int]]
+"""Metric → float (tensors,), what an entry of each tensor costs, and the number by which the sum over all is divided."""
+
 
 class Volumes:
     """The numbers of entries of many tensors at given widths, by arithmetic on all of them at once."""
@@ -21,7 +23,7 @@ class Volumes:
 
         Args:
             shapes: Of the tensors.
-            groups: Names of the groups that they follow, of tied ones the first.
+            groups: Names of the groups that they follow.
         """
         rank = max([1, *map(len, shapes)])
         self._groups = tuple(groups)
@@ -52,58 +54,29 @@ class Volumes:
     def growth(self, groups: tuple[str, ...]) -> Array:
         """Return float (tensors, axes): by how much the axes grow where each of `groups` gets a unit more."""
         if groups not in self._growth:
-            columns = [self._groups.index(name) for name in groups if name in self._groups]
+            columns = [self._groups.index(name) for name in groups]
             self._growth[groups] = self._spans[:, :, columns].sum(2)
         return self._growth[groups]
-
-
-class Meter(ABC):
-    """A cost that follows from the numbers of entries of tensors: of `volumes`."""
-
-    volumes: Volumes
-
-    @abstractmethod
-    def read(self, entries: Array) -> float:
-        """Return the cost where the tensors have `entries`, float (tensors,)."""
-
-    def gain(self, now: Array, then: Array, limit: float) -> float:
-        """Return how far a step from one number of entries to another leads towards a `limit` that is exceeded."""
-        del limit
-        return self.read(now) - self.read(then)
-
-    def at(self, counts: Mapping[str, int]) -> float:
-        """Return the cost where the groups keep `counts` units."""
-        return self.read(self.volumes.at(counts))
-
-
-class Sum(Meter):
-    """A cost that is a sum over the tensors: `factors`, float (tensors,), is what an entry of each costs, times `scale`."""
-
-    def __init__(self, volumes: Volumes, factors: Array, scale: int = 1) -> None:
-        self.volumes, self.factors, self.scale = volumes, factors, scale
-
-    def read(self, entries: Array) -> float:
-        return float(self.factors @ entries) / self.scale
 
 
 class CostTracker:
     """Costs at widths that change step by step."""
 
-    def __init__(self, meters: Mapping[str, Meter], counts: Mapping[str, int]) -> None:
-        """Start at `counts`: group name → units kept, for every group. `meters` are metric → meter."""
+    def __init__(self, volumes: Volumes, prices: Prices, counts: Mapping[str, int]) -> None:
+        """Start at `counts`: group name → units kept, for every group."""
         self.counts = dict(counts)
-        self._meters = dict(meters)
-        self._set({meter.volumes: meter.volumes.lengths(counts) for meter in meters.values()})
+        self._volumes, self._prices = volumes, prices
+        self._set(volumes.lengths(counts))
 
-    def _set(self, lengths: dict[Volumes, Array]) -> None:
-        self._lengths = lengths
-        self._entries = {volumes: volumes.entries(own) for volumes, own in lengths.items()}
-        self._totals = {name: meter.read(self._entries[meter.volumes]) for name, meter in self._meters.items()}
+    def _set(self, lengths: Array) -> None:
+        self._lengths, self._totals = lengths, self._at(lengths)
 
-    def _after(self, groups: Sequence[str], count: int) -> dict[Volumes, Array]:
-        """Return the lengths after a step."""
-        more = count - self.counts[groups[0]]
-        return {volumes: own + volumes.growth(tuple(groups)) * more for volumes, own in self._lengths.items()}
+    def _at(self, lengths: Array) -> dict[str, float]:
+        entries = self._volumes.entries(lengths)
+        return {name: float(each @ entries) / scale for name, (each, scale) in self._prices.items()}
+
+    def _after(self, groups: Sequence[str], count: int) -> Array:
+        return self._lengths + self._volumes.growth(tuple(groups)) * (count - self.counts[groups[0]])
 
     def totals(self) -> dict[str, float]:
         """Return metric → cost at the present widths."""
@@ -113,17 +86,14 @@ class CostTracker:
         """Return metric → what would be added (below 0: saved) if each of `groups`, which keep equally many, kept `count`
         units.
         """
-        then = {volumes: volumes.entries(lengths) for volumes, lengths in self._after(groups, count).items()}
-        return {name: meter.read(then[meter.volumes]) - self._totals[name] for name, meter in self._meters.items()}
+        then = self._at(self._after(groups, count))
+        return {name: cost - self._totals[name] for name, cost in then.items()}
 
     def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
         """Return what the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
-        then = {volumes: volumes.entries(lengths) for volumes, lengths in self._after(groups, count).items()}
-        return sum(
-            meter.gain(self._entries[meter.volumes], then[meter.volumes], limits[name]) / max(limits[name], 1e-300)
-            for name, meter in self._meters.items()
-            if name in limits and self._totals[name] > limits[name]
-        )
+        change = self.change(groups, count)
+        exceeded = (name for name in change if name in limits and self._totals[name] > limits[name])
+        return sum(-change[name] / max(limits[name], 1e-300) for name in exceeded)
 
     def move(self, groups: Sequence[str], count: int) -> None:
         """Let each of `groups` keep `count` units from now on."""

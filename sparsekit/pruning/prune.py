@@ -92,7 +92,7 @@ def prune(
     Args:
         model: The dense model; not changed.
         example_inputs: One call's worth of inputs: a tuple of positional ones, a mapping of keyword inputs, or one tensor. The
-            peak of the memory and the latency of a budget are those of this batch. A list of such tuples and mappings is
+            latency of a budget is that of this batch. A list of such tuples and mappings is
             several calls, each traced and verified, so that every branch is seen; costs are those of the first.
         budget: What the small model may cost, also as a mapping or as text such as `"flops=50%,latency_ms=4"`. Never exceeded.
             None where the allocation needs none.
@@ -165,8 +165,7 @@ def prune(
     shares = read_limits(model, graph, list(keep) if not isinstance(keep, str | type | nn.Module) else keep, limits or {})
     calibration = None if batches is None else Calibration.read(model, batches, loss)
     candidates = _candidates(criterion, allocation, calibration, progress=progress)
-    metrics = () if wanted is None else wanted.metrics
-    costs = measure_costs(model, call.args, call.kwargs, graph, [name for name in metrics if name != "latency_ms"], rules)
+    costs = measure_costs(model, call.args, call.kwargs, graph)
     dense = costs.dense_costs()
     notes = [] if calibration is not None else _notes_without_data(model, candidates[0].criterion)
     cutter = Cutter(
@@ -325,7 +324,6 @@ def _report(
     costs, budget, graph, counts = cutter.costs, cutter.budget, cutter.costs.graph, mask.counts()
     # Preferred multiples give way where a budget asks for less.
     free = free_counts(graph, limits, 1 if isinstance(cutter.multiple_of, PreferredMultiple) else cutter.multiple_of)
-    groups, layers = describe(costs, counts)
     absolute = budget.limits(dense) if budget is not None else {}
     denormals = count_denormals(small)
     if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
@@ -345,8 +343,7 @@ def _report(
         before=dense,
         after=costs.costs(counts) | ({} if cut.latency_ms is None else {"latency_ms": cut.latency_ms}),
         minimum=costs.costs(least_counts(free)),
-        groups=groups,
-        layers=layers,
+        groups=describe(costs, counts),
         unprunable=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable],
         steps=history,
         measured=measured,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -47,25 +47,6 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """The width of a layer before and after.
-
-    Args:
-        name: Name of the module, or of its weight where that is not called `weight`.
-        before: Width of its output in the dense model.
-        after: The same after the cut.
-        flops_before: FLOPs of one example.
-        flops_after: The same after the cut.
-    """
-
-    name: str
-    before: int
-    after: int
-    flops_before: float
-    flops_after: float
-
-
-@dataclass(frozen=True)
 class CandidateReport:
     """A cut that was tried.
 
@@ -98,7 +79,6 @@ class PruneReport:
         after: Metric → cost of the pruned model.
         minimum: Metric → cost where every group keeps as few units as limits and multiples allow.
         groups: Before and after.
-        layers: Before and after, in forward order.
         unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
         measured: What else was measured: latencies before and after, errors of tables, scores of fine-tuning.
@@ -118,7 +98,6 @@ class PruneReport:
     after: Mapping[str, float]
     minimum: Mapping[str, float]
     groups: Sequence[GroupReport]
-    layers: Sequence[LayerReport]
     unprunable: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, float]] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +119,7 @@ class PruneReport:
         own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
         own["candidates"] = [CandidateReport(**each) for each in own.get("candidates", ())]
         own["times"] = [TimePair(**pair) for pair in own.get("times", ())]
-        return cls(**{**own, "layers": [LayerReport(**layer) for layer in own["layers"]]})
+        return cls(**own)
 
     def tables(self) -> dict[str, Table]:
         """Return title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
@@ -240,30 +219,14 @@ def count_denormals(model: nn.Module) -> int:
     return sum(int(((weight != 0) & (weight.abs() < torch.finfo(weight.dtype).tiny)).sum()) for weight in weights)
 
 
-def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[tuple[GroupReport, ...], tuple[LayerReport, ...]]:
-    """Groups and layers, before and after."""
+def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
+    """Return the groups before and after."""
     graph = costs.graph
     before = costs.entry_costs({name: group.size for name, group in graph.groups.items()})
     after, made = costs.entry_costs(counts), makers(graph)
-
-    def sums(keys: Iterable[str]) -> Iterator[float]:
-        own = list(keys)
-        for what in ("flops", "params"):
-            for part in (before, after):
-                yield sum(part[key][what] for key in own if key in part)
-
     groups = []
-    for group in graph.groups.values():
+    for name, group in graph.groups.items():
         keys = dict.fromkeys(piece.name for piece in group.slices)
-        groups.append(GroupReport(group.name, group.kind, group.size, counts[group.name], made[group.name], *sums(keys)))
-    layers = []
-    for key in dict.fromkeys(term.weight for term in costs.terms):
-        shape = graph.shapes[key]
-        if len(shape) < 2:
-            continue
-        pieces = [(name, piece) for name, piece in graph.slices_of.get(key, ()) if piece.side == "out"]
-        dim = pieces[0][1].dim if pieces else 0
-        gone = sum(piece.span * (graph.groups[name].size - counts[name]) for name, piece in pieces if piece.dim == dim)
-        name = key.removesuffix(".weight")  # one of several weights of a module keeps its own name
-        layers.append(LayerReport(name, shape[dim], shape[dim] - gone, before[key]["flops"], after[key]["flops"]))
-    return tuple(groups), tuple(layers)
+        sums = (sum(part[key][what] for key in keys if key in part) for what in ("flops", "params") for part in (before, after))
+        groups.append(GroupReport(name, group.kind, group.size, counts[name], made[name], *sums))
+    return tuple(groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from sparsekit.criteria.scored import Scored
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.pruning.page import draw_page, draw_summary
 from sparsekit.pruning.report import PruneReport
 from sparsekit.pruning.timing import with_times
 from sparsekit.surgery.saving import save_compact
@@ -72,23 +70,3 @@ class Pruned:
             OSError: the file cannot be written.
         """
         save_compact(self.model, path, graph=self.graph, mask=self.mask)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the report as a page that needs nothing else, with bars of the widths by layer.
-
-        Args:
-            path: Where to write it, too.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        text = draw_page(self.report)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
-
-    def _repr_html_(self) -> str:
-        return draw_summary(self.report)
-
-    def __repr__(self) -> str:
-        return f"Pruned({self.report})"

@@ -21,7 +21,7 @@ class AllocationContract:
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 3))
         x = torch.zeros(2, 6)
         graph = trace_units(model, x)
-        costs = measure_costs(model, (x,), {}, graph, (), None)
+        costs = measure_costs(model, (x,), {}, graph)
         for seed in range(5):
             generator = torch.Generator().manual_seed(seed)
             scores = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}

@@ -127,7 +127,7 @@ class LearnableMask(MaskedModule):
             raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
         graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
         limit = None if budget is None else Budget.of(budget)
-        costs = costs_of(model, example_inputs, graph, limit, rules)
+        costs = costs_of(model, example_inputs, graph, limit)
         super().__init__()
         self.graph = graph
         self.learning = learning

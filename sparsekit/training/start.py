@@ -82,9 +82,7 @@ def graph_of(
     return graph
 
 
-def costs_of(
-    model: nn.Module, example_inputs: Any, graph: UnitGraph, budget: Budget | None, rules: Rules | None
-) -> CostModel | None:
+def costs_of(model: nn.Module, example_inputs: Any, graph: UnitGraph, budget: Budget | None) -> CostModel | None:
     """Return the cost of the model by its widths; None without example inputs.
 
     Raises:
@@ -96,7 +94,7 @@ def costs_of(
         raise InvalidValueError("a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs")
     call = ModelInputs.several(example_inputs)[0]
     with eager():  # counting should not compile
-        return measure_costs(model, call.args, call.kwargs, graph, () if budget is None else budget.metrics, rules)
+        return measure_costs(model, call.args, call.kwargs, graph)
 
 
 def first_cut(

@@ -45,7 +45,7 @@ except sk.BudgetError as error:
     print(error)
 
 # sparsekit.cost_model
-costs = sk.cost_model(model, x[:2], graph=graph, metrics=("flops", "params"))
+costs = sk.cost_model(model, x[:2], graph=graph)
 
 # sparsekit.Cost, sparsekit.count_cost
 cost: sk.Cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
@@ -200,7 +200,7 @@ counts = sk.allocation.allocate(rule, graph, scores, sk.cost_model(model, x[:2],
 pruned = sk.prune(model, (x[:1],), budget="params=50%", multiple_of=sk.allocation.PreferredMultiple(16))
 
 # sparsekit.allocation.CostModel
-costs: sk.allocation.CostModel = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
+costs: sk.allocation.CostModel = sk.cost_model(model, x[:2], graph=graph)
 print(costs.costs({"0": 4}))
 
 # sparsekit.allocation.Schedule
@@ -379,7 +379,6 @@ for group in report.groups:
 pruned: sk.Pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
 small = pruned.model
 pruned.save("small.safetensors")
-pruned.to_html("report.html")
 
 # sparsekit.reconstruct, sparsekit.finetuning.reconstruct
 small = sk.compact(model, graph, mask)

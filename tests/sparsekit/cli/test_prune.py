@@ -24,14 +24,14 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return found
 
 
-def test_it_writes_the_model_the_page_and_the_report(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_the_model_and_the_report(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "small"
     report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "2", "--out", str(out))
     assert report["after"]["flops"] <= 0.5 * report["before"]["flops"]
     assert {pair["batch"] for pair in report["times"]} >= {1}
     assert all(0 < pair["low"] <= pair["faster"] <= pair["high"] for pair in report["times"])
     assert report["slowest"]
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json", "options.json"}
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.json", "options.json"}
     assert json.loads((out / "report.json").read_text())["after"] == report["after"]
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
     assert sum(entry.numel() for entry in small.parameters()) == report["after"]["params"]

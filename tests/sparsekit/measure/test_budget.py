@@ -24,7 +24,7 @@ def test_a_string_is_a_share_and_a_number_is_absolute() -> None:
         ({"flops": "50"}, 'share such as "50%"'),
         ({"params": 0.5}, 'pass "50%"'),
         ({"bytes": -3}, "above 0"),
-        ({"memory": float("nan")}, "above 0"),
+        ({"bytes": float("nan")}, "above 0"),
         ({"flops": True}, "of bool"),
         ({"latency_ms": 4, "runtime": "tensorrt"}, "one of eager, compile, export, onnx"),
         ({"flops": "50%", "runtime": "onnx"}, "is not limited"),

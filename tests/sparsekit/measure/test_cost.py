@@ -117,10 +117,8 @@ def test_a_model_that_looks_at_values_runs_with_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
     model, x = _mlp(), torch.zeros(5, 4)
     graph = sk.trace_units(model, x)
-    plain = sk.cost_model(model, x, graph=graph, metrics=("memory",)).dense_costs()
+    plain = sk.cost_model(model, x, graph=graph).dense_costs()
     model.register_forward_pre_hook(lambda _, inputs: None if bool((inputs[0] == 0).all()) else (inputs[0][:1],))
     assert sk.cost_model(model, x, graph=graph).dense_costs()["flops"] == plain["flops"] == 2 * (4 * 6 + 6 * 3)
-    watched = sk.cost_model(model, x, graph=graph, metrics=("memory",)).dense_costs()
-    assert watched["memory"] == plain["memory"] == 4 * 5 * (6 + 6)
     with pytest.raises(sk.errors.TraceError, match="failed on the example inputs"):
         sk.cost_model(model.to("meta"), x, graph=graph)

@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
-from sparsekit.measure.clock import measure_latency
+from sparsekit.measure.clock import device_of, median_ms
 from sparsekit.measure.paired import measure_layers, prepare
 from sparsekit.pruning.latency import meet_latency
 
@@ -143,6 +143,7 @@ def test_a_pass_lasts_until_its_device_has_finished_whatever_that_is(kind: str, 
     asked = []
     device = SimpleNamespace(synchronize=lambda *_: pending.clear())
     monkeypatch.setattr(torch, "get_device_module", lambda where: asked.append(torch.device(where).type) or device)
-    measure_latency(Elsewhere(), (), {}, seconds=0.0)
+    model = Elsewhere()
+    median_ms(model, device_of(model), seconds=0.0)
     assert set(asked) == {kind}
     assert not pending

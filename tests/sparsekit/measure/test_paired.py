@@ -78,7 +78,7 @@ def test_a_report_with_times_survives_json_and_says_them() -> None:
     assert len(report.tables()["Time"][1]) == len(report.times)
     assert all(name in dict(pruned.model.named_modules()) for name in report.slowest)
     assert "times faster" in str(report)
-    assert "6 examples, 1 thread" in pruned.to_html()
+    assert "6 examples, 1 thread" in str(pruned.report)
 
 
 def test_other_runtimes_are_timed_where_asked_and_one_that_cannot_leaves_a_note() -> None:

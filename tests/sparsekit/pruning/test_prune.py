@@ -80,7 +80,6 @@ def test_the_report_says_what_was_requested_achieved_and_possible() -> None:
     assert report.requested == {"flops": "50%"}
     assert report.minimum["flops"] < report.after["flops"] <= report.limits["flops"] == report.before["flops"] / 2
     assert [group.name for group in report.groups] == list(pruned.graph.groups)
-    assert {layer.name: layer.after for layer in report.layers}["8"] == 5
     assert json.loads(json.dumps(report.to_dict()))["after"] == report.after
     assert "flops: " in str(report)
     assert "requested ≤" in str(report)
@@ -189,7 +188,7 @@ def _by_number(problem: sk.allocation.Problem, *, share: float) -> dict[str, int
     [(1.0, lambda share: partial(sk.allocation.by_ratio, ratios=share)), (0.5, lambda share: partial(_by_number, share=share))],
     ids=["by ratio", "somebody else's"],
 )
-@pytest.mark.parametrize("budget", ["flops=50%", "params=30%", "bytes=70%,flops=90%", "memory=60%", "latency_ms=1e-6"])
+@pytest.mark.parametrize("budget", ["flops=50%", "params=30%", "bytes=70%,flops=90%", "latency_ms=1e-6"])
 def test_whatever_comes_back_meets_its_budget_by_any_allocation(share: float, make: Any, budget: str) -> None:
     try:
         with warnings.catch_warnings():
