@@ -41,17 +41,15 @@ RIVALS = {"smollm2": ("wanda-sp", "llm-pruner", "flap", "random"), "efficientnet
 
 
 class Bench:
-    """A network with its units, costs and scores, which are kept in a file."""
+    """A network with its units, costs, and scores, which are kept in a file."""
 
     def __init__(self, name: str, out: Path) -> None:
         self.name, self.out = name, out
         self.network: Network = NETWORKS[name]()
         held = max(1, len(self.network.calibration) // 5)
         self.fit, self.judge = self.network.calibration[:-held], self.network.calibration[-held:]
-        model, example, units = self.network.model, self.network.example, out / f"{name}.units.json"
-        if not units.exists():
-            units.write_text(sk.trace_units(model, example[0]).to_json())
-        self.graph = sk.UnitGraph.from_json(units.read_text())
+        model, example = self.network.model, self.network.example
+        self.graph = sk.trace_units(model, example[0])
         self.costs = measure_costs(model, example, {}, self.graph)
         self.prior: Scores | None = None
         path = out / f"{name}.scores.pt"

@@ -1,6 +1,7 @@
 """The law of masks, as a check that tests share: a model under a mask equals the narrow model, in outputs and gradients."""
 
 import dataclasses
+import json
 import random
 import warnings
 from typing import Any
@@ -20,6 +21,7 @@ from sparsekit.training.exploration import DenseModel
 
 __all__ = [
     "Operators",
+    "as_text",
     "check_masked_equals_compact",
     "check_nothing_is_lost",
     "random_mask",
@@ -29,6 +31,11 @@ __all__ = [
     "spoiled",
     "trace",
 ]
+
+
+def as_text(graph: UnitGraph) -> str:
+    """All of a graph, so that two can be compared."""
+    return json.dumps(dataclasses.asdict(graph), default=Tensor.tolist)
 
 
 def trace(

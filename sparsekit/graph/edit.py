@@ -1,7 +1,7 @@
 """without(), only(), narrow(): a graph with fewer groups or fewer units."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import NormSite, UnitGroup, UnitSlice, Unprunable
+from sparsekit.graph.groups import NormSite, UnitSlice, Unprunable
 from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
 
@@ -31,38 +31,23 @@ def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
     """
     left_out = _checked(graph, groups)
-    unprunable = (Unprunable(name, graph.groups[name].size, _REASON) for name in graph.groups if name in left_out)
     kept = {name: group for name, group in graph.groups.items() if name not in left_out}
-    return replace(_with_groups(graph, kept), unprunable=(*graph.unprunable, *unprunable))
-
-
-def _with_groups(graph: UnitGraph, groups: Mapping[str, UnitGroup]) -> UnitGraph:
-    """Return the graph with these groups and what concerns them alone."""
-    ties = (tuple(name for name in tied if name in groups) for tied in graph.ties)
-    norms = (replace(site, places={name: at for name, at in site.places.items() if name in groups}) for site in graph.norms)
+    norms = (replace(site, places={name: at for name, at in site.places.items() if name in kept}) for site in graph.norms)
     return replace(
         graph,
-        groups=groups,
-        ties=tuple(tied for tied in ties if len(tied) > 1),
-        sizes=tuple(size for size in graph.sizes if size.group in groups),
+        groups=kept,
+        ties=tuple(tied for tied in graph.ties if set(tied) <= kept.keys()),
+        sizes=tuple(size for size in graph.sizes if size.group in kept),
         norms=tuple(site for site in norms if site.places),
+        unprunable=(
+            *graph.unprunable,
+            *(Unprunable(name, group.size, _REASON) for name, group in graph.groups.items() if name in left_out),
+        ),
     )
 
 
 def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
-    """Return the graph with some groups alone: the units of all others count as unprunable.
-
-    Args:
-        graph: Any graph. Not changed.
-        groups: Names of the groups to keep in the graph. Of tied groups all are named or none.
-
-    Returns:
-        A new graph of the same model, as from `without`.
-
-    Raises:
-        UnknownNameError: a name is not that of a group.
-        InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
-    """
+    """Return the graph with some groups alone, named as for `without`, which makes the units of all others unprunable."""
     return without(graph, graph.groups.keys() - _checked(graph, groups))
 
 

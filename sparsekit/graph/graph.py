@@ -1,18 +1,16 @@
 """UnitGraph: what can be removed from a model, as data only.
 
-The graph is the one truth about structure. Gates, masks, magnitudes, compaction, expansion, costs and uploads all
-follow from its index tables; nothing here depends on the kind of layer.
+Gates, masks, magnitudes, compaction, expansion, costs and uploads all follow from its index tables; nothing here depends on
+the kind of layer.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +25,6 @@ from sparsekit.graph.layers import Layer
 _SHOWN = 6
 _REMEMBERED = 8
 _LOCK = threading.Lock()
-_FORMAT = 3  # of the JSON text
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +136,8 @@ class UnitGraph:
         """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
 
         Gates of 0 and 1 are exact if the state and the values of units are finite: the model computes what the compacted one
-        does. An infinite value times a gate of 0 is NaN, where the compacted model has no such unit. A gate between 0 and 1
-        multiplies the unit's contribution where the unit is gated at its readers, and else is exact only as far as what is
-        between the entries that make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see
-        `UnitSlice.gated`.
+        does. An infinite value times a gate of 0 is NaN, where the compacted model has no such unit. `UnitSlice.gated` says
+        what gates between 0 and 1 mean.
 
         Args:
             state: The dense state of the model.
@@ -207,36 +202,6 @@ class UnitGraph:
         """What the last few masks keep: loading, cutting, sending and checking all ask, about the same mask."""
         return {}
 
-    def to_json(self) -> str:
-        """Return the graph as JSON text, exact, its fields by name and tensors as lists; `from_json` is its inverse."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, default=Tensor.tolist)
-
-    @staticmethod
-    def from_json(text: str) -> UnitGraph:
-        """Read what `to_json` wrote.
-
-        Raises:
-            InvalidValueError: the text is not a graph of this format.
-        """
-        try:
-            raw = json.loads(text)
-            if raw["format"] != _FORMAT:
-                raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads {_FORMAT}")
-            return UnitGraph(
-                {name: _read_group(group) for name, group in raw["groups"].items()},
-                {name: torch.Size(shape) for name, shape in raw["shapes"].items()},
-                tuple(map(tuple, raw["ties"])),
-                tuple(Unprunable(**item) for item in raw["unprunable"]),
-                tuple(SizeAttribute(**item) for item in raw["sizes"]),
-                tuple(_read_norm(site) for site in raw["norms"]),
-                tuple(
-                    Layer(item["name"], *(tuple(item[key]) for key in ("entries", "reads", "frozen"))) for item in raw["layers"]
-                ),
-                tuple(map(tuple, raw["aliases"])),
-            )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error
-
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups: what a mask must agree with."""
         return tuple((group.name, group.size) for group in self.groups.values())
@@ -294,13 +259,3 @@ class _Table:
         for at, (name, dim) in enumerate(self.axes):
             kept.setdefault(name, {})[dim] = torch.from_numpy(found[ends[at] : ends[at + 1]] - self.bounds[at])
         return kept
-
-
-def _read_group(raw: dict[str, Any]) -> UnitGroup:
-    slices = (UnitSlice(**{**piece, "index": torch.tensor(piece["index"], dtype=torch.int64)}) for piece in raw["slices"])
-    return UnitGroup(**{**raw, "slices": tuple(slices)})
-
-
-def _read_norm(raw: dict[str, Any]) -> NormSite:
-    places = {name: tuple(torch.tensor(t, dtype=torch.int64) for t in pair) for name, pair in raw["places"].items()}
-    return NormSite(**{**raw, "places": places})

@@ -26,28 +26,21 @@ class Layer:
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
-    """Return state-dict keys of the output layer.
+    """Return state-dict keys of the last `count` of some layers in forward order.
 
-    Args:
-        layers: The layers of the model, in forward order.
-        count: Number of layers, from the last one.
-
-    Returns:
-        What no earlier layer reads: empty where the output layer shares all its entries with earlier ones.
+    What an earlier layer reads is not among them: there are none where the output layer shares all its entries.
     """
     return tuple(name for layer in layers[max(0, len(layers) - count) :] for name in layer.entries)
 
 
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
-    """Return state-dict keys of the weight matrices that may be pruned by entry: all that train but those that the output layer
-    reads.
+    """Return state-dict keys of the weight matrices that may be pruned by entry, in forward order.
+
+    These are all that train, have two or more axes and more than one entry, but those that the output layer reads.
 
     Args:
         layers: The layers of the model, in forward order.
         shapes: State-dict key → shape.
-
-    Returns:
-        Keys with two or more axes and more than one entry, in forward order.
     """
     last = set(layers[-1].reads) if layers else set()
     return tuple(
@@ -63,12 +56,6 @@ def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> 
 
 
 def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
-    """Return state-dict keys that the first layers read and no later one does: what only a pass through these layers is spent
-    on.
-
-    Args:
-        layers: The layers of the model, in forward order.
-        count: Number of layers, from the first one.
-    """
+    """Return state-dict keys that the first `count` of some layers in forward order read, and no later one does."""
     later = {name for layer in layers[count:] for name in layer.reads}
     return frozenset(name for layer in layers[:count] for name in layer.entries if name not in later)

@@ -22,8 +22,6 @@ class _Mask(Mapping[str, Tensor]):
     def __init__(self, entries: Mapping[str, Tensor]) -> None:
         for name, keep in entries.items():
             if keep.dtype != torch.bool:
-                if keep.is_floating_point() and bool(torch.isnan(keep).any()):
-                    raise InvalidValueError(f"{self._what} of {name!r} holds NaN; a mask is boolean, True = kept")
                 raise InvalidValueError(
                     f"{self._what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
                 )
@@ -124,13 +122,6 @@ class WeightMask(_Mask):
                 raise ForeignMaskError(
                     f"the weight mask has {name!r} of shape {tuple(keep.shape)}, the model has {graph.shapes.get(name)}"
                 )
-
-    def density(self, graph: UnitGraph) -> float:
-        """Return entries kept / all entries of the model's state, tied tensors once."""
-        self.check(graph)
-        total = sum(map(math.prod, graph.tensors.values()))
-        dropped = sum(keep.numel() - int(keep.sum()) for name, keep in self.items() if name in graph.tensors)
-        return 1.0 - dropped / total
 
 
 def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,17 @@ class StarvedGroupsWarning(UserWarning):
     """A ranking of all units leaves some groups next to none."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to cut: which units are important, and how many stay where."""
 
     criterion: Criterion
     allocation: Allocation
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of both, for messages and reports."""
+        own = self.criterion
+        return own.name if isinstance(own, Scored) else type(own).__name__, name_of(self.allocation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +64,6 @@ class Cut:
         candidate: The way to cut.
         mask: Units of the model that was cut.
         model: The narrow model.
-        scores: Scores of all units.
         latency_ms: Measured, where the budget limits it; else None.
         measured: What was measured on the way, for the report.
     """
@@ -67,14 +71,8 @@ class Cut:
     candidate: Candidate
     mask: UnitMask
     model: nn.Module
-    scores: Scored
     latency_ms: float | None
     measured: Mapping[str, Any]
-
-
-def criterion_name(criterion: Criterion) -> str:
-    """Return the name of a criterion for messages and reports."""
-    return criterion.name if isinstance(criterion, Scored) else type(criterion).__name__
 
 
 @dataclass(kw_only=True)
@@ -106,7 +104,6 @@ class Cutter:
         limits: Limits,
         target: Budget | None,
         *,
-        limit_ms: float | None,
         dry: bool,
     ) -> Cut:
         """Cut by every candidate and keep the one of least loss on batches that neither scored nor reconstructed it.
@@ -120,56 +117,43 @@ class Cutter:
             graph: Its units.
             limits: Group name → (least, largest) share of its units that stays.
             target: Budget of this step, in absolute numbers.
-            limit_ms: Measured milliseconds that the model may take.
             dry: Whether a single candidate is only counted, and `model` itself returned.
 
         Raises:
             BudgetError, InvalidValueError, MissingImportanceError: what the last candidate raised, where none can be made.
         """
         scores: dict[int, Scored] = {}
-        cuts: list[tuple[float, Cut]] = []
         reports: list[CandidateReport] = []
-        refused: InvalidValueError | None = None
-        judged = len(candidates) > 1 and self.calibration is not None and bool(self.calibration.judge)
-        for candidate in candidates if judged else candidates[:1]:
-            names = criterion_name(candidate.criterion), name_of(candidate.allocation)
+        chosen: Cut | None = None
+        least, refused = float("inf"), InvalidValueError("no candidate")
+        judge = self.calibration if len(candidates) > 1 and self.calibration is not None and self.calibration.judge else None
+        for candidate in candidates if judge else candidates[:1]:
             try:
                 key = id(candidate.criterion)
                 if key not in scores:
                     context = ScoringContext(weights=model.state_dict(), model=model, generator=self.generator)
                     found = score_units(candidate.criterion, graph, context)
-                    scores[key] = Scored(found, names[0], is_comparable(candidate.criterion))
-                cut = self._cut(
-                    candidate, model, graph, scores[key], limits, target, limit_ms, dry=dry and not judged, judged=judged
-                )
+                    scores[key] = Scored(found, candidate.names[0], is_comparable(candidate.criterion))
+                cut = self._cut(candidate, model, graph, scores[key], limits, target, dry=dry, judged=judge is not None)
             except InvalidValueError as error:
-                if not judged:
+                if not judge:
                     raise
                 refused = error
-                reports.append(CandidateReport(*names, None, False, str(error)))
+                reports.append(CandidateReport(*candidate.names, None, False, str(error)))
                 continue
-            loss = 0.0
-            if judged:
-                assert self.calibration is not None
-                loss = self.calibration.measure(cut.model)
-                loss = loss if loss == loss else float("inf")  # not a number: never the best
-            reports.append(CandidateReport(*names, loss if judged else None, False, ""))
-            if not cuts or loss < cuts[0][0]:
-                cuts = [(loss, cut)]
-        if not cuts:
-            assert refused is not None
+            loss = judge.measure(cut.model) if judge else 0.0
+            loss = loss if loss == loss else float("inf")  # not a number: never the best
+            reports.append(CandidateReport(*candidate.names, loss if judge else None, False))
+            if chosen is None or loss < least:
+                chosen, least = cut, loss
+        if chosen is None:
             raise refused
-        chosen = cuts[0][1]
-        if judged and not dry and self.reconstruct in (True, "layers") and refits_in_sequence(model, graph, chosen.mask):
+        if judge and not dry and self.reconstruct in (True, "layers") and refits_in_sequence(model, graph, chosen.mask):
             small = compact(model, graph, chosen.mask, rules=self.rules)
             measured = {**chosen.measured, **self._reconstruct(model, small, graph, chosen.mask)}
             chosen = replace(chosen, model=small, measured=measured)
         self.scores = {each.name: each for each in scores.values()}
-        names = criterion_name(chosen.candidate.criterion), name_of(chosen.candidate.allocation)
-        self.tried = [
-            CandidateReport(each.criterion, each.allocation, each.loss, (each.criterion, each.allocation) == names, each.note)
-            for each in reports
-        ]
+        self.tried = [replace(each, chosen=(each.criterion, each.allocation) == chosen.candidate.names) for each in reports]
         return chosen
 
     def _cut(
@@ -180,21 +164,23 @@ class Cutter:
         scores: Scored,
         limits: Limits,
         target: Budget | None,
-        limit_ms: float | None,
         *,
         dry: bool,
         judged: bool,
     ) -> Cut:
-        costs = self.costs  # numbers of units mean the same in a narrow model
+        allocation, costs = candidate.allocation, self.costs  # numbers of units mean the same in a narrow model
+        limit_ms = None if target is None or target.latency_ms is None else float(target.latency_ms)
 
         def to(budget: Budget | None) -> tuple[UnitMask, nn.Module]:
             counts = allocate(
-                candidate.allocation, graph, scores.values, costs, budget=budget, limits=limits, multiple_of=self.multiple_of
+                allocation, graph, scores.values, costs, budget=budget, limits=limits, multiple_of=self.multiple_of
             )
-            if getattr(candidate.allocation, "func", candidate.allocation) is global_ranking:
+            if getattr(allocation, "func", allocation) is global_ranking:
                 _warn_of_starved(graph, counts)
             mask = mask_from_scores(graph, scores.values, counts, source=f"{scores.name} scores")
-            if dry and limit_ms is None:  # who cuts by herself, perhaps in place, has no memory for a second model
+            if (
+                dry and not judged and limit_ms is None
+            ):  # who cuts by herself, perhaps in place, has no memory for a second model
                 return mask, model
             small = compact(model, graph, mask, rules=self.rules)
             check_runs(small, self.call)
@@ -221,14 +207,12 @@ class Cutter:
             return (mask, small), measure
 
         after: float | None = None
-        measured: dict[str, Any] = {}
         if limit_ms is None:
             mask, small = to(target)
         else:
             (mask, small), after = meet_latency(limit_ms, self.dense_ms, at)
-        if small is not model:
-            measured |= self._reconstruct(model, small, graph, mask, sequential=not judged)
-        return Cut(candidate, mask, small, scores, after, measured)
+        measured = {} if small is model else self._reconstruct(model, small, graph, mask, sequential=not judged)
+        return Cut(candidate, mask, small, after, measured)
 
     def _reconstruct(
         self, before: nn.Module, small: nn.Module, graph: UnitGraph, mask: UnitMask, *, sequential: bool = True

@@ -1,5 +1,7 @@
 """prune(): a model and a budget in, a smaller model and a report out."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +16,7 @@ from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.allocation import registry as allocations
 from sparsekit.allocation.by_cost import global_ranking
 from sparsekit.allocation.limits import Limits, PreferredMultiple, check_multiples, free_counts, least_counts
-from sparsekit.allocation.problem import Allocation, name_of
+from sparsekit.allocation.problem import Allocation
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
@@ -30,7 +32,7 @@ from sparsekit.measure.clock import device_of, evaluated, median_ms
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import prepare
 from sparsekit.pruning.calibration import Calibration
-from sparsekit.pruning.cutting import Candidate, Cut, Cutter, criterion_name, inside
+from sparsekit.pruning.cutting import Candidate, Cut, Cutter, inside
 from sparsekit.pruning.reconstruction import Reconstruct
 from sparsekit.pruning.report import CandidateReport, PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
@@ -44,6 +46,14 @@ from sparsekit.tracing.trace import trace_units
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model to continue
 with."""
+ExampleInputs: TypeAlias = (
+    tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs | list[tuple[Any, ...] | Mapping[str, Any]]
+)
+"""Inputs of one call, positional or by name, or a list of several calls."""
+Criteria: TypeAlias = Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str]
+"""A criterion or its name, or several as candidates."""
+Allocations: TypeAlias = Allocation | str | Sequence[Allocation | str]
+"""An allocation or its name, or several as candidates."""
 
 CANDIDATES = (
     ("fisher", "by_cost"),
@@ -56,15 +66,15 @@ CANDIDATES = (
 
 def prune(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs | list[tuple[Any, ...] | Mapping[str, Any]],
+    example_inputs: ExampleInputs,
     *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
     batches: Iterable[Batch] | None = None,
     loss: Loss | None = None,
     reconstruct: Reconstruct = True,
     metric: Callable[[nn.Module], float] | None = None,
-    criterion: Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str] | None = None,
-    allocation: Allocation | str | Sequence[Allocation | str] | None = None,
+    criterion: Criteria | None = None,
+    allocation: Allocations | None = None,
     keep: Iterable[Selector] = (),
     limits: Mapping[Selector, tuple[float, float]] | None = None,
     multiple_of: int | Mapping[str, int] | PreferredMultiple | None = None,
@@ -77,72 +87,98 @@ def prune(
     dry_run: bool = False,
     progress: bool = False,
 ) -> Pruned:
-    """Prune a model to a budget.
+    """Prune a trained model to a budget, and return a smaller, plain module.
 
-    Pass `batches` for every network that was trained: which criterion is right differs from network to network, and a wrong
-    one costs most of the accuracy. With batches, a few candidate cuts are made and reconstructed, and the one of least loss
-    on batches that were set aside is kept; the report lists them.
+    Only the model, its inputs and the budget are required, but pass `batches` for every trained
+    network. The right criterion differs from network to network, and a wrong one costs most of the
+    accuracy. With batches, `prune` makes a few candidate cuts, reconstructs them, and keeps the one
+    with the lowest loss on batches that it has set aside. Without them, units are ranked by the
+    magnitude of their weights, and nothing is reconstructed.
 
     ```python
-    pruned = sk.prune(model, (images[:1],), budget=sk.Budget(flops="50%"), batches=loader, loss=F.cross_entropy)
-    pruned.model, pruned.report.after["flops"]
+    import torch
+    from torch import nn
+
+    import sparsekit as sk
+
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 10))
+    images, labels = torch.randn(64, 3, 8, 8), torch.randint(10, (64,))
+    batches = list(zip(images.split(16), labels.split(16)))
+
+    pruned = sk.prune(
+        model, (images[:1],), budget="flops=50%", batches=batches, loss=nn.functional.cross_entropy
+    )
+    print(pruned.report)
+    pruned.model(images)
     pruned.save("small.safetensors")
     ```
 
     Args:
-        model: The dense model; not changed.
-        example_inputs: One call's worth of inputs: a tuple of positional ones, a mapping of keyword inputs, or one tensor. The
-            latency of a budget is that of this batch. A list of such tuples and mappings is
-            several calls, each traced and verified, so that every branch is seen; costs are those of the first.
-        budget: What the small model may cost, also as a mapping or as text such as `"flops=50%,latency_ms=4"`. Never exceeded.
-            None where the allocation needs none.
-        batches: Training data, such as a loader or a list; at most 48 batches or 1 GiB are read, once. The last fifth is set
-            aside to judge candidates; the others score units and reconstruct. Batches without a target, given without a loss
-            to a model that computes none, are compared with the dense model's own outputs.
-        loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
-        reconstruct: Whether layers that read dropped units are refitted (`reconstruct`) and batch norms recalibrated after
-            every cut, if there are batches; "layers" or "batchnorm" does one of them.
-        metric: Scores a model, as accuracy on validation data. The report has its scores of the dense model, after each cut
-            and each `finetune`.
-        criterion: The importance of a unit: an object or a name, or several of them as candidates, such as the `scores` of
-            an earlier result, which cost nothing. None tries the default candidates with batches, and takes the magnitude
-            of the weights without. A name that needs data gets the batches and the loss, and so does an object without any.
-        allocation: How many units stay in each group: a function or a name ("by_cost", "global", "uniform"), or several as
-            candidates. None is "by_cost", or part of the default candidates.
-        keep: Layers that keep all their units, by name, regular expression, type or module, or kinds of unit such as "channel".
-        limits: The same → (least, largest) share of the units that stays, each in [0, 1].
-        multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
-            keeps their number. None prefers multiples of 8, for which runtimes have fast kernels: 4 for groups narrower than
-            64, and 4 and then any number where more than 2 % of the budget would be unused. 1 allows any width.
-        schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored again.
-        finetune: Called with the narrow model and the number of the step after every cut.
-        graph: The units, if they were traced before; else they are traced.
+        model: The dense model. It is not changed.
+        example_inputs: Inputs of one call: a tuple of positional inputs, a mapping of keyword inputs,
+            or one tensor. FLOPs and latency are measured on them. Pass a list of such tuples and
+            mappings if the model has branches: each call is traced and verified, and costs are those
+            of the first.
+        budget: Upper limits for the small model, such as `Budget(flops="50%")`,
+            `{"params": 2e6, "latency_ms": 4}` or `"flops=50%,params=2e6"`. A percentage is a share of
+            the dense model. None for allocations that need no budget, such as `by_ratio`.
+        batches: Training data: a loader or a list of tensors, of tuples (input, …, target), or of
+            mappings of keyword inputs. They are read once, at most 48 batches or 1 GiB. The last fifth
+            is set aside to compare candidates; the rest scores units and reconstructs. Without targets
+            and without `loss`, the cut model is compared with the outputs of the dense model.
+        loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes
+            `outputs.loss`, as models of transformers return it.
+        reconstruct: What is corrected after every cut, with batches: True refits the layers that
+            follow pruned units, and recalibrates batch norms; "layers" or "batchnorm" does one of the
+            two; False does neither.
+        metric: Scores a model, such as accuracy on validation data. The report shows the scores of the
+            dense model, after each cut and after each call of `finetune`.
+        criterion: The importance of a unit: an object or name, or several of them to compare, such
+            as the `scores` of an earlier result, which are not computed again. A criterion that needs
+            data and has none gets `batches` and `loss`. None compares the default candidates; without
+            batches, it takes weight magnitudes.
+        allocation: How many units stay in each group: a function or name ("by_cost", "by_loss",
+            "global", "uniform"), or several of them to compare. None takes "by_cost", or those of the
+            default candidates.
+        keep: Layers that keep all their units, by name, regular expression, type or module; or kinds of
+            unit, such as "channel".
+        limits: Layers, named in the same way → (smallest, largest) share of their units that stays,
+            each in [0, 1].
+        multiple_of: Number of which the width of each layer is a multiple, or kind of unit → number.
+            A layer that loses no unit keeps its width. None prefers multiples of 8, for which runtimes
+            have fast kernels; layers narrower than 64 take multiples of 4, and all layers take 4 or 1
+            if more than 2 % of the budget would be left unused. 1 allows any width.
+        schedule: Steps in which the budget is reached, such as `Schedule("cubic", 4)`. Units are scored
+            again before each step.
+        finetune: Called after every step with the narrow model and the number of the step, from 1. It
+            trains the model in place, or returns the model to continue with.
+        graph: Units from an earlier `trace_units`. None traces the model.
         prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
-        rules: Rules for layers of your own, as given to `trace_units`.
-        generator: The source of randomness of criteria that draw; by default always the same.
-        dry_run: Only decide and report: `model` of the result is then the dense model, and `finetune` is not called.
-            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once; name
-            a criterion for such a model, since candidates are cut to be judged.
-        progress: Whether to draw progress bars on stderr.
+        rules: Rules for layer types of your own, as in `trace_units`.
+        generator: Source of randomness for criteria that draw. None always draws the same numbers.
+        dry_run: Decide and report only. The `model` of the result is the dense model, and `finetune` is
+            not called. To cut a model that fits into memory only once, name a criterion, then call
+            `compact(model, result.graph, result.mask, inplace=True)`.
+        progress: Draw progress bars on stderr.
 
     Returns:
-        The small model, the mask, the units, the scores and the report.
+        The small model, the mask, the units, the report, and the scores of all units.
 
     Raises:
-        BudgetError: the budget cannot be met, with the minimum and the groups that hold it up; or the allocation does not
-            look at the budget and exceeds it.
-        UnknownNameError: a metric, criterion, allocation or schedule that does not exist, or a selection that means nothing.
-        UnsupportedModelError: `model` is not a module, but a class or a name; or it is on the meta device, without values.
-        InvalidValueError: options that do not go together, inputs on another device, scores that hold NaN, or gradients
-            that are all zero.
-        DataError: an empty loader, or a batch on another device than the model.
-        MissingImportanceError: the criterion needs what a model alone does not have.
-        TraceError: the model fails on the inputs.
-        NoUnitsError: nothing in the model can be removed exactly.
+        BudgetError: The budget cannot be met; the message names the minimum and the groups that
+            prevent it. Or the allocation ignores the budget and exceeds it.
+        UnknownNameError: A metric, criterion, allocation, schedule or layer does not exist.
+        UnsupportedModelError: `model` is not a module, or is on the meta device, without values.
+        InvalidValueError: Options contradict each other, inputs are on another device, scores hold
+            NaN, or all gradients are zero.
+        DataError: The loader is empty, or a batch is on another device than the model.
+        MissingImportanceError: The criterion needs data or an importance that it did not get.
+        TraceError: The model fails on the inputs.
+        NoUnitsError: Nothing in the model can be removed exactly.
 
     Warns:
-        UncalibratedWarning: a network that shows signs of training is pruned without data.
-        StarvedGroupsWarning: a global ranking leaves next to nothing of some groups.
+        UncalibratedWarning: A network that shows signs of training is pruned without data.
+        StarvedGroupsWarning: A global ranking leaves next to nothing of some groups.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; build the model first, and pass the instance")
@@ -206,7 +242,6 @@ def prune(
             units,
             _limits_of_rest(shares, graph, units),
             target,
-            limit_ms=float(target.latency_ms) if target is not None and target.latency_ms is not None else None,
             dry=dry_run and last,
         )
         candidates = [cut.candidate]  # later steps go the same way
@@ -229,39 +264,26 @@ def prune(
 
 
 def _candidates(
-    criterion: Criterion | str | Mapping[str, Criterion] | Sequence[Criterion | str] | None,
-    allocation: Allocation | str | Sequence[Allocation | str] | None,
-    calibration: Calibration | None,
-    *,
-    progress: bool,
+    criterion: Criteria | None, allocation: Allocations | None, calibration: Calibration | None, *, progress: bool
 ) -> list[Candidate]:
     """Return the cuts to try: what was named, each criterion with each allocation, or the default ones."""
-    made: dict[str, Criterion] = {}
+
+    def listed(value: Any) -> list[Any]:
+        return list(value) if isinstance(value, list | tuple) else [value]
 
     def criterion_of(given: Criterion | str | None) -> Criterion:
         if calibration is None:
             return as_criterion(given)
-        if isinstance(given, str):  # scored once, with whatever allocation
-            made.setdefault(given, _with_calibration(given, calibration, progress))
-            return made[given]
-        return _with_calibration(given, calibration, progress)
+        return with_data(given, calibration.fit, calibration.gradient_loss, progress=progress)
 
     if criterion is None and allocation is None and calibration is not None:
-        return [Candidate(criterion_of(first), _allocation(second, criterion_of(first))) for first, second in CANDIDATES]
-    named: list[Any] = list(criterion.values()) if isinstance(criterion, Mapping) else _listed(criterion)
-    ways: list[Any] = _listed(allocation)
+        made = {name: criterion_of(name) for name, _ in CANDIDATES}  # scored once, with whatever allocation
+        return [Candidate(made[name], _allocation(way, made[name])) for name, way in CANDIDATES]
+    named, ways = listed(list(criterion.values()) if isinstance(criterion, Mapping) else criterion), listed(allocation)
     if not named or not ways:
         raise InvalidValueError("criterion and allocation need at least one candidate each; None takes the default")
     criteria = [criterion_of(each) for each in named]
     return [Candidate(each, _allocation("by_cost" if way is None else way, each)) for each in criteria for way in ways]
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _with_calibration(criterion: Criterion | str | None, calibration: Calibration, progress: bool) -> Criterion:
-    return with_data(criterion, calibration.fit, calibration.gradient_loss, progress=progress)
 
 
 def _allocation(allocation: Allocation | str, criterion: Criterion) -> Allocation:
@@ -336,8 +358,8 @@ def _report(
         )
     return PruneReport(
         model=type(cutter.dense).__name__,
-        criterion=criterion_name(cut.candidate.criterion),
-        allocation=name_of(cut.candidate.allocation),
+        criterion=cut.candidate.names[0],
+        allocation=cut.candidate.names[1],
         requested={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=dense,

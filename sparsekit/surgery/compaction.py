@@ -54,10 +54,9 @@ def compact(
 
 
 def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
-    """Let `save_pretrained` of a compact model refuse, with the way out, where units were `cut`; return the same model.
+    """Let `save_pretrained` of a cut model of transformers refuse, and return the model.
 
-        Models of the package transformers have such a method. It would write a configuration with the widths of the dense model
-    besides the weights, which cannot be read again, and that shows only when somebody loads it.
+    It would write the configuration of the dense model, with which the weights cannot be loaded.
     """
     if cut and callable(getattr(compact, "save_pretrained", None)) and hasattr(compact, "config"):
         compact.save_pretrained = functools.partial(_refuse, type(compact).__name__)  # type: ignore[assignment]
@@ -65,13 +64,11 @@ def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
 
 
 def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
-    """Stands, as a partial that can be copied and pickled, in place of `save_pretrained` on one compact model."""
     raise UnsupportedModelError(
         f"save_pretrained of this compact {model} would write a config with the widths of the dense model, which"
-        " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
-        " config that fits. Otherwise, sparsekit.save_pretrained(small, folder) and sparsekit.load_pretrained(folder) take"
-        " layers of any widths, and so does sparsekit.save_compact. Where you have changed the config"
-        f" yourself: {model}.save_pretrained(model, folder)"
+        " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) makes the"
+        " config fit. sparsekit.save_pretrained(small, folder) and sparsekit.load_pretrained(folder) take layers of any widths."
+        f" If you have changed the config yourself: {model}.save_pretrained(model, folder)"
     )
 
 

@@ -13,6 +13,20 @@ from sparsekit.surgery.saving import load_compact, save_compact
 _WEIGHTS = "compact.safetensors"
 
 
+def configuration_of(model: nn.Module) -> Any:
+    """Return the configuration of a model of transformers.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
+        )
+    return config
+
+
 def save_pretrained(small: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write a cut model of the package transformers: the configuration of the dense model, and the narrow weights.
 
@@ -27,11 +41,7 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str]) -> None:
         UnsupportedModelError: the model is not one of transformers.
         OSError: the folder cannot be written.
     """
-    config = copy.deepcopy(getattr(small, "config", None))
-    if config is None or not hasattr(config, "save_pretrained"):
-        raise UnsupportedModelError(
-            f"{type(small).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
-        )
+    config = copy.deepcopy(configuration_of(small))
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     config.architectures = [type(small).__name__]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.pretrained import configuration_of
 
 _TRIES = 400
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
@@ -25,8 +26,8 @@ _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, 
 def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, int]:
     """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
 
-    Like layers must have kept equally many units: `sparsekit.graph.edit.tie_layers(graph)` before the mask is chosen sees
-    to it, and so does one ratio for all groups.
+    Like layers must have kept equally many units: choose the mask on `sparsekit.graph.edit.tie_layers(graph)`, or keep one
+    ratio of all groups.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
@@ -38,18 +39,12 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
 
     Raises:
         UnsupportedModelError: the model has no configuration, or no values of it describe these shapes; the message says
-            which groups stand in the way.
-        InvalidValueError: like layers keep different numbers of units.
+            of which groups.
         ForeignMaskError: the mask belongs to another graph.
     """
     mask.check(graph)
-    config = getattr(small, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        raise UnsupportedModelError(
-            f"{type(small).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
-        )
+    config = configuration_of(small)
     counts = mask.counts()
-    _check_even(graph, counts)
     cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
     pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
     spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}
@@ -64,22 +59,11 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
             return {".".join(path): value for path, value in chosen}
     classes = sorted({re.sub(r"\d+", "#", name) for name in cut})
     raise UnsupportedModelError(
-        f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}"
-        " (some classes derive the size of a head from their number, so that no head can go). Leave such groups out with"
-        " sparsekit.graph.edit.without, or save the model with sparsekit.save_pretrained"
+        f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}:"
+        " like layers must keep equally many (choose the mask on sparsekit.graph.edit.tie_layers(graph)), and some classes"
+        " derive the size of a head from their number, so that no head can go (leave them out with"
+        " sparsekit.graph.edit.without). sparsekit.save_pretrained saves layers of any widths"
     )
-
-
-def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:
-    alike: dict[tuple[str, int], dict[str, int]] = {}
-    for name, group in graph.groups.items():
-        alike.setdefault((re.sub(r"\d+", "#", name), group.size), {})[name] = counts[name]
-    for (pattern, _), kept in alike.items():
-        if len(set(kept.values())) > 1:
-            raise InvalidValueError(
-                f"the layers {pattern} keep {sorted(set(kept.values()))} units, but a configuration has one number for all of"
-                " them; choose the mask on sparsekit.graph.edit.tie_layers(graph)"
-            )
 
 
 def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:

@@ -110,7 +110,8 @@ bandit.tell(bandit.ask(), 12.5)
 
 # sparsekit.UnitGraph
 print(graph)
-again = sk.UnitGraph.from_json(graph.to_json())
+for group in graph.groups.values():
+    print(group)
 
 # sparsekit.UnitGroup
 group: sk.UnitGroup = graph.groups["0"]

@@ -1,4 +1,4 @@
-"""UnitGraph: gates, kept positions, JSON and checks follow from the index table."""
+"""UnitGraph: gates, kept positions and checks follow from the index table."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -49,7 +49,6 @@ def check_trace(name: str, norms: bool) -> tuple[nn.Module, Any, Any, sk.UnitGra
     assert zoo_table.row(name, model, graph, fixed) in PAGE, "python tests/zoo_table.py makes the page again"
     if graph is not None:
         assert graph.ties == expected.ties
-        assert sk.UnitGraph.from_json(graph.to_json()).to_json() == graph.to_json()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for group in graph.groups.values():
             gated = {piece.name for piece in group.slices if piece.gated}
