@@ -28,7 +28,7 @@ from sparsekit.allocation import PreferredMultiple, allocate, registry
 from sparsekit.criteria import Magnitude, Random
 from sparsekit.criteria.base import score_units
 from sparsekit.criteria.by_name import with_data
-from sparsekit.criteria.scored import Scored
+from sparsekit.criteria.orders import Scored
 from sparsekit.finetuning import Distillation, recalibrate_batchnorm, reconstruct
 from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns

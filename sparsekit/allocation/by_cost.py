@@ -7,7 +7,7 @@ import numpy as np
 
 from sparsekit.allocation.limits import Counts
 from sparsekit.allocation.problem import Problem
-from sparsekit.allocation.saliency import Scale, block_losses, check_scale, ranked_saliency
+from sparsekit.allocation.saliency import Scale, block_losses, ranked_saliency
 from sparsekit.errors import InvalidValueError
 
 
@@ -15,15 +15,15 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
     """Remove the unit of lowest importance for what it saves of the budget, again and again, until the budget is met.
 
     What a unit saves is exact and taken at the present widths: the fewer channels a layer has, the less one more input
-    channel of it costs. In the end whatever still fits is put back. With several budgets, what a unit saves is the sum over
+    channel of it costs. In the end, whatever still fits is put back. With several limits, what a unit saves is the sum over
     those that are still exceeded, each as a share of its limit.
 
     Args:
         problem: Groups, scores, costs and budget.
         scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" where they are already.
-        width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises where few
-            stay. With 0, scores are taken as they are, which may leave a group three units of 32: each alone mattered
-            little, as long as the others were there. Where the loss falls as 1 / width, and the network trains on, use 2.
+        width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises where few stay.
+            0 takes scores as they are, which may leave a group three units of 32: each alone mattered little as long as the
+            others were there. Use 2 if the network trains on.
 
     Raises:
         InvalidValueError: no budget, or a scale or width_penalty that is not allowed.
@@ -31,7 +31,6 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
     Source: Liu et al., Group Fisher pruning, ICML 2021 (arXiv 2108.00708), for scores by cost.
     """
     problem.require_budget("by_cost")
-    check_scale(scale)
     if not 0.0 <= width_penalty < math.inf:
         raise InvalidValueError(f"width_penalty must be a finite number >= 0, got {width_penalty}; 0 takes scores as they are")
     saliency = ranked_saliency(problem.graph, problem.scores, scale)
@@ -43,9 +42,6 @@ def by_loss(problem: Problem) -> Counts:
     """Remove units as `by_cost` does, for scores that estimate the loss without a unit, which compare as they are.
 
     Whole layers may lose most of their units where the loss hardly depends on them. Use it with `PositionFisher`.
-
-    Args:
-        problem: Groups, scores, costs and budget.
 
     Raises:
         InvalidValueError: no budget.
@@ -64,6 +60,5 @@ def global_ranking(problem: Problem, *, scale: Scale = "relative") -> Counts:
         InvalidValueError: no budget, or a scale that is not allowed.
     """
     problem.require_budget("global")
-    check_scale(scale)
     saliency = ranked_saliency(problem.graph, problem.scores, scale)
     return problem.walk(partial(block_losses, saliency), by_cost=False)

@@ -23,11 +23,10 @@ Free: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 class PreferredMultiple:
     """A multiple for widths that kernels run fast, where it costs nothing else.
 
-    Kernels compute 8 or 16 channels at a time, and ONNX Runtime has blocked kernels for multiples of 4 only: it runs other
-    widths more slowly than the dense model. Groups narrower than `8 * step` take half the step, and groups narrower than
-    `2 * step` any number, as does a group whose limits hold no multiple. Within a budget, `allocate` tries 8, then 4, then any
-    number, until at most 2 % of the budget is unused and until groups at their minimum hold at most a third of what there is
-    to remove.
+    Kernels compute 8 or 16 channels at a time. ONNX Runtime has blocked kernels for multiples of 4 only, and may run other
+    widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than
+    `2 * step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
+    number, until at most 2 % of the budget is unused and groups at their minimum hold at most a third of what could be removed.
 
     Args:
         step: Width of the layers, a power of two.

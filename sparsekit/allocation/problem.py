@@ -89,34 +89,16 @@ class Problem:
         )
         raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the minimum or more", least)
 
-    def _walk(self, counts: Counts, losses: Losses) -> Walk:
-        widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
-        places = [width.counts.index(counts[width.groups[0]]) for width in widths]
-        return Walk(widths, places, self.costs.tracker(counts, tuple(self.limits)), self.limits)
-
     def walk(self, losses: Losses, *, by_cost: bool) -> Counts:
         """Walk from the largest counts to the budget, by what blocks lose for their cost or for a unit; then fill."""
-        walk = self._walk(spread(self.free, lambda _, counts: counts[-1]), losses)
+        counts = spread(self.free, lambda _, counts: counts[-1])
+        widths = [Width(groups, allowed, tuple(losses(groups, allowed))) for groups, allowed in self.free.items()]
+        places = [len(width.counts) - 1 for width in widths]
+        walk = Walk(widths, places, self.costs.tracker(counts, tuple(self.limits)), self.limits)
         walk.down(by_cost=by_cost)
         walk.fill()
         walk.tighten()
         return walk.counts()
-
-    def least_that_fits(self, at: Callable[[float], Counts]) -> Counts:
-        """Bisect a path from the largest counts, `at(0)`, to the least, `at(1)`: the first counts on it that fit."""
-        low, high = 0.0, 1.0
-        best = at(0.0)
-        if self.fits(best):
-            return best
-        best = at(1.0)
-        for _ in range(48):
-            middle = (low + high) / 2
-            found = at(middle)
-            if self.fits(found):
-                best, high = found, middle
-            else:
-                low = middle
-        return best
 
 
 Allocation: TypeAlias = Callable[[Problem], Counts]
@@ -162,9 +144,7 @@ def allocate(
     def solve(multiple_of: Multiples) -> Counts:
         return _solve(allocation, Problem(graph, scores, costs, absolute, free_counts(graph, limits, multiple_of)))
 
-    if not isinstance(multiple_of, PreferredMultiple):
-        return solve(multiple_of)
-    if not absolute:
+    if not isinstance(multiple_of, PreferredMultiple) or not absolute:
         return solve(multiple_of)
 
     def unused(counts: Counts) -> float:

@@ -23,12 +23,6 @@ makes the units; "mean" divides by the mean of the group; "none" compares scores
 _HUGE = 1e30
 
 
-def check_scale(scale: Scale) -> None:
-    """Raise InvalidValueError for another scale."""
-    if scale not in get_args(Scale):
-        raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
-
-
 def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -> dict[str, npt.NDArray[np.float64]]:
     """Return the importance of the units from the best of each group to its worst, at least 0 and comparable between groups.
 
@@ -37,11 +31,13 @@ def ranked_saliency(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale
         1.5, 1 and 0.5.
 
     Raises:
-        InvalidValueError: scores are missing or NaN.
+        InvalidValueError: scores are missing or NaN, or another scale.
 
     Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for
     "relative", there for single weights.
     """
+    if scale not in get_args(Scale):
+        raise InvalidValueError(f"scale must be one of {', '.join(get_args(Scale))}, got {scale!r}")
     check_scores(graph, scores, "scores")
     given = {name: scores[name].detach().cpu().double().clamp(-_HUGE, _HUGE) for name in graph.groups}
     for name, values in given.items():

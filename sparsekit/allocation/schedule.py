@@ -22,11 +22,6 @@ class Schedule:
     "one_shot" cuts everything at the first step, "linear" equal parts, "cubic" much at first and little at the end, "cosine"
     little at both ends.
 
-    ```python
-    for step in range(1, schedule.steps + 1):
-        part = budget.part(schedule.progress(step), dense_costs)
-    ```
-
     Args:
         shape: "one_shot", "linear", "cubic" or "cosine".
         steps: Number of steps after which the budget is met, at least 1.
@@ -56,7 +51,3 @@ class Schedule:
         if step <= 0:
             return 0.0
         return 1.0 if step >= self.steps else SHAPES[self.shape](step / self.steps)
-
-    def ratio(self, step: int, final: float, start: float = 1.0) -> float:
-        """Return the same for a ratio, from `start` down to `final`."""
-        return start + (final - start) * self.progress(step)

@@ -117,4 +117,16 @@ def uniform(problem: Problem) -> Counts:
 
         return spread(problem.free, pick)
 
-    return problem.least_that_fits(at)
+    low, high = 0.0, 1.0
+    best = at(low)
+    if problem.fits(best):
+        return best
+    best = at(high)
+    for _ in range(48):
+        middle = (low + high) / 2
+        found = at(middle)
+        if problem.fits(found):
+            best, high = found, middle
+        else:
+            low = middle
+    return best

@@ -69,9 +69,8 @@ def _print(report: PruneReport, how: str) -> None:
     tables = report.tables()
     for title in ("Costs", "Candidates", "Groups", "Time", "Most time", "Measured"):
         head, rows = tables.get(title, ((), ()))
-        shown = [column for column in head if column != "parameters it touches"]  # the report has them
         if rows:
-            print_table(shown, [row[: len(shown)] for row in rows])
+            print_table(head, rows)
     if report.unprunable:
         typer.echo(f"{len(report.unprunable)} more cannot be pruned; `sparsekit units` says why")
     for note in report.notes:

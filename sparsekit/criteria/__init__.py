@@ -1,9 +1,8 @@
-"""Criteria: what a unit is worth. `registry` finds them by name."""
+"""Criteria: the importance of units. `registry` finds them by name."""
 
 from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable
-from sparsekit.criteria.orders import Learned, Ordered, Random
-from sparsekit.criteria.scored import Scored
+from sparsekit.criteria.orders import Learned, Ordered, Random, Scored
 from sparsekit.criteria.taylor import Fisher, PositionFisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
 from sparsekit.criteria.weights import Magnitude, unit_magnitudes
@@ -37,7 +36,7 @@ registry = Registry(
         "ordered": "sparsekit.criteria.orders:Ordered",
         "position_fisher": "sparsekit.criteria.taylor:PositionFisher",
         "random": "sparsekit.criteria.orders:Random",
-        "scored": "sparsekit.criteria.scored:Scored",
+        "scored": "sparsekit.criteria.orders:Scored",
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
     },

@@ -1,4 +1,4 @@
-"""Criterion and ScoringContext: what a unit is worth, and what the answer may depend on."""
+"""Criterion and ScoringContext: the importance of units, and what it may depend on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ScoringContext:
 
 @runtime_checkable
 class Criterion(Protocol):
-    """What a unit is worth. An allocation says how many units stay; `mask_from_scores` keeps those of the largest scores.
+    """The importance of units. An allocation says how many stay; `mask_from_scores` keeps those of the largest scores.
 
     The attribute `comparable` is optional, and False where it is absent: scores of units of different groups mean the same, so
     that one ranking of all units makes sense.
@@ -66,15 +66,12 @@ class Criterion(Protocol):
 
 
 def is_comparable(criterion: object) -> bool:
-    """Tell whether the scores of units of different groups mean the same, so that one ranking of all units makes sense."""
+    """Tell whether the scores of units of different groups mean the same."""
     return bool(getattr(criterion, "comparable", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
-    """Raise InvalidValueError unless `scores` has a float vector of the right length for each group. Values are not read.
-
-    `source` names what made the scores, for the message.
-    """
+    """Raise InvalidValueError, with the name of their `source`, unless `scores` has a float vector for each group."""
     for name, group in graph.groups.items():
         found = scores.get(name)
         if not isinstance(found, Tensor) or found.shape != (group.size,) or not found.is_floating_point():

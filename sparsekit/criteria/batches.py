@@ -27,14 +27,11 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Tell the inputs of a batch from its target.
+    """Split a batch into positional inputs, keyword inputs, and the target or None.
 
     Args:
         batch: A tensor, a tuple or list whose last item is the target, or a mapping of keyword inputs.
         keep_target: Whether a mapping's target stays among the inputs, for models that compute their loss themselves.
-
-    Returns:
-        Positional inputs, keyword inputs, and the target or None.
 
     Raises:
         DataError: the batch is none of these.
@@ -70,14 +67,10 @@ def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
-    """Return the loss of outputs, a scalar.
+    """Return the loss of a model's outputs, a scalar.
 
-    Args:
-        outputs: Of a model.
-        target: None where there is none.
-        loss: Called on the outputs and the target, or on the outputs alone where the batch has no target. Of outputs
-            with an attribute `logits` it gets those. None takes the attribute `loss` of the outputs, as models of the
-            transformers library compute it from labels.
+    `loss` is called on the outputs, or on their `logits` where they have some, and on the target where there is one. None
+    takes the `loss` of the outputs, as models of transformers compute it from labels.
 
     Raises:
         InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.

@@ -48,5 +48,4 @@ def with_data(
     if not isinstance(made, DataDriven) or made.batches is not None:
         return made
     given: dict[str, Any] = {"batches": batches, "loss": loss, "limit": limit, "progress": progress}
-    unset = {"batches": None, "loss": None, "limit": None, "progress": False}
-    return replace(made, **{name: given[name] for name, value in unset.items() if getattr(made, name) is value})
+    return replace(made, **{name: value for name, value in given.items() if getattr(made, name) in (None, False)})

@@ -1,7 +1,7 @@
-"""Learned, Ordered, Random: orders of the units that no weight decides."""
+"""Learned, Ordered, Random and Scored: orders of the units that no weight decides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,3 +55,25 @@ class Random:
             raise MissingImportanceError("Random needs a generator; pass ScoringContext(generator=torch.Generator())")
         orders = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
         return {name: -torch.argsort(order).to(torch.float64) for name, order in orders.items()}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores that were computed before.
+
+    Use it to prune to several budgets without scoring again (`Pruned.scores` holds such criteria), or to bring scores of
+    your own.
+
+    Args:
+        values: Group name → float (units,), larger stays.
+        name: Name of the criterion in reports.
+        comparable: Whether scores of units of different groups mean the same.
+    """
+
+    values: Mapping[str, Tensor] = field(repr=False, compare=False)
+    name: str = "Scored"
+    comparable: bool = False
+
+    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+        """Return the scores as they were given."""
+        return self.values

@@ -66,15 +66,16 @@ class Fisher(DataDriven):
     """
 
     comparable: ClassVar[bool] = True
+    positions: ClassVar[bool] = False
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
         """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        squares = gate_squares(self, self._model(context, graph), graph)
-        return {name: check_finite(name, 0.5 * square, "Fisher") for name, square in squares.items()}
+        squares = gate_squares(self, self._model(context, graph), graph, positions=self.positions)
+        return {name: check_finite(name, 0.5 * square, type(self).__name__) for name, square in squares.items()}
 
 
 @dataclass(frozen=True)
-class PositionFisher(DataDriven):
+class PositionFisher(Fisher):
     """½·E[Σ (∂L/∂gate)²] over the positions of an example: tokens, pixels.
 
     The same quantity as `Fisher` if the gradients at different positions are independent, from as many samples as there are
@@ -84,9 +85,4 @@ class PositionFisher(DataDriven):
         arXiv 2311.00636, "expand").
     """
 
-    comparable: ClassVar[bool] = True
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        """Average the sums of squares over the examples of all batches: float64, at least 0, in units of the loss."""
-        squares = gate_squares(self, self._model(context, graph), graph, positions=True)
-        return {name: check_finite(name, 0.5 * square, "PositionFisher") for name, square in squares.items()}
+    positions: ClassVar[bool] = True

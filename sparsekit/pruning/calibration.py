@@ -23,11 +23,8 @@ class SampledLoss:
     """A loss for criteria that need gradients where the target is the model's own output.
 
     The squared distance to that output has no gradient at the dense model. With targets drawn around the output, from a
-    normal distribution, it has one: a random projection of the output's Jacobian, whose mean square is the curvature of the
+    normal distribution, it has one: a random projection of the output's Jacobian. Its mean square is the curvature of the
     distance.
-
-    Args:
-        generator: The source of the draws.
 
     Source: Kunstner et al., Limitations of the empirical Fisher approximation, NeurIPS 2019, for sampled targets.
     """

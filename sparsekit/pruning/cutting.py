@@ -13,7 +13,7 @@ from sparsekit.allocation.limits import Counts, Limits, Multiples
 from sparsekit.allocation.masks import mask_from_scores
 from sparsekit.allocation.problem import Allocation, allocate, name_of
 from sparsekit.criteria.base import Criterion, ScoringContext, is_comparable, score_units
-from sparsekit.criteria.scored import Scored
+from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask

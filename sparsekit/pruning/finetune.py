@@ -99,7 +99,7 @@ def finetune(
             the best epoch are kept; without it those of the last.
         distillation: The dense model as a teacher.
         regularizer: Adds to the gradients, such as `GroupSL(graph)` on a dense model before it is cut.
-        clip_norm: Greatest norm of all gradients together, above 0; None does not clip.
+        clip_norm: Largest norm of all gradients together, above 0; None does not clip.
         amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
         checkpoint: File that is written after each epoch; no code can hide in it.
         resume: Whether to continue from the checkpoint if the file exists. What comes out has the same bits as without the
@@ -216,19 +216,41 @@ def finetune(
 
 
 def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best: _Best, batches: Any) -> None:
+    """Write a checkpoint; an old file is replaced at once or not at all."""
     found = {
         "state": {name: part.state_dict() for name, part in parts.items()},
         "history": [asdict(record) for record in history],
         "best": best,
         "rng": torch.random.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "loader": [generator.get_state() for generator in loader_generators(batches)],
+        "loader": [generator.get_state() for generator in _loader_generators(batches)],
     }
-    write_checkpoint(path, found)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(found, temporary)
+        if not path.exists():  # what could not be read again is refused after the first epoch, not after the last
+            _read(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read tensors, bit for bit and on the CPU, numbers and strings; no code can hide in the file."""
+    try:
+        with path.open("rb") as file:  # torch reads a path by its ending
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except OSError:
+        raise
+    except Exception as error:  # damaged files fail in many ways
+        raise InvalidValueError(
+            f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
+            f" {type(error).__name__}"
+        ) from error
 
 
 def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:
-    found = read_checkpoint(path)
+    found = _read(path)
     own = {name: entry.shape for name, entry in parts["model"].state_dict().items()}
     theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
     if own != theirs:
@@ -246,49 +268,12 @@ def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[Epoc
     torch.default_generator.set_state(found["rng"])
     if found["cuda"]:
         torch.cuda.set_rng_state_all(found["cuda"])
-    for generator, state in zip(loader_generators(batches), found["loader"]):
+    for generator, state in zip(_loader_generators(batches), found["loader"]):
         generator.set_state(state)
     return [EpochRecord(**record) for record in found["history"]], found["best"]
 
 
-def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write state dicts and plain values; an old file is replaced at once or not at all.
-
-    Raises:
-        InvalidValueError: an optimiser or scheduler whose state holds more than numbers, strings and tensors.
-        OSError: the file cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(dict(state), temporary)
-        if not path.exists():  # what could not be read again is refused after the first epoch, not after the last
-            read_checkpoint(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read what `write_checkpoint` wrote, tensors bit for bit and on the CPU.
-
-    Raises:
-        InvalidValueError: the file is damaged or of another kind.
-        OSError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:  # torch reads a path by its ending
-            found = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # damaged files fail in many ways
-        raise InvalidValueError(
-            f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
-            f" {type(error).__name__}"
-        ) from error
-    return dict(found)
-
-
-def loader_generators(loader: Any) -> list[torch.Generator]:
+def _loader_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader, its sampler and its batch sampler draw from, each once; none for a list."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))

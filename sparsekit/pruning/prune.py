@@ -21,7 +21,7 @@ from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.by_name import as_criterion, with_data
-from sparsekit.criteria.scored import Scored
+from sparsekit.criteria.orders import Scored
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.edit import narrow
 from sparsekit.graph.graph import UnitGraph

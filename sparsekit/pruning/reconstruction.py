@@ -35,20 +35,18 @@ def reconstruct(
     batches: Iterable[Batch],
     *,
     ridge: float = 1e-2,
-    limit: int | None = None,
     memory_bytes: int = 2**30,
     sequential: bool = True,
-    generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> dict[str, float]:
     """Refit the layers of a compacted model that read dropped units, by least squares against the dense model.
 
     With W the dense weights, X the dense inputs, K what stays and D what goes, centred where there is a bias:
-    W_K ← W_K + W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. The layer then makes of its kept inputs what
-    it made of all of them, as far as the kept ones predict the dropped ones. Each layer is fitted on random rows of its inputs;
-    every eighth example is held out, on which λ is chosen, and a layer that does not improve there keeps its weights. The
-    linear layers in a chain of equal blocks, such as the layers of a transformer, are fitted one after the other, on their
-    inputs in the cut model, so that they make up for earlier errors, too. Recalibrate batch norms afterwards.
+    W_K ← W_K + W_D X_D X_Kᵀ (X_K X_Kᵀ + λI)⁻¹, λ = ridge · mean of the diagonal. The layer then computes from its kept inputs
+    what it computed from all of them, as far as the kept ones predict the dropped ones. Each layer is fitted on random rows of
+    its inputs. Every eighth example is held out to choose λ, and a layer that does not improve there keeps its weights. The
+    linear layers in a chain of equal blocks, such as the layers of a transformer, are fitted one after the other. Their inputs
+    are those of the cut model, so that they correct earlier errors, too. Recalibrate batch norms afterwards.
 
     Args:
         model: The dense model; not changed.
@@ -57,20 +55,18 @@ def reconstruct(
         mask: What is kept.
         batches: Training data on the device of the model; a target is not used. Some hundred examples are enough.
         ridge: Pulls towards the weights as they were, at least 0; larger with little data.
-        limit: Batches to use at most; None uses all.
-        memory_bytes: What sums over inputs may take at once, next to the two models and the activations of one batch. If they
-            need more, layers are fitted in several passes over the batches, and a layer that needs more by itself keeps its
+        memory_bytes: Bytes that sums over inputs may take at once, next to the two models and the activations of one batch. If
+            they need more, layers are fitted in several passes over the batches. A layer that needs more by itself keeps its
             weights. Hidden states of a chain take six times their size; with less memory its layers are fitted as the others.
         sequential: Whether layers in a chain of blocks are fitted in sequence. False fits every layer by itself, in two thirds
             of the time.
-        generator: The source of the draw of rows; by default always the same.
         progress: Whether to draw a progress bar on stderr.
 
     Returns:
-        Name of each layer → share of what was lost in its outputs that is left, in [0, 1], 1 where it keeps its weights: the
-        mean square of the error after, divided by that before, on the examples that were held out. In a chain, it is the
-        error of the stream to which a layer adds. Transposed, grouped and three-dimensional convolutions, parametrised and
-        shared weights, and units that a graph with prune_norms=True averages over, keep their weights.
+        Name of each layer → share of the error in its outputs that is left, in [0, 1]: the mean square after the fit, divided
+        by that before, on the examples that were held out. In a chain, it is the error of the stream to which a layer adds. It
+        is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrised and shared
+        weights, and units that a graph with prune_norms=True averages over, are not fitted.
 
     Raises:
         InvalidValueError: a negative ridge.
@@ -84,12 +80,12 @@ def reconstruct(
         raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
     mask.check(graph)
     graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
-    generator = generator if generator is not None else torch_generator(np.random.default_rng(0))
+    generator = torch_generator(np.random.default_rng(0))
     modules, readers = dict(small.named_modules()), _readers(model, graph, mask)
     left: dict[str, float] = {}
     fitting = [each for each in readers if each.sums_bytes <= memory_bytes]
     if sequential and (chain := find_chain(model, fitting)):
-        batches = list(read_batches(batches, model, "Reading", limit=limit))
+        batches = list(read_batches(batches, model, "Reading"))
         left = fit_in_sequence(
             model, small, chain, fitting, batches, lambda each: Fit(each, generator), ridge=ridge,
             memory_bytes=memory_bytes, progress=progress,
@@ -100,7 +96,7 @@ def reconstruct(
             for fit in fits:
                 hooks.callback(fit.reader.layer.register_forward_pre_hook(fit.note).remove)
             seen = 0
-            for batch in read_batches(batches, model, "Reconstructing", limit=limit, progress=progress):
+            for batch in read_batches(batches, model, "Reconstructing", progress=progress):
                 for fit in fits:
                     fit.first = seen
                 args, kwargs, _ = split_batch(batch, keep_target=False)
@@ -162,20 +158,18 @@ def recalibrate_batchnorm(
     batches: Iterable[Batch],
     *,
     prior: StateDict | None = None,
-    limit: int | None = None,
     progress: bool = False,
 ) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.
 
-    Once units are gone, later layers get other inputs than those that their statistics describe, and one-shot accuracy
-    falls to chance. Everything else runs in eval mode; no weight changes.
+    After a cut, later layers get other inputs than those that their statistics describe, and accuracy falls to chance.
+    Everything else runs in eval mode; no weight changes.
 
     Args:
         model: Changed in place: running means and variances become plain averages over the batches.
         batches: Training data, as for data-driven criteria; a target is not used. Some dozen batches are enough.
         prior: State-dict key → what is added to a running mean, and multiplied with a running variance, as
             `statistics_prior` measures it on the dense model; None changes nothing.
-        limit: Batches to use at most; None uses all.
         progress: Whether to draw a progress bar on stderr.
 
     Returns:
@@ -184,15 +178,13 @@ def recalibrate_batchnorm(
     Raises:
         DataError: an empty loader, or a batch on another device than the model; the statistics are then as they were.
     """
-    norms = batch_norms(model)
+    norms = _batch_norms(model)
     if not norms:
         return 0
     momenta = [norm.momentum for norm in norms.values()]
     with scoring(model), torch.no_grad():
         try:
-            for place, batch in enumerate(
-                read_batches(batches, model, "Recalibrating batch norms", limit=limit, progress=progress)
-            ):
+            for place, batch in enumerate(read_batches(batches, model, "Recalibrating batch norms", progress=progress)):
                 if not place:  # only now is it sure that there is one
                     for norm in norms.values():
                         norm.reset_running_stats()
@@ -203,16 +195,13 @@ def recalibrate_batchnorm(
         finally:
             for norm, momentum in zip(norms.values(), momenta):
                 norm.momentum = momentum
-        for name, norm in norms.items() if prior is not None else ():
-            assert prior is not None
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            norm.running_mean.add_(prior[f"{name}running_mean"])
-            norm.running_var.mul_(prior[f"{name}running_var"])
+        for name, norm in norms.items() if prior else ():
+            norm.get_buffer("running_mean").add_(prior[f"{name}running_mean"])
+            norm.get_buffer("running_var").mul_(prior[f"{name}running_var"])
     return len(norms)
 
 
-def batch_norms(model: nn.Module) -> dict[str, NormBase]:
+def _batch_norms(model: nn.Module) -> dict[str, NormBase]:
     """Return prefix of the state-dict keys → batch norm that has running statistics."""
     return {
         f"{name}." if name else "": module
@@ -224,10 +213,10 @@ def batch_norms(model: nn.Module) -> dict[str, NormBase]:
 def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float = 0.5) -> dict[str, Tensor]:
     """Return what the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
 
-    A few batches estimate statistics with noise, and they may differ from the data of the training: on EfficientNet-Lite0
+    A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0
     and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The
-    cut model gets the statistics that it has on the batches, moved by a share of the way from those that the dense model
-    has there to those that it was trained to.
+    cut model gets its statistics on the batches, moved by a share of the difference between those that the dense model was
+    trained to and those that it has there.
 
     Args:
         model: The dense model; its statistics are as before afterwards.
@@ -237,7 +226,7 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
     Returns:
         State-dict key → float (channels,): summand of a running mean, factor of a running variance.
     """
-    norms = batch_norms(model)
+    norms = _batch_norms(model)
     before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith(_STATISTICS)}
     found: dict[str, Tensor] = {}
     if not norms:
@@ -245,9 +234,7 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
     try:
         recalibrate_batchnorm(model, batches)
         for prefix, norm in norms.items():
-            mean, variance = norm.running_mean, norm.running_var
-            assert mean is not None
-            assert variance is not None
+            mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
             old_mean, old_variance = before[f"{prefix}running_mean"], before[f"{prefix}running_var"]
             known = bool((old_mean != 0).any() or (old_variance != 1).any())  # else they are those of a new layer
             ratio = (old_variance / variance.clamp_min(1e-12)).clamp(1 / _FARTHEST, _FARTHEST)

@@ -81,7 +81,7 @@ class PruneReport:
         groups: Before and after.
         unprunable: Units that cannot be pruned: module, number and reason.
         steps: Metric → cost after each step of the schedule.
-        measured: What else was measured: latencies before and after, errors of tables, scores of fine-tuning.
+        measured: What else was measured: errors of refitted layers, scores of `metric`.
         candidates: Cuts that were tried, with the loss by which one was chosen; empty where there was no choice.
         notes: Sentences for the reader.
         denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
@@ -145,15 +145,10 @@ class PruneReport:
                 str(group.after),
                 f"{group.after / group.before:.0%}",
                 f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}",
-                f"{group.params_before:,.0f} → {group.params_after:,.0f}",
             )
             for group in self.groups
         ]
         measured = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in self.measured.items()]
-        steps = [
-            (str(number), *(format_cost(name, value) for name, value in step.items()))
-            for number, step in enumerate(self.steps, start=1)
-        ]
         fewer = self.before.get("flops", 0.0) / (self.after.get("flops") or 1.0)
         times = [
             (
@@ -169,10 +164,7 @@ class PruneReport:
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "requested", "minimum"), costs),
             "Time": (("a pass of", "before", "after", "time ÷ (quartiles)", "FLOPs ÷", "time ÷ over FLOPs ÷"), times),
-            "Most time": (
-                ("module", "after"),
-                [(name, f"{milliseconds:.3g} ms") for name, milliseconds in self.slowest.items()],
-            ),
+            "Most time": (("module", "after"), [(name, f"{each:.3g} ms") for name, each in self.slowest.items()]),
             "Candidates": (
                 ("criterion", "allocation", "loss on unseen batches", ""),
                 [
@@ -181,12 +173,7 @@ class PruneReport:
                 ],
             ),
             "Measured": (("what", "value"), measured),
-            "Steps": (("step", *(self.steps[0] if self.steps else ())), steps if len(steps) > 1 else []),
-            "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches", "parameters it touches"), groups),
-            "Cannot be pruned": (
-                ("module", "size", "reason"),
-                [(item["module"], str(item["size"]), item["reason"]) for item in self.unprunable],
-            ),
+            "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches"), groups),
         }
         return {title: table for title, table in found.items() if table[1]}
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from sparsekit.criteria.scored import Scored
+from sparsekit.criteria.orders import Scored
+from sparsekit.errors import SparsekitError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.paired import measure_layers, measure_pair, measure_turns
 from sparsekit.pruning.report import PruneReport
-from sparsekit.pruning.timing import with_times
 from sparsekit.surgery.saving import save_compact
 from sparsekit.tracing.inputs import ModelInputs
 
@@ -37,17 +38,6 @@ class Pruned:
     report: PruneReport
     scores: Mapping[str, Scored] = field(default_factory=dict)
 
-    @property
-    def indices(self) -> Mapping[str, Mapping[int, Tensor]]:
-        """State-dict key → axis → int64 (kept,): the positions of the dense model that are kept, ascending.
-
-        Axes that were not touched are absent.
-        """
-        return {
-            name: {dim: index for dim, index in axes.items() if index.numel() < self.graph.shapes[name][dim]}
-            for name, axes in self.graph.kept_indices(self.mask).items()
-        }
-
     def measure_times(self, dense: nn.Module, example_inputs: Any, *, runtimes: Sequence[str] = ("eager",)) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, and the layers that take most.
 
@@ -61,7 +51,22 @@ class Pruned:
             The same with `times` and `slowest` in its report.
         """
         call = ModelInputs.of(example_inputs)
-        return replace(self, report=with_times(self.report, dense, self.model, call.args, call.kwargs, runtimes=runtimes))
+        args, kwargs = call.args, call.kwargs
+        times, notes = measure_pair(dense, self.model, args, kwargs), [*self.report.notes]
+        batch, threads = times[-1].batch, times[-1].threads
+        for runtime in runtimes:
+            try:
+                if runtime != "eager":
+                    pair = measure_turns(dense, self.model, args, kwargs, batch=batch, threads=threads, runtime=runtime)
+                    times = (*times, pair)
+            except SparsekitError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the cut is good without
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                notes.append(f"the models could not be timed by {runtime}: {reason}")
+        spent = ((name, value) for name, value in measure_layers(self.model, args, kwargs).items() if name)
+        slowest = dict(sorted(spent, key=lambda item: -item[1])[:5])
+        return replace(self, report=replace(self.report, times=times, slowest=slowest, notes=notes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

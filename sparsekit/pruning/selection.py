@@ -17,8 +17,8 @@ Selector: TypeAlias = str | type[nn.Module] | nn.Module
 _KINDS = get_args(Kind)
 
 
-def is_inside(name: str, roots: Iterable[str]) -> bool:
-    """Tell whether a module of that name is one of the roots or inside of one; everything is inside of the model itself, ''."""
+def _is_inside(name: str, roots: Iterable[str]) -> bool:
+    """Tell whether a module is one of the roots or inside of one; everything is inside of the model itself, ''."""
     return any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
 
 
@@ -38,18 +38,18 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     group or of a module that makes its units.
 
     Returns:
-        Names of groups, in the order of the graph: none where the units of what is meant are all fixed, as those of an output
-        layer are.
+        Names of groups, in the order of the graph: none where no unit of what is selected can be pruned, as of an output layer.
 
     Raises:
-        UnknownNameError: nothing is meant: no group and no module of that name, no match, no such type, or a module of
+        UnknownNameError: nothing is selected: no group and no module of that name, no match, no such type, or a module of
             another model. The message lists the nearest names.
-        InvalidValueError: the text is not a regular expression, the selector is none of these, or what is meant has no weights.
+        InvalidValueError: the text is not a regular expression, the selector is none of these, or what is selected has no
+            weights.
     """
-    if selector in _KINDS and selector not in {*graph.groups, *dict(model.named_modules())}:
-        return tuple(name for name, group in graph.groups.items() if group.kind == selector)
-    chosen = select_modules(model, selector, graph.groups)
     modules, made = dict(model.named_modules()), makers(graph)
+    if selector in _KINDS and selector not in {*graph.groups, *modules}:
+        return tuple(name for name, group in graph.groups.items() if group.kind == selector)
+    chosen = _select(modules, selector, graph.groups, type(model).__name__)
     if not any(name in graph.groups or next(modules[name].parameters(), None) is not None for name in chosen):
         raise InvalidValueError(
             f"{selector!r} selects layers without weights, which make no units; select the layers whose units they pass on"
@@ -57,18 +57,12 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     return tuple(name for name in graph.groups if name in chosen or chosen & set(made[name]))
 
 
-def select_modules(model: nn.Module, selector: Selector, others: Collection[str] = ()) -> set[str]:
-    """Return the names that are selected: of modules, and of `others`, which are selected by their names alone.
-
-    Raises:
-        UnknownNameError: nothing is meant, as for `select_groups`.
-        InvalidValueError: the text is not a regular expression, or the selector is of another kind.
-    """
-    modules = dict(model.named_modules())
+def _select(modules: Mapping[str, nn.Module], selector: Selector, groups: Collection[str], model: str) -> set[str]:
+    """Return the names of modules and groups that are selected."""
     if isinstance(selector, str):
-        if selector not in others and selector not in modules:
-            return _matching(selector, {*modules, *others} - {""})
-        return {selector, *(name for name in modules if is_inside(name, (selector,)))}
+        if selector not in groups and selector not in modules:
+            return _matching(selector, {*modules, *groups} - {""})
+        return {selector, *(name for name in modules if _is_inside(name, (selector,)))}
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         chosen = {name for name, module in modules.items() if isinstance(module, selector)}
         if chosen:
@@ -78,10 +72,10 @@ def select_modules(model: nn.Module, selector: Selector, others: Collection[str]
     if isinstance(selector, nn.Module):
         homes = [name for name, module in modules.items() if module is selector]
         if homes:
-            return {name for name in modules if is_inside(name, homes)}
+            return {name for name in modules if _is_inside(name, homes)}
         raise UnknownNameError(
-            f"this {type(selector).__name__} is not a module of the {type(model).__name__} that is pruned;"
-            " pass a module of that very model, or its name"
+            f"this {type(selector).__name__} is not a module of the {model} that is pruned; pass a module of that model, or its"
+            " name"
         )
     raise InvalidValueError(
         f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"

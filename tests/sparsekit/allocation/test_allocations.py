@@ -165,7 +165,6 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
         assert gone[0] == 0
         assert gone[4] == gone[5] == 1
         assert gone == sorted(gone)
-    assert Schedule("linear", 4).ratio(2, 0.5) == 0.75
     assert Schedule("cubic", 2).progress(1) == 0.875
     with pytest.raises(UnknownNameError, match="did you mean 'cubic'"):
         Schedule("cubik")

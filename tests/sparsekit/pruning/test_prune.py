@@ -85,19 +85,6 @@ def test_the_report_says_what_was_requested_achieved_and_possible() -> None:
     assert "requested ≤" in str(report)
 
 
-@pytest.mark.same_bits
-def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
-    model = _net()
-    pruned = sk.prune(model, X, budget="flops=50%")
-    state = model.state_dict()
-    for name, tensor in pruned.model.state_dict().items():
-        dense = state[name]
-        for dim, index in pruned.indices.get(name, {}).items():
-            assert index.numel() < dense.shape[dim]
-            dense = dense.index_select(dim, index)
-        assert torch.equal(dense, tensor)
-
-
 def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None:
     seen: list[tuple[int, float]] = []
 
