@@ -110,9 +110,9 @@ class _Sums:
         self._sums = [total.add_(part) for total, part in zip(self._sums, parts)] if self.count else parts
         self.count += x.shape[0]
 
-    def moments(self) -> list[Tensor]:
-        """Return float64, on the CPU: means of x, r, x·xᵀ, r·xᵀ and ‖r‖²."""
-        return [each.cpu().double() / self.count for each in self._sums]
+    def moment(self, place: int) -> Tensor:
+        """Return a copy, float64 on the CPU, of the mean of x, r, x·xᵀ, r·xᵀ or ‖r‖²."""
+        return self._sums[place].to("cpu", torch.float64, copy=True).div_(self.count)
 
 
 class Fit:
@@ -155,22 +155,25 @@ class Fit:
         """Write new weights into the small layer if they are better on unseen rows; the share of the error that is left."""
         weight = layer.get_parameter("weight")
         bias = layer.bias if isinstance(layer.bias, nn.Parameter) else None
-        x, r, xx, rx, _ = self.seen.moments()
-        x0, r0 = (x, r) if bias is not None else (torch.zeros_like(x), torch.zeros_like(r))
-        inner, cross = xx - torch.outer(x0, x0), rx - torch.outer(r0, x0)
-        # Of a single example nothing can be held out.
-        judge = self.unseen if self.unseen.count else self.seen
-        there_x, there_r, there_xx, there_rx, there_rr = judge.moments()
-        # Moments of x − x0 and r − r0, since the bias takes up the means of the fit.
-        outer = there_xx - torch.outer(there_x, x0) - torch.outer(x0, there_x) + torch.outer(x0, x0)
-        mixed = there_rx - torch.outer(there_r, x0) - torch.outer(r0, there_x) + torch.outer(r0, x0)
+        x0, r0, inner, cross = (self.seen.moment(place) for place in range(4))
+        if bias is None:
+            x0, r0 = torch.zeros_like(x0), torch.zeros_like(r0)
+        # Of a wide layer, each matrix is a multiple of its weights: one at a time is made, and changed in place.
+        inner.sub_(torch.outer(x0, x0))
+        cross.sub_(torch.outer(r0, x0))
+        judge = self.unseen if self.unseen.count else self.seen  # of a single example nothing can be held out
+        if judge is self.unseen:
+            self.seen = _Sums()
+        there_x, there_r, there_rr = judge.moment(0), judge.moment(1), judge.moment(4)
         square = float(there_rr - 2 * there_r @ r0 + r0 @ r0)
+        diagonal, own, mean = inner.diagonal(), inner.diagonal().clone(), inner.diagonal().mean()
         before = best = float(there_rr)
         chosen: Tensor | None = None
         for times in _RIDGES:
-            strength = times * ridge * inner.diagonal().mean() + 1e-12
-            change = torch.linalg.solve(inner + strength * torch.eye(len(x), dtype=torch.float64), cross.t()).t()
-            after = square - 2 * float((change * mixed).sum()) + float(((change @ outer) * change).sum())
+            diagonal.copy_(own + (times * ridge * mean + 1e-12))
+            change = torch.linalg.solve(inner, cross.t()).t()
+            after = square - 2 * float((change * _about(judge.moment(3), there_r, there_x, r0, x0)).sum())
+            after += float((change @ _about(judge.moment(2), there_x, there_x, x0, x0)).mul_(change).sum())
             if after < best:
                 best, chosen = after, change
         if chosen is None:
@@ -179,3 +182,8 @@ class Fit:
         if bias is not None:
             bias.copy_((wide(bias).cpu().double() + r0 - chosen @ x0).to(bias))
         return max(0.0, best) / before
+
+
+def _about(products: Tensor, a: Tensor, b: Tensor, a0: Tensor, b0: Tensor) -> Tensor:
+    """Turn the mean of a·bᵀ, in place, into that of (a − a0)·(b − b0)ᵀ: the bias takes up the means of the fit."""
+    return products.sub_(torch.outer(a, b0)).sub_(torch.outer(a0, b)).add_(torch.outer(a0, b0))

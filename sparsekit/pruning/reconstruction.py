@@ -13,11 +13,12 @@ from sparsekit.criteria.batches import Batch, example_count, read_batches, scori
 from sparsekit.criteria.gate_gradients import owners_of
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import StateDict
+from sparsekit.graph.index import StateDict, cut_axes
 from sparsekit.graph.mask import UnitMask
 from sparsekit.pruning.least_squares import Fit, Reader
 from sparsekit.pruning.sequence import find_chain, fit_in_sequence
 from sparsekit.rng import torch_generator
+from sparsekit.surgery.rebuild import named_entries, narrow_block, narrow_in_place
 
 Reconstruct: TypeAlias = bool | Literal["layers", "batchnorm"]
 """Whether the layers of a cut model are refitted and its batch norms recalibrated; or which of the two is done."""
@@ -50,7 +51,8 @@ def reconstruct(
 
     Args:
         model: The dense model; not changed.
-        small: `compact(model, graph, mask)`; its weights and biases are changed in place.
+        small: `compact(model, graph, mask)`; its weights and biases are changed in place. If a second model does not fit into
+            memory, pass `model` itself: it is then cut and refitted one block after the other.
         graph: The units.
         mask: What is kept.
         batches: Training data on the device of the model; a target is not used. Some hundred examples are enough.
@@ -69,7 +71,7 @@ def reconstruct(
         weights, and units that a graph with prune_norms=True averages over, are not fitted.
 
     Raises:
-        InvalidValueError: a negative ridge.
+        InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.
         ForeignMaskError: the mask or the model does not belong to the graph.
         DataError: an empty loader, or a batch on another device than the model.
 
@@ -79,17 +81,31 @@ def reconstruct(
     if not ridge >= 0:
         raise InvalidValueError(f"ridge must be at least 0, got {ridge}")
     mask.check(graph)
-    graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
+    graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     generator = torch_generator(np.random.default_rng(0))
     modules, readers = dict(small.named_modules()), _readers(model, graph, mask)
     left: dict[str, float] = {}
     fitting = [each for each in readers if each.sums_bytes <= memory_bytes]
-    if sequential and (chain := find_chain(model, fitting)):
+    chain = find_chain(model, fitting) if sequential else []
+    if small is model:
+        _check_inside(graph, mask, chain)
+    if chain:
         batches = list(read_batches(batches, model, "Reading"))
+
+        def narrow(name: str) -> nn.Module:
+            return narrow_block(model, graph, mask, name) if small is model else small.get_submodule(name)
+
         left = fit_in_sequence(
-            model, small, chain, fitting, batches, lambda each: Fit(each, generator), ridge=ridge,
+            model, small, chain, fitting, batches, lambda each: Fit(each, generator), narrow, ridge=ridge,
             memory_bytes=memory_bytes, progress=progress,
         )  # fmt: skip
+    if small is model:
+        if chain and not left:
+            raise InvalidValueError(
+                "the model was not cut: its blocks do not follow one another, or their hidden states need more memory_bytes"
+            )
+        narrow_in_place(model, graph, mask)
+        return left
     for part in _parts([each for each in readers if each.name not in left], memory_bytes, left):
         fits = [Fit(reader, generator) for reader in part]
         with ExitStack() as hooks, scoring(model), torch.no_grad():
@@ -106,6 +122,17 @@ def reconstruct(
                 if fit.seen.count:
                     left[fit.reader.name] = fit.solve(modules[fit.reader.name], ridge)
     return left
+
+
+def _check_inside(graph: UnitGraph, mask: UnitMask, chain: Sequence[str]) -> None:
+    """Raise InvalidValueError unless what a mask cuts is inside of the blocks of a chain."""
+    cut = (key for key, axes in graph.kept_indices(mask).items() if cut_axes(graph.shapes[key], axes))
+    outside = [key for key in cut if not key.startswith(tuple(f"{name}." for name in chain))]
+    if outside:
+        raise InvalidValueError(
+            f"only the blocks of a chain can be cut and reconstructed in place, and {outside[0]!r} is outside of them;"
+            " reconstruct compact(model, graph, mask), or leave such groups out with sparsekit.graph.edit.only"
+        )
 
 
 def refits_in_sequence(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> bool:
@@ -195,9 +222,10 @@ def recalibrate_batchnorm(
         finally:
             for norm, momentum in zip(norms.values(), momenta):
                 norm.momentum = momentum
-        for name, norm in norms.items() if prior else ():
-            norm.get_buffer("running_mean").add_(prior[f"{name}running_mean"])
-            norm.get_buffer("running_var").mul_(prior[f"{name}running_var"])
+        if prior is not None:
+            for name, norm in norms.items():
+                norm.get_buffer("running_mean").add_(prior[f"{name}running_mean"])
+                norm.get_buffer("running_var").mul_(prior[f"{name}running_var"])
     return len(norms)
 
 

@@ -14,6 +14,7 @@ from sparsekit._torch import tree_leaves
 from sparsekit.criteria.batches import Batch, example_count, scoring, split_batch
 from sparsekit.progress import track
 from sparsekit.pruning.least_squares import Fit, Reader
+from sparsekit.surgery.rebuild import named_entries, reshape_leaf
 
 _PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 _NEAR = 0.03
@@ -47,6 +48,7 @@ def fit_in_sequence(
     readers: Sequence[Reader],
     batches: Sequence[Batch],
     fit: Callable[[Reader], Fit],
+    narrow: Callable[[str], nn.Module],
     *,
     ridge: float,
     memory_bytes: int,
@@ -61,11 +63,12 @@ def fit_in_sequence(
 
     Args:
         model: The dense model.
-        small: The cut model; weights are changed in place.
+        small: The cut model; weights are changed in place. If it is the dense one, its blocks get the weights of narrow ones.
         chain: Names of the blocks, from `find_chain`.
         readers: Layers that lose inputs.
         batches: They are run block by block.
         fit: Makes the fit of a layer.
+        narrow: Returns the narrow block of a name.
         ridge: As for `reconstruct`.
         memory_bytes: What hidden states of all batches may take.
         progress: Whether to draw a progress bar on stderr.
@@ -75,9 +78,11 @@ def fit_in_sequence(
         follow one another, or where their hidden states need more memory.
     """
     left: dict[str, float] = {}
-    blocks, narrow = ([whole.get_submodule(name) for name in chain] for whole in (model, small))
+    blocks = [model.get_submodule(name) for name in chain]
     with scoring(model), scoring(small), torch.no_grad():
-        dense, cut = (_note_calls(*each, batches, memory_bytes) for each in ((model, blocks), (small, narrow)))
+        dense = cut = _note_calls(model, blocks, batches, memory_bytes)
+        if small is not model:
+            cut = _note_calls(small, [small.get_submodule(name) for name in chain], batches, memory_bytes)
         if dense is None or cut is None or dense.shapes != cut.shapes:
             return left
         wanted_states, states = dense.hidden, cut.hidden
@@ -91,18 +96,23 @@ def fit_in_sequence(
                 found = _run(blocks[place], state, others[place], names)
                 after.append(found[0])
                 wanted.append({layer: _value(layer, stream, *found) for layer, stream in streams.items()})
+            cut_block = narrow(name)
             for layer, stream in streams.items():
                 reader, mine = inside[layer], fit(inside[layer])
                 for batch, (state, others) in enumerate(zip(states, cut.others)):
-                    found = _run(narrow[place], state, others[place], names)
+                    found = _run(cut_block, state, others[place], names)
                     target = wanted[batch][layer]
                     if stream is None and reader.outputs is not None:
                         target = target[..., reader.outputs.to(target.device)]
                     mine.add(found[1][layer], target - _value(layer, stream, *found), firsts[batch])
                 if mine.seen.count:
-                    left[reader.name] = mine.solve(small.get_submodule(reader.name), ridge)
-            states = [_run(narrow[place], state, others[place])[0] for state, others in zip(states, cut.others)]
+                    left[reader.name] = mine.solve(cut_block.get_submodule(layer), ridge)
+            states = [_run(cut_block, state, others[place])[0] for state, others in zip(states, cut.others)]
             wanted_states = after
+            if small is model:
+                entries = named_entries(cut_block)
+                for key, entry in named_entries(blocks[place]).items():
+                    reshape_leaf(entry, entries[key].detach())
     return left
 
 

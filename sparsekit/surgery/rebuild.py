@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -171,6 +172,19 @@ def narrow_in_place(
         done.add(id(entry))
     _fit(model, graph, keep, rules)
     return model
+
+
+def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], name: str) -> nn.Module:
+    """Return a narrow copy of one module inside of `model`, which has layers of torch's classes alone."""
+    prefix = f"{name}."
+    inside = {key: axes for key, axes in graph.kept_indices(keep).items() if key.startswith(prefix)}
+    narrow = narrow_state(named_entries(model), graph, keep, inside)
+    small = copy_with(model.get_submodule(name), {key.removeprefix(prefix): entry for key, entry in narrow.items()})
+    resize(small)
+    own = (replace(size, module=size.module.removeprefix(prefix)) for size in graph.sizes if size.module.startswith(prefix))
+    set_sizes(small, replace(graph, sizes=tuple(own)), {group: int(stays.sum()) for group, stays in keep.items()})
+    guard_convolutions(small)
+    return small
 
 
 def reshape_leaf(leaf: Tensor, value: Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.errors import InvalidValueError
 from sparsekit.pruning import reconstruction
 from sparsekit.pruning.sequence import _streams
 
@@ -83,6 +84,26 @@ def test_blocks_in_sequence_come_nearer_on_unseen_data_than_layers_by_themselves
         with torch.no_grad():
             errors[sequential] = float((small(unseen) - model(unseen)).square().mean())
     assert errors[True] < 0.9 * errors[False]
+    # In place, block by block, the dense model becomes the same.
+    assert sk.reconstruct(model, model, pruned.graph, pruned.mask, batches) == left
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(unseen), small(unseen))
+
+
+def test_a_model_is_cut_in_place_where_its_blocks_hold_all_units_and_their_states_fit_or_not_at_all() -> None:
+    torch.manual_seed(0)
+    model, x = Net("plain").eval(), torch.randn(32, 16)
+    graph = sk.trace_units(model, x)
+    half = sk.UnitMask({name: torch.arange(group.size) < group.size // 2 for name, group in graph.groups.items()})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InvalidValueError, match="more memory_bytes"):
+        sk.reconstruct(model, model, graph, half, [x], memory_bytes=6 * x.nbytes - 1)
+    chain = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    graph = sk.trace_units(chain, x)
+    half = sk.UnitMask({"0": torch.arange(8) < 4})
+    with pytest.raises(InvalidValueError, match=r"'0.weight' is outside"):
+        sk.reconstruct(chain, chain, graph, half, [x])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_states_that_do_not_fit_into_memory_are_left_to_layers_by_themselves() -> None:
