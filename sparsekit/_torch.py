@@ -88,7 +88,7 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
 
 
 def reset_flat_weights(module: nn.RNNBase) -> None:
-    """The same, and store the weights in one block of memory, as cuDNN wants them."""
+    """Do the same, and store the weights in one block of memory, as cuDNN wants them."""
     module._init_flat_weights()
 
 

@@ -22,8 +22,8 @@ def by_cost(problem: Problem, *, scale: Scale = "relative", width_penalty: float
         problem: Groups, scores, costs and budget.
         scale: How scores of different groups are made comparable, as in `ranked_saliency`; "none" where they are already.
         width_penalty: Power of (size of the group / units that stay) by which the importance of a unit rises where few stay.
-            0 takes scores as they are, which may leave a group three units of 32: each alone mattered little as long as the
-            others were there. Use 2 if the network trains on.
+            With 0, a group may keep three units of 32, since each alone mattered little while the others were there. Use 2 if
+            the network trains further.
 
     Raises:
         InvalidValueError: no budget, or a scale or width_penalty that is not allowed.

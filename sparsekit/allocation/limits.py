@@ -26,7 +26,8 @@ class PreferredMultiple:
     Kernels compute 8 or 16 channels at a time. ONNX Runtime has blocked kernels for multiples of 4 only, and may run other
     widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than
     `2 * step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
-    number, until at most 2 % of the budget is unused and groups at their minimum hold at most a third of what could be removed.
+    number. It stops when at most 2 % of the budget is unused and groups at their minimum hold at most a third of what could be
+    removed.
 
     Args:
         step: Width of the layers, a power of two.
@@ -91,7 +92,7 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
 
 
 def _span(group: UnitGroup) -> int:
-    """Features of a layer that one unit stands for: those of a head, else 1."""
+    """Return the features of a layer that one unit stands for: those of a head, else 1."""
     return min((piece.span for piece in group.slices if piece.side == "out"), default=1) if group.kind == "head" else 1
 
 

@@ -124,8 +124,8 @@ def allocate(
         costs: What numbers of units cost.
         budget: What the model may cost; None for allocations that need none, such as `by_ratio`.
         limits: Group name → (least, largest) share of its units that stays.
-        multiple_of: What the counts are multiples of: one number for the widths of layers, kind or group name → number of
-            units, or a `PreferredMultiple`, which gives way where much of the budget would be left.
+        multiple_of: What the counts are multiples of: a number for the widths of layers, or kind or group name → number of
+            units. A `PreferredMultiple` gives way where much of the budget would be left.
 
     Returns:
         Group name → units kept, for every group.

@@ -21,7 +21,7 @@ class Activation(DataDriven):
     No loss and no target is needed; a tuple's last item and a mapping's labels are not looked at.
 
     Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for
-        single weights; summed over a unit's weights as in the structured variants that followed.
+        single weights.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:

@@ -1,7 +1,7 @@
 """gate_squares(): the mean square of ∂L/∂gate of every unit, over the examples of some batches.
 
-∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. Where these are the inputs of linear layers and convolutions it
-is also Σ x·∂L/∂x at their inputs, which one backward pass gives *for each example* without any gradient of a weight.
+∂L/∂gate_j = Σ w·∂L/∂w over the entries that gates multiply. Where these are the inputs of linear layers and convolutions, it
+is also Σ x·∂L/∂x at their inputs. One backward pass gives that *for each example*, without any gradient of a weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] |
 
 @contextmanager
 def inputs_of(layers: Iterable[nn.Module], *, differentiable: bool = False) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """While active, note the input of each call of some layers, and let it carry gradients if it is to be differentiable."""
+    """Note the input of each call of some layers meanwhile, and let it carry gradients if it is to be differentiable."""
     calls: dict[nn.Module, list[Tensor]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -98,8 +98,8 @@ def gate_squares(criterion: DataDriven, model: nn.Module, graph: UnitGraph, *, p
     """Run the model over the criterion's batches and average the squares of ∂L/∂gate.
 
     The squares are those of single examples wherever the units are read by linear layers and convolutions that have the
-    examples on the first axis of their input. Elsewhere the gradient g of a batch of B examples stands for B examples: the
-    mean square is estimated by B·g², which is exact in expectation where the mean is zero.
+    examples on the first axis of their input. Elsewhere, the mean square is estimated by B·g² from the
+    gradient g of a batch of B examples, which is exact in expectation if the mean is zero.
 
     Args:
         criterion: Has the batches and the loss.
@@ -153,7 +153,7 @@ def _one_pass(
     examples: int,
     positions: bool,
 ) -> dict[str, Tensor]:
-    """One backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
+    """Run one backward pass: group name → Σ (∂L/∂gate)² over the examples, float (units,), L the loss of an example.
 
     The squares are those of single examples if all readers of a group allow it, else B times that of the batch, from the
     gradients of the weights. Groups that are not part of the loss are absent.

@@ -22,9 +22,9 @@ class UnitSlice:
         side: "out" where the entries make the unit's value (filter rows, bias, norm scale and statistics), "in" where
             they read it (the columns of its consumers).
         gated: True where a gate multiplies the entries, so that a gate of 0 silences the unit exactly and one of 1 changes
-            nothing. On side "in" any gate multiplies what the unit contributes. On side "out" the unit's value is made with
-            gated entries, and a gate between 0 and 1 passes through what follows: exact behind linear operators and ReLU,
-            not behind tanh. False where the entries are only cut when compacting.
+            nothing. On side "in" any gate multiplies what the unit contributes. On side "out", gated entries make the
+            unit's value, and a gate between 0 and 1 passes through what follows. It is exact before linear operators and ReLU,
+            not before tanh. False where the entries are only cut when compacting.
     """
 
     name: str
@@ -47,9 +47,9 @@ class UnitSlice:
 class UnitGroup:
     """Units that share their tensors: every slice that goes when one of them goes.
 
-    A convolution `conv1` of 8 filters with a norm `bn`, read by `conv2`, is one group of 8 channels with the slices
-    `conv1.weight` axis 0, `conv1.bias` axis 0, `bn.weight`, `bn.bias`, `bn.running_mean`, `bn.running_var` axis 0 (all
-    side "out") and `conv2.weight` axis 1 (side "in"). A residual sum of two convolutions puts both in one group.
+    A convolution `conv1` of 8 filters, followed by a norm `bn` and read by `conv2`, is one group of 8 channels. Its slices are
+    axis 0 of all entries of `conv1` and `bn` (side "out"), and axis 1 of `conv2.weight` (side "in"). A residual sum of two
+    convolutions puts both in one group.
 
     Args:
         name: Unique; the name of the first module that makes the units.

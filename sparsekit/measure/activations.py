@@ -3,8 +3,8 @@
 Attention maps shrink with their heads. A weight that is computed from its entries is multiplied as an activation is, and
 shrinks with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
 
-A shape is taken for affine in the numbers of units, which holds for all that a cut leaves exact: an axis of units, several of
-them side by side, an axis flattened with others.
+Shapes are assumed to be affine in the numbers of units. That holds for all that a cut leaves exact: an axis of units, several
+of them side by side, an axis flattened with others.
 """
 
 import math
@@ -109,8 +109,8 @@ def _length(axis: tuple[Any, Mapping[str, Any]], counts: Mapping[str, int]) -> A
 def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], Sequence[tuple[int, ...]]]) -> tuple[Axes, ...]:
     """Let `run` list shapes of the dense model and of models in which one width at a time is halved.
 
-    A width with which the list becomes another one, or shapes of another rank, is taken for one that changes no shape: costs
-    are then too high and never too low.
+    If the list has other shapes or ranks with a width halved, that width counts as one that changes no shape: costs are then
+    too high and never too low.
 
     Args:
         model: The dense model, in eval mode.

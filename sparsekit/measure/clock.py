@@ -33,7 +33,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 @contextlib.contextmanager
 def evaluated(*models: nn.Module) -> Iterator[None]:
-    """Eval mode meanwhile; each module goes back to its own."""
+    """Put models into eval mode meanwhile; each module gets its own mode back."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:

@@ -88,7 +88,7 @@ class Recorder(DispatchMode):
 
 @contextmanager
 def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Recurrent kernels are opaque to a dispatcher: count each weight matrix once per example and time step.
+    """Count each weight matrix of recurrent layers, whose kernels hide their products, once per example and time step.
 
     Only what the module itself runs is skipped, not what hooks on it do.
     """

@@ -23,7 +23,7 @@ class Distillation:
         temperature: T, above 0.
         share: Share of the teacher in the loss, in [0, 1].
         kind: "logits" compares the distributions over the last axis of outputs of two or three axes, or over the axis of
-            channels of images and volumes; "values" takes the mean square of the difference, for regression.
+            channels of images and volumes. "values" takes the mean square of the difference, for regression.
 
     Raises:
         InvalidValueError: a number out of range, or another kind.
@@ -59,7 +59,7 @@ class Distillation:
         return tensor
 
     def combine(self, loss: Tensor, student: Any, teacher: Tensor) -> Tensor:
-        """Mix the loss with what the teacher says.
+        """Combine the loss with the distance to the teacher.
 
         Args:
             loss: Scalar.

@@ -150,7 +150,7 @@ def finetune(
             return value if teacher is None or taught is None else teacher.combine(value, outputs, taught)
 
     def train(epoch: int) -> float:
-        """One epoch; the mean loss over its batches."""
+        """Train one epoch, and return the mean loss over its batches."""
         model.train()
         losses: list[float] = []
         for batch in read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress):
@@ -237,16 +237,14 @@ def _save(path: Path, parts: Mapping[str, Any], history: list[EpochRecord], best
 
 def _read(path: Path) -> dict[str, Any]:
     """Read tensors, bit for bit and on the CPU, numbers and strings; no code can hide in the file."""
-    try:
-        with path.open("rb") as file:  # torch reads a path by its ending
+    with path.open("rb") as file:  # torch reads a path by its ending
+        try:
             return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except OSError:
-        raise
-    except Exception as error:  # damaged files fail in many ways
-        raise InvalidValueError(
-            f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
-            f" {type(error).__name__}"
-        ) from error
+        except Exception as error:  # damaged files fail in many ways
+            raise InvalidValueError(
+                f"{path} is damaged, or holds more than the state of a training made of numbers, strings and tensors:"
+                f" {type(error).__name__}"
+            ) from error
 
 
 def _load(path: Path, parts: Mapping[str, Any], batches: Any) -> tuple[list[EpochRecord], _Best]:

@@ -28,7 +28,7 @@ class Reader:
     outputs: Tensor | None  # int64: rows of the weight that stay, None for all
 
     def rows(self, x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random rows of the matrix of inputs of one call, a column for each weight of an output.
+        """Return random rows of the matrix of inputs of one call, a column for each weight of an output.
 
         Returns:
             float (rows, features), spread over examples and positions, and int64 (rows,): the place on the first axis of `x`.

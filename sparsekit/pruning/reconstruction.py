@@ -65,10 +65,10 @@ def reconstruct(
         progress: Whether to draw a progress bar on stderr.
 
     Returns:
-        Name of each layer → share of the error in its outputs that is left, in [0, 1]: the mean square after the fit, divided
-        by that before, on the examples that were held out. In a chain, it is the error of the stream to which a layer adds. It
-        is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrised and shared
-        weights, and units that a graph with prune_norms=True averages over, are not fitted.
+        Name of each layer → share of the error in its outputs that is left, in [0, 1]. It is the mean square after the fit
+        divided by that before, on the examples that were held out. In a chain, it is the error of the stream to which a layer
+        adds. It is 1 where a layer keeps its weights. Transposed, grouped and three-dimensional convolutions, parametrised and
+        shared weights, and units that a graph with prune_norms=True averages over, are not fitted.
 
     Raises:
         InvalidValueError: a negative ridge; or a model to be cut in place whose units are not all inside a chain of blocks.
@@ -242,9 +242,9 @@ def statistics_prior(model: nn.Module, batches: Iterable[Batch], *, share: float
     """Return what the running statistics of a dense model know beyond some batches, for `recalibrate_batchnorm` of a cut one.
 
     A few batches estimate statistics with noise, and they may differ from the data of the training. On EfficientNet-Lite0
-    and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The
-    cut model gets its statistics on the batches, moved by a share of the difference between those that the dense model was
-    trained to and those that it has there.
+    and enlarged images of 64 pixels, statistics of the batches alone take 12 of 42 points from the dense model itself. The cut
+    model therefore gets its statistics on the batches plus a share of the dense model's difference between its trained
+    statistics and those on the batches.
 
     Args:
         model: The dense model; its statistics are as before afterwards.

@@ -33,9 +33,9 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
     """Return the groups whose units are made by what is selected.
 
-    A name stands for a group or for a module with all that is inside it. "channel", "feature", "cell" and "head" stand for all
-    units of the kind, where no module has that name. Any other text is a regular expression that must match the whole name of a
-    group or of a module that makes its units.
+    A name stands for a group or for a module with all that is inside it. Where no module has such a name, "channel", "feature",
+    "cell" and "head" stand for all units of the kind. Any other text is a regular expression that must match the whole name of
+    a group or of a module that makes its units.
 
     Returns:
         Names of groups, in the order of the graph: none where no unit of what is selected can be pruned, as of an output layer.

@@ -57,9 +57,9 @@ def fit_in_sequence(
     """Refit the linear layers of a chain of equal blocks, such as the layers of a transformer, in the order of computation.
 
     A layer that is fitted by itself ignores that its inputs are off in the cut model, and so is the stream that its output is
-    added to. Here each layer is fitted on the inputs that it gets in the cut model. Where a block adds its output to a
-    stream, the target is the stream of the dense model after that sum, so that the layer makes up for earlier errors, too, as
-    far as its inputs predict them.
+    added to. Here each layer is fitted on the inputs that it gets in the cut model. Where a block adds its output to a stream,
+    the target is the stream of the dense model after that sum. So the layer corrects earlier errors, too, as far as its inputs
+    predict them.
 
     Args:
         model: The dense model.
@@ -74,8 +74,8 @@ def fit_in_sequence(
         progress: Whether to draw a progress bar on stderr.
 
     Returns:
-        Name of a layer → share of its error that is left, for each layer that was fitted: for none where the blocks do not
-        follow one another, or where their hidden states need more memory.
+        Name of each layer that was fitted → share of its error that is left. It is empty if the blocks do not follow one
+        another, or if their hidden states need more memory.
     """
     left: dict[str, float] = {}
     blocks = [model.get_submodule(name) for name in chain]
@@ -166,7 +166,7 @@ def _note_calls(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Models of transformers hand a cache to their layers otherwise, which a second call of a layer would add to."""
+    """Switch off the cache of models of transformers, which a second call of a layer would add to."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "use_cache"):
         yield

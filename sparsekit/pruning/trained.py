@@ -16,8 +16,8 @@ class UncalibratedWarning(UserWarning):
 def signs_of_training(model: nn.Module) -> str | None:
     """Return what shows that a network was trained; None if nothing does.
 
-    Batch norms that have seen batches; else, in half of the larger matrices or more, rows whose norms differ three times as
-    much as those of independent numbers do, whatever the initialiser.
+    The first sign is a batch norm that has seen batches. The second is that in half of the larger matrices or more, the norms
+    of rows differ three times as much as those of independent numbers do.
 
     Args:
         model: Not changed.

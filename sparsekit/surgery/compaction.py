@@ -24,9 +24,9 @@ def compact(
 ) -> nn.Module:
     """Return a smaller module that computes what `model` computes when the dropped units are gated away.
 
-    Its layers are of the classes of the dense model but for two that torch cannot run narrow or runs wrong: attention with
-    fewer heads than its width (`NarrowMultiheadAttention`), and strided 1×1 convolutions of few channels (`Conv2d` of
-    `sparsekit.surgery.safe_convolution`). Both are subclasses of torch's own and have the same parameters.
+    Its layers are of the classes of the dense model, but for two that torch cannot run narrow or runs wrong:
+    `NarrowMultiheadAttention` for attention with fewer heads, and `sparsekit.surgery.safe_convolution.Conv2d` for strided 1×1
+    convolutions of few channels. Both are subclasses of torch's own and have the same parameters.
 
     Args:
         model: The dense model. Not changed unless in place; the result shares no memory with it.

@@ -1,9 +1,8 @@
 """NormCall, KeptNorms, kept_norms(): norms over kept units only, so that a dense model under a mask equals the narrow one.
 
 A layer norm over 512 features of which 128 are kept is, in the narrow model, a norm over 128 numbers. For the dense model
-under the same mask to be the same function, its norm has to leave the dropped features out of its statistics. That is what
-prune_norms=True means, and this file is the one place that says how it is done: calls that average over an axis are read from
-torch's functions, and computed over kept positions.
+under the same mask to be the same function, its norm must leave the dropped features out of its statistics, which is what
+prune_norms=True means. Calls of torch's functions that average over an axis are computed over kept positions.
 """
 
 import functools
@@ -66,7 +65,7 @@ def read_norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    """Norms are among the functions that autocast runs in float32 on accelerators, and as they come on the CPU."""
+    """Return the type in which autocast runs norms: float32 on accelerators, that of the input on the CPU."""
     kind = x.device.type
     if kind == "cpu" or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return x.dtype

@@ -62,9 +62,9 @@ def first_value(owner: object, name: str, leaf: object) -> float:
 def carried_state(owner: object, state: Mapping[str, Any], leaf: object, shape: torch.Size, stay: Stay) -> dict[str, Any]:
     """Return the state of a leaf after its units have changed: kept entries keep theirs, entering ones start fresh.
 
-    The state is empty, as before the first step, if what the optimizer keeps is not known to be one value for each entry: where
-    its class is not torch's own (a second copy of the weights must not start at zero; blocks of quantised entries share a
-    scale), or a tensor has not the shape of the leaf.
+    The state is empty, as before the first step, unless it is known to hold one value for each entry. That needs an optimizer
+    of torch's own classes, and tensors of the leaf's shape. Others may keep a second copy of the weights, which must not start
+    at zero, or one scale for a block of entries.
 
     Args:
         owner: The optimizer, or another object with state.

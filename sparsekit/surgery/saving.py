@@ -1,9 +1,8 @@
 """save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
 
-The file is one `.safetensors` file: the narrow tensors, and in its header a JSON text that says what the modules are:
-their class names, their plain attributes (`out_channels`, `num_heads`, `eps`, …), which parameters are tied or do not
-train, and, where it is known, the mask. A single file can be moved and renamed without losing a part, and every tool for
-safetensors can read the tensors. Nothing in the file can run: the classes come from the factory that the reader passes.
+The file holds the narrow tensors and, in its header, a JSON text that describes the modules: class names, plain attributes
+(`out_channels`, `num_heads`, `eps`, …), and which parameters are tied or do not train. It has the mask, too, where it is known.
+Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
 import contextlib
@@ -212,7 +211,7 @@ def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 
 
 def _like(own: Any, value: Any) -> Any:
-    """JSON has no tuples: a list becomes what the module has there."""
+    """Convert a list, since JSON has no tuples, to the type that the module has there."""
     if not isinstance(value, list):
         return value
     kinds = own if isinstance(own, tuple | list) and len(own) == len(value) else [()] * len(value)

@@ -30,13 +30,13 @@ class BanditContract:
 
     @pytest.fixture(params=[Interval(0.0625, 1.0), Interval(1e-4, 10.0, scale="log")], ids=["linear", "log"])
     def space(self, request: pytest.FixtureRequest) -> Interval:
-        """The intervals on which the contract is tested."""
+        """Return an interval on which the contract is tested."""
         found: Interval = request.param
         return found
 
     @pytest.fixture
     def bandit(self, make: MakeBandit, space: Interval) -> Bandit:
-        """A fresh one."""
+        """Return a fresh bandit."""
         found = make(space, np.random.default_rng(0))
         assert isinstance(found, Bandit)
         return found

@@ -53,12 +53,12 @@ class RuleContract:
 
     @pytest.fixture
     def rules(self, rule: LayerRule) -> Mapping[type[nn.Module], LayerRule]:
-        """The rule as `trace_units` takes it."""
+        """Return the rule as `trace_units` takes it."""
         return dict.fromkeys(rule.types, rule)
 
     @pytest.fixture
     def graph(self, network: nn.Module, inputs: tuple[Any, ...], rules: Mapping[type[nn.Module], LayerRule]) -> UnitGraph:
-        """The units of the network."""
+        """Return the units of the network."""
         return trace_units(network, *inputs, rules=rules)
 
     def test_units_reach_the_layer_and_a_whole_one_keeps_its_sizes(
