@@ -102,7 +102,7 @@ class ModelSpec:
         Returns:
             The function; it can be pickled.
         """
-        takes = takes or self._example
+        takes = takes or InputShape(self.kind or "image", self.example)
         words: dict[str, Any] = {"classes": self.classes if classes is None else classes, "shape": takes.shape}
         if takes.kind == "tokens":
             words["vocabulary"] = words["classes"]
@@ -112,20 +112,15 @@ class ModelSpec:
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
 
-    @property
-    def _example(self) -> InputShape:
-        return InputShape(self.kind or "image", self.example)
-
-    def example_inputs(self) -> tuple[Tensor]:
-        """One example for a network built by `factory()` without a data set: zeros, or tokens drawn always the same."""
-        if self.kind != "tokens":
-            return self._example.zeros()
-        generator = torch_generator(np.random.default_rng(0))
-        return (torch.randint(self.classes, (1, *self.example), generator=generator),)
-
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
-        """Return a network without a data set, and its example inputs: what `sparsekit units` shows."""
-        return self.factory()(), self.example_inputs()
+        """Return a network without a data set, and one example for it: what `sparsekit units` shows.
+
+        The example is zeros, or tokens drawn always the same.
+        """
+        model, shape = self.factory()(), (1, *self.example)
+        if self.kind != "tokens":
+            return model, (torch.zeros(shape),)
+        return model, (torch.randint(self.classes, shape, generator=torch_generator(np.random.default_rng(0))),)
 
 
 def factory_spec(name: str, found: Any) -> ModelSpec:

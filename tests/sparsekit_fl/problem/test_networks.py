@@ -21,9 +21,10 @@ def count(model: nn.Module) -> int:
 )
 def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, parameters: int, macs: int) -> None:
     spec: ModelSpec = models[name]
-    model = spec.factory()().eval()
+    model, inputs = spec.demo()
+    model.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        outputs = model(*spec.example_inputs())
+        outputs = model(*inputs)
     assert outputs.shape == (1, spec.classes)
     assert count(model) == parameters
     assert counter.get_total_flops() == 2 * macs
@@ -31,9 +32,9 @@ def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, paramete
 
 def test_the_lstm_has_one_tied_matrix() -> None:
     spec: ModelSpec = models["lstm"]
-    model = spec.factory()()
+    model, inputs = spec.demo()
     assert count(model) == 2_845_392
-    assert model(*spec.example_inputs()).shape == (1, 9, 10_000)
+    assert model(*inputs).shape == (1, 9, 10_000)
     assert [name for name, entry in model.state_dict().items() if entry.shape == (10_000, 200)] == ["embedding.weight"]
 
 
