@@ -88,24 +88,50 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
     title, series = f"{metric.capitalize()} on the clients' own test data", comparison.highlighted(means["series"])
     figure, every = _figure(title, len(shown))
     for axes, (name, text, x_unit) in zip(every, shown, strict=True):
-        _lines(axes, means.assign(x=means[name]), series, y_unit=unit, log=x_unit != "number")
+        _lines(axes, means, name, series)
+        if x_unit != "number" and (means[name] > 0).all():
+            _log_scale(axes, means[name])
         axes.set(xlabel=text, ylabel=f"mean personal {metric}" if name == "round" else "")
+        if unit == "share":
+            # Spend the height on where series differ, not on the first rounds.
+            clear = means[means["series"].isin(series)]
+            low = clear.groupby("series")["y"].quantile(0.1, interpolation="lower").min()
+            high = min(1.0, (clear["y"] + clear["deviation"]).max())
+            room = max(0.01, 0.08 * (high - low))
+            axes.set_ylim(max(0.0, low - room), high + room)
         _units(axes.xaxis, x_unit, means[name])
         _units(axes.yaxis, unit, means["y"])
     if published:
-        _marks(every[-1], comparison, series)
-    _legend(figure, every[-1])
+        known = [
+            (colour, published_numbers(method, comparison.dataset)) for method, colour in zip(series, _COLOURS, strict=False)
+        ]
+        for colour, ((_, _, accuracy, deviation, flops), *_) in [one for one in known if one[1]]:
+            axes.errorbar([flops * 1e12], [accuracy / 100], [deviation / 100], color=colour, marker="D", markersize=8,
+                          linestyle="none", markerfacecolor="white", label="published")  # fmt: skip
+    handles, labels = axes.get_legend_handles_labels()
+    entries = {label: handle for label, handle in reversed([*zip(labels, handles, strict=True)])}
+    labels = list(dict.fromkeys(labels))
+    figure.legend([entries[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=3 * len(every))
     return {title: figure}
 
 
-def _marks(axes: Any, comparison: Comparison, series: Sequence[str]) -> None:
-    """Draw published accuracies of methods with a colour as diamonds, at their FLOPs."""
-    label: str | None = "published"
-    for at, method in enumerate(series):
-        for _, _, accuracy, deviation, flops in published_numbers(method, comparison.dataset)[:1]:
-            axes.errorbar([flops * 1e12], [accuracy / 100], [deviation / 100], color=_COLOURS[at % len(_COLOURS)], marker="D",
-                          markersize=8, linestyle="none", markerfacecolor="white", label=label)  # fmt: skip
-            label = None
+def _lines(axes: Any, means: Any, x: str, series: Sequence[str]) -> None:
+    """Draw a line per method, those of `series` with a colour and a band of one deviation, above the others."""
+    groups = dict(list(means.groupby("series")))
+    for own in (own for name, own in groups.items() if name not in series):
+        axes.plot(own[x], own["y"], color=_GREY, linewidth=1.0, label="others")
+    for name, colour, marker in zip(series, _COLOURS, "os^Dvo", strict=False):
+        at, y, deviation = groups[name][x], groups[name]["y"], groups[name]["deviation"]
+        axes.plot(at, y, color=colour, marker=marker, markersize=4, markevery=max(1, len(at) // 8),
+                  linewidth=2.4 if name == series[0] else 1.5, label=name)  # fmt: skip
+        axes.fill_between(at, y - deviation, y + deviation, color=colour, alpha=0.15, linewidth=0)
+
+
+def _log_scale(axes: Any, values: Any) -> None:
+    axes.set_xscale("log")
+    ticker, decades = need("matplotlib.ticker"), math.log10(values.max() / values.min())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if decades > 2 else (1, 3) if decades > 1 else (1, 2, 5)))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _clients(comparison: Comparison) -> dict[str, Any]:
@@ -126,39 +152,11 @@ def _clients(comparison: Comparison) -> dict[str, Any]:
     drawn = axes.boxplot([groups.get_group(name) for name in names], orientation="horizontal", patch_artist=True, widths=0.6,
                          flierprops={"markersize": 3}, medianprops={"color": _INK}, manage_ticks=False)  # fmt: skip
     for name, box in zip(names, drawn["boxes"], strict=True):
-        box.set(facecolor=_COLOURS[series.index(name) % len(_COLOURS)] if name in series else _GREY, alpha=0.6)
+        box.set(facecolor=_COLOURS[series.index(name)] if name in series else _GREY, alpha=0.6)
     axes.set_yticks(range(1, len(names) + 1), names)
     axes.set_xlabel(f"personal {metric}; box: half of the clients")
     _units(axes.xaxis, unit, points["y"])
     return {title: figure}
-
-
-def _lines(axes: Any, points: Any, series: Sequence[str], *, y_unit: str, log: bool) -> None:
-    """Draw a line per series of a frame with the columns series, x, y and deviation, with a band of one deviation."""
-    grey = [name for name in dict.fromkeys(points["series"]) if name not in series]
-    for name in [*grey, *(name for name in series if name in set(points["series"]))]:
-        x, y, deviation = (points.loc[points["series"] == name, column].to_numpy() for column in ("x", "y", "deviation"))
-        if name in grey:
-            axes.plot(x, y, color=_GREY, linewidth=1.0, label="others" if name == grey[-1] else None)
-            continue
-        at = list(series).index(name)
-        colour = _COLOURS[at % len(_COLOURS)]
-        axes.plot(x, y, color=colour, marker="os^Dv"[at % 5], markersize=4, markevery=max(1, len(x) // 8),
-                  linewidth=2.4 if at == 0 else 1.5, label=name)  # fmt: skip
-        axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.15, linewidth=0)
-    if log and (points["x"] > 0).all():
-        axes.set_xscale("log")
-        ticker = need("matplotlib.ticker")
-        decades = math.log10(points["x"].max() / points["x"].min())
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if decades > 2 else (1, 3) if decades > 1 else (1, 2, 5)))
-        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    if y_unit == "share":
-        # Spend the height on where series differ, not on the first rounds.
-        clear = points[points["series"].isin(series)]
-        low = clear.groupby("series")["y"].quantile(0.1, interpolation="lower").min()
-        high = min(1.0, (clear["y"] + clear["deviation"]).max())
-        room = max(0.01, 0.08 * (high - low))
-        axes.set_ylim(max(0.0, low - room), high + room)
 
 
 def _units(axis: Any, unit: str, values: Any) -> None:
@@ -169,8 +167,3 @@ def _units(axis: Any, unit: str, values: Any) -> None:
     elif unit != "number":
         size, sign = scale(unit, values.max())
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{round(value / size, 4):g}{sign}"))
-
-
-def _legend(figure: Any, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(len(labels), 3 * len(figure.axes)))
