@@ -102,16 +102,14 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
         _units(axes.xaxis, x_unit, means[name])
         _units(axes.yaxis, unit, means["y"])
     if published:
-        known = [
-            (colour, published_numbers(method, comparison.dataset)) for method, colour in zip(series, _COLOURS, strict=False)
-        ]
-        for colour, ((_, _, accuracy, deviation, flops), *_) in [one for one in known if one[1]]:
-            axes.errorbar([flops * 1e12], [accuracy / 100], [deviation / 100], color=colour, marker="D", markersize=8,
-                          linestyle="none", markerfacecolor="white", label="published")  # fmt: skip
-    handles, labels = axes.get_legend_handles_labels()
-    entries = {label: handle for label, handle in reversed([*zip(labels, handles, strict=True)])}
-    labels = list(dict.fromkeys(labels))
-    figure.legend([entries[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=3 * len(every))
+        for method, colour in zip(series, _COLOURS, strict=False):
+            for _, _, accuracy, deviation, flops in published_numbers(method, comparison.dataset)[:1]:
+                every[-1].errorbar([flops * 1e12], [accuracy / 100], [deviation / 100], color=colour, marker="D", markersize=8,
+                                   linestyle="none", markerfacecolor="white", label="published")  # fmt: skip
+    handles, labels = every[-1].get_legend_handles_labels()
+    first = {label: labels.index(label) for label in labels}  # "others" and "published" are one entry each
+    figure.legend([handles[at] for at in first.values()], first, frameon=False, loc="outside lower center",
+                  ncols=min(len(first), 3 * len(every)))  # fmt: skip
     return {title: figure}
 
 
