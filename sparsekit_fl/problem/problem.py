@@ -152,7 +152,8 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
         text = f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of {who}"
         with _blamed(text, "pass a model with outputs that the loss takes, or a loss and metrics for these"):
             loss = problem.loss(outputs, targets)
-            measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
+            with torch.no_grad():
+                measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
         if not isinstance(loss, Tensor) or loss.ndim:
             raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
         if not loss.requires_grad:
