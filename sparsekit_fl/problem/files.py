@@ -19,18 +19,20 @@ from sparsekit.errors import DataError, install_hint
 _log = logging.getLogger(__name__)
 
 
-def find_folder(name: str, root: Path | str, *, aliases: Sequence[str] = (), layout: str) -> Path:
+def find_folder(name: str, root: Path | str | None, *, aliases: Sequence[str] = (), layout: str) -> Path:
     """Return the folder of a data set under the user's data directory.
 
     Args:
         name: The data set.
-        root: The data directory; a directory that itself bears the name of the data set is accepted too.
+        root: The data directory; a directory that itself bears the name of the data set is accepted too. None is an error.
         aliases: Other spellings of the folder.
         layout: What should be inside, for the message.
 
     Raises:
         DataError: there is none.
     """
+    if root is None:
+        raise DataError(f"{name!r} has no copy on the hub that can be fetched; pass --data-dir DIR with DIR/{layout}")
     root = Path(root).expanduser()
     names = (name, *aliases)
     for candidate in (*(root / spelling for spelling in names), *([root] if root.name in names else [])):

@@ -90,14 +90,11 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             for user in content["users"]:
-                data = content["user_data"][user]
-                chunks = [chunk for sample in data["x"] for chunk in sample]
+                chunks = [chunk for sample in content["user_data"][user]["x"] for chunk in sample]
                 if not all(isinstance(chunk, list) and all(isinstance(word, str) for word in chunk) for chunk in chunks):
                     raise DataError(
                         f"{path}, user {user!r}: a sample of x must be a list of lists of words, not a text nor token ids"
                     )
-                if any(isinstance(answer, str) for answer in data.get("y") or ()):
-                    raise DataError(f"{path}, user {user!r}: y must have target_tokens, not a word; append it to its x")
                 users.setdefault(user, []).extend([word for word in chunk if word not in _MARKS] for chunk in chunks)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} does not have LEAF's layout (users, num_samples, user_data → x, y): {error!r}") from error
@@ -118,17 +115,11 @@ def reddit(root: Path | str | None = None) -> DataSource:
         DataError: the files are not there or not of LEAF's layout.
     """
     layout = "reddit/*.json in LEAF's layout (https://github.com/TalwalkarLab/leaf, data/reddit)"
-    folder = _folder("reddit", root, layout)
+    folder = find_folder("reddit", root, layout=layout)
     paths = sorted(folder.rglob("*.json"), key=lambda path: (_SPLITS.get(path.parent.name, 0), str(path)))
     if not paths:
         raise DataError(f"{str(folder)!r} holds no JSON file; expected {layout}")
     return token_source("reddit", read_leaf(paths), vocabulary=_VOCABULARY)
-
-
-def _folder(name: str, root: Path | str | None, layout: str, *aliases: str) -> Path:
-    if root is None:
-        raise DataError(f"{name!r} has no copy on the hub that can be fetched; pass --data-dir DIR with DIR/{layout}")
-    return find_folder(name, root, aliases=aliases, layout=layout)
 
 
 def speeches(text: str) -> dict[str, list[list[str]]]:
@@ -166,7 +157,7 @@ def shakespeare(root: Path | str | None = None) -> DataSource:
         DataError: the file is not there.
     """
     layout = "shakespeare/input.txt, the 'tinyshakespeare' file of A. Karpathy's char-rnn"
-    path = _folder("shakespeare", root, layout, "tinyshakespeare") / "input.txt"
+    path = find_folder("shakespeare", root, aliases=("tinyshakespeare",), layout=layout) / "input.txt"
     if not path.is_file():
         raise DataError(f"{str(path)!r} does not exist; expected {layout}")
     return token_source("shakespeare", speeches(path.read_text(encoding="utf-8")), vocabulary=_VOCABULARY)
