@@ -48,7 +48,7 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
             raise _failure(request, spec, str(error)) from error
         return replace(reply, stored=True)
     except ClientError as error:
-        return Reply(client_id=client.id, round=request.round, error=str(error), traceback=traceback.format_exc())
+        return Reply(client_id=client.id, error=str(error), traceback=traceback.format_exc())
 
 
 def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
@@ -137,7 +137,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         wall_seconds=time.perf_counter() - began,
     )
     update = replace(update, cost=replace(cost, seconds=client_seconds(cost, request.capability)))
-    return Reply(client_id=client.id, round=request.round, update=update), {kind: own for kind, own in memory.items() if own}
+    return Reply(client_id=client.id, update=update), {kind: own for kind, own in memory.items() if own}
 
 
 def _upload(
@@ -189,7 +189,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> R
         ratio=model.ratio,
         flops_deploying=deploying,
     )
-    return Reply(client_id=client.id, round=request.round, evaluation=evaluation, model=file)
+    return Reply(client_id=client.id, evaluation=evaluation, model=file)
 
 
 def _saved(spec: RunSpec) -> bytes:

@@ -177,18 +177,16 @@ class Reply:
 
     Args:
         client_id: The client of the request.
-        round: The round of the request.
         update: The result of training.
         evaluation: The scores.
         error: Why the client failed; empty: it did not.
         traceback: Where it failed.
-        stored: Whether a memory of this client was written in this round.
+        stored: Whether a memory of this client was written in the round of the request.
         model: The personal model, a file of `save_compact`; empty: not asked for, or no other than the global one.
         note: Text for the record of the round; empty: none.
     """
 
     client_id: int
-    round: int
     update: Update | None = None
     evaluation: Evaluation | None = None
     error: str = ""
@@ -308,7 +306,6 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         trained = not texts["error"] and request.task == "train"
         return Reply(
             client_id=request.client_id,
-            round=request.round,
             update=_read_update(tensors, meta, request, graph) if trained else None,
             evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
             **texts,

@@ -79,7 +79,7 @@ class Node:
             if self.home is None:
                 raise
             text = f"its node failed: {type(error).__name__}: {error}"
-            reply = Reply(client_id=0, round=0, error=text, traceback=traceback.format_exc())
+            reply = Reply(client_id=0, error=text, traceback=traceback.format_exc())
         return encode_reply(reply)
 
     def _remove_older(self, request: Request) -> None:

@@ -213,7 +213,7 @@ class GridEngine:
 
 def _dropped(request: Request, reason: str) -> Reply:
     who = f"client {request.client_id} in round {request.round}: " if request.task == "train" else ""
-    return Reply(client_id=request.client_id, round=request.round, error=f"{who}{reason}"[:MAX_TEXT])
+    return Reply(client_id=request.client_id, error=f"{who}{reason}"[:MAX_TEXT])
 
 
 def _named(ids: Iterable[int]) -> str:

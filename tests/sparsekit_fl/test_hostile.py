@@ -156,7 +156,7 @@ REQUEST = Request(round=1, client_id=0, state=SETUP.initial)
 
 
 def sent(update):
-    return encode_reply(Reply(client_id=0, round=1, update=update))
+    return encode_reply(Reply(client_id=0, update=update))
 
 
 PLAIN = sent(honest(0, None))

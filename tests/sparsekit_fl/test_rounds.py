@@ -77,6 +77,11 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
         tiny_run("fedprox mu=0.5", out=tmp_path, resume=True)
     with pytest.raises(fl.errors.ResumeError, match=r"clients.count: was 8, now 9"):
         tiny_run(clients=tiny_clients(9), out=tmp_path, resume=True)
+    first, *others = tiny_clients()
+    for change in ({"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}):
+        other = replace(first, capability=fl.Capability(**change))
+        with pytest.raises(fl.errors.ResumeError, match=r"clients\.capabilities: was .*, now "):
+            tiny_run(clients=[other, *others], out=tmp_path, resume=True)
     clients = tiny_clients()
     clients[5].data.train.targets[0] += 1 if clients[5].data.train.targets[0] < 2 else -1
     with pytest.raises(fl.errors.ResumeError, match=r"clients.data: was"):

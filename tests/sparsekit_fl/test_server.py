@@ -39,7 +39,7 @@ def good(server, request, **other):
 
 def reply(update):
     """The reply that brings an update."""
-    return fl.Reply(client_id=update.client_id, round=update.round, update=update)
+    return fl.Reply(client_id=update.client_id, update=update)
 
 
 HALF = UnitMask({"first": torch.tensor([True] * 4 + [False] * 4)})

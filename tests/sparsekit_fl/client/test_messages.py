@@ -58,7 +58,7 @@ def make_update(spec, mask, scoring=0):
 
 
 def sent(update):
-    return encode_reply(Reply(client_id=5, round=3, update=update))
+    return encode_reply(Reply(client_id=5, update=update))
 
 
 @pytest.mark.parametrize("name", MASKS)

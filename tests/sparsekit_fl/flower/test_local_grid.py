@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "another client's update": (_changed(client=7), "client 7"),
     "an error that ends a simulation": (lambda message, _: _failed(message, "ActorDiedError"), "ActorDiedError"),
     "a reason of a megabyte": (lambda message, _: _failed(message, "x" * 10**6), "xxxx"),
-    "an error of a megabyte": (_answered(encode_reply(fl.Reply(client_id=0, round=1, error="x" * 10**6))), "xxxx"),
+    "an error of a megabyte": (_answered(encode_reply(fl.Reply(client_id=0, error="x" * 10**6))), "xxxx"),
     "a million payloads": (_answered(*[b""] * 10**6), "expected 1"),
 }
 
