@@ -38,6 +38,20 @@ Amp = Literal["off", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine", "step"]
 """Names of the courses that a learning rate may take."""
 
+Redraw = Literal["fixed", "dynamic"]
+"""When the capability of a client is drawn."""
+
+Factor = Annotated[float, Field(gt=0, le=1)]
+"""A number in (0, 1]."""
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+"""A number in [0, 1)."""
+
+Levels = Annotated[
+    Annotated[tuple[Factor, ...], Field(min_length=1)] | None, Hint("None keeps the capability that each client brings along")
+]
+"""Levels from which capabilities are drawn."""
+
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
 
 _REQUIRES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -50,33 +64,43 @@ _REQUIRES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Checked):
-    """Set how each client trains.
+    """Set how each client trains in a round.
 
-    Example:
-        fl.TrainingConfig(local_epochs=1, lr=0.05, momentum=0.9)
+    Pass it as `RunConfig(training=...)`. A client starts each round with a fresh optimizer, makes
+    `local_epochs` passes over its training data, and sends what changed to the server.
 
     Args:
-        local_epochs: Passes over a client's training data per round (E in the papers).
-        batch_size: Examples per step (B in the papers).
-        lr: Learning rate of the first round. Default: 0.1 for SGD, that of torch for another
-            optimizer.
-        momentum: Momentum of SGD and RMSprop.
-        weight_decay: Weight decay. Default: 0 for SGD, that of torch for another optimizer.
-        clip: Scale gradients down to this norm in every step. Default: no clipping.
-        optimizer: Optimizer of each client: sgd, adam, adamw, any other of torch.optim, or
-            package.module:Class. Its state is dropped after each round.
-        amp: Mixed precision of forward passes: bfloat16, or off. Weights stay float32.
+        local_epochs: Passes over a client's training data per round. More passes train longer
+            between two averages, and let the clients drift further apart. Default: 5.
+        batch_size: Examples per step. The last batch of a pass may be smaller. Default: 20.
+        lr: Learning rate of the first round. `RunConfig` can change it over the rounds.
+            Default: 0.1 for SGD, the default of torch for another optimizer.
+        momentum: Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.
+        weight_decay: Weight decay of the optimizer. Default: 0 for SGD, the default of torch for
+            another optimizer.
+        clip: Largest norm of the gradient in a step. A larger gradient is scaled down to it.
+            None does not clip. Default: None.
+        optimizer: Optimizer of each client: sgd, adam, adamw, another of torch.optim, or
+            package.module:Class. Its state is dropped after each round. Default: sgd.
+        amp: Data type of forward passes: off (float32) or bfloat16. Weights, updates and scores
+            stay float32. Default: off.
 
     Raises:
         InvalidValueError: a value that is not allowed.
         UnknownNameError: torch has no such optimizer. It is looked up if a default depends on it.
+
+    Example:
+        >>> import sparsekit_fl as fl
+        >>> training = fl.TrainingConfig(local_epochs=1, optimizer="adamw")
+        >>> training.lr, training.batch_size
+        (0.001, 20)
     """
 
     local_epochs: Count = 5
     batch_size: Count = 20
     # A number once made, as is the weight decay.
     lr: NonNegative = None  # type: ignore[assignment]
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: Momentum = 0.0
     weight_decay: NonNegative = None  # type: ignore[assignment]
     clip: Positive | None = None
     optimizer: str = "sgd"
@@ -98,42 +122,56 @@ class TrainingConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Checked):
-    """Set everything that decides a run, besides its method, problem and clients.
+    """Set how many rounds are run, with whom, and how clients train and are scored.
 
-    Example:
-        config = fl.RunConfig(rounds=100, cohort=10, training=fl.TrainingConfig(lr=0.05))
-        result = fl.run(fl.methods.fedlps(), problem, clients, config)
+    Pass it to `fl.run(method, problem, clients, config)`. Method, model, data and configuration
+    decide every number of a result; the engine and the number of workers change the speed only.
 
     Args:
-        rounds: Number of server rounds (R in the papers).
-        cohort: Clients per round (C in the papers), at most the number of clients.
-        training: How each client trains.
+        rounds: Number of rounds. In each, the server sends a model to some clients, they train,
+            and their updates are combined. No default.
+        cohort: Clients per round. It must not exceed the number of clients. Default: 10.
+        training: How each client trains. Default: `TrainingConfig()`, 5 local epochs of SGD.
         seed: Seed of all random numbers. Equal seeds give equal results on every engine.
-        eval_every: Score personal models every N rounds, and after the last. Default: ten times
-            in a run, and at least every 10 rounds.
-        eval_global_every: Score the global model every N rounds, and after the last. Default:
-            after the last round only.
-        eval_clients: Score this many clients before the last round, drawn again each time.
-            Default: all. The last round always scores all.
-        device: Device on which clients train: cpu, cuda, cuda:0 or mps. Separate several by
-            commas; workers share them.
-        deterministic: On a GPU, use slower operators that repeat exactly, and no TF32.
-        capability: Draw the capability of each client once (fixed), or in every round (dynamic).
-        capability_levels: Levels from which `Capability.ratio` is drawn uniformly. None keeps
-            each client's own capability.
-        lr_decay: Factor on the learning rate after each round.
-        lr_schedule: Learning rate schedule over the rounds: constant, linear, cosine or step.
-        lr_warmup: Rounds at the start in which the learning rate grows linearly.
-        lr_step: Rounds between two steps of the step schedule. Default: a third of all rounds.
-        lr_gamma: Factor of each step of the step schedule.
+            Default: 0.
+        eval_every: Rounds between two scores of the personal models. They are also scored after
+            the last round. Default: a tenth of all rounds, but at most 10.
+        eval_global_every: Rounds between two scores of the global model. It is also scored after
+            the last round. None scores it after the last round only. Default: None.
+        eval_clients: Clients scored before the last round, drawn again each time. Fewer make
+            scores faster and noisier. The last round always scores all. None scores all every
+            time. Default: None.
+        device: Device that clients train on: cpu, cuda, cuda:0 or mps. Separate several by
+            commas; workers share them. Default: cpu.
+        deterministic: Repeat results exactly on a GPU. Its operators are slower, and TF32 is off.
+            The CPU always repeats them. Default: false.
+        capability: Draw the capability of each client once (fixed) or in every round (dynamic).
+            Default: fixed.
+        capability_levels: Capabilities to draw from, each in (0, 1]: the share of the model that
+            a client can train. Every level is equally likely. None keeps the capability that each
+            client brings along. Default: None.
+        lr_decay: Factor on the learning rate after each round, in (0, 1]. Default: 1.
+        lr_schedule: Learning rate over the rounds: constant, linear, cosine or step.
+            Default: constant.
+        lr_warmup: Rounds of warm-up, in which the learning rate grows linearly. Default: 0.
+        lr_step: Rounds between two steps of the step schedule. None takes a third of all rounds.
+            Default: None.
+        lr_gamma: Factor of each step of the step schedule, in (0, 1]. Default: 0.1.
         lr_end: Last learning rate of the linear and cosine schedules, as a share of the first.
-        min_replies: Valid updates that a round needs. With fewer, the run stops and can be resumed
-            with that round. Default: half of the cohort, rounded up.
-        upload: Send changes to the server as float32 (unchanged) or rounded to bfloat16 (half the
-            bytes).
+            Default: 0.
+        min_replies: Valid updates that a round needs. With fewer, the run stops, and a resumed
+            run repeats the round. None takes half of the cohort, rounded up. Default: None.
+        upload: Data type of updates: float32, or bfloat16, which halves the bytes sent up and
+            rounds the changes. Default: float32.
 
     Raises:
         InvalidValueError: a value, or a combination of values, that is not allowed.
+
+    Example:
+        >>> import sparsekit_fl as fl
+        >>> config = fl.RunConfig(rounds=100, cohort=10, training=fl.TrainingConfig(lr=0.05))
+        >>> config.eval_every, config.needed_replies(cohort=10)
+        (10, 5)
     """
 
     rounds: Count
@@ -145,16 +183,13 @@ class RunConfig(Checked):
     eval_clients: Count | None = None
     device: str = "cpu"
     deterministic: bool = False
-    capability: Literal["fixed", "dynamic"] = "fixed"
-    capability_levels: Annotated[
-        Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] | None,
-        Hint("None keeps each client's own capability"),
-    ] = None
-    lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    capability: Redraw = "fixed"
+    capability_levels: Levels = None
+    lr_decay: Factor = 1.0
     lr_schedule: Schedule = "constant"
     lr_warmup: NonNegativeCount = 0
     lr_step: Count | None = None
-    lr_gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    lr_gamma: Factor = 0.1
     lr_end: Share = 0.0
     min_replies: Count | None = None
     upload: Upload = "float32"

@@ -27,17 +27,18 @@ from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
 
-# Nothing is converted: "3" is not a number, and True is neither 1 nor 1.0.
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+"""How values are checked: nothing is converted, so "3" is not a number, and True is neither 1 nor 1.0."""
+
 _WORDS = (bool, int, float, str, Path)
 
 
@@ -94,15 +95,14 @@ class Option:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        return TypeAdapter(self.hint, config=_STRICT)
+        return TypeAdapter(self.hint, config=STRICT)
 
-    def check(self, value: object, *, name: str | None = None, names_none: bool = True) -> None:
+    def check(self, value: object, *, name: str | None = None) -> None:
         """Raise if a value is not allowed. The default is always allowed.
 
         Args:
             value: The value.
             name: Replaces the name in the message.
-            names_none: Whether the message names None as allowed.
 
         Raises:
             InvalidValueError: says which value was given, what is allowed, and what to do if there is a `Hint`.
@@ -112,12 +112,14 @@ class Option:
         try:
             self._adapter.validate_python(value)
         except ValidationError:
-            hints = [note for note in _notes(self.hint) if isinstance(note, Hint)]
-            called = next((hint.name for hint in hints if hint.name), name or self.name)
-            advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
-            raise InvalidValueError(
-                f"{called} must be {described(self.hint, none=names_none)}, got {value!r}{advice}"
-            ) from None
+            raise self.refusal(value, name=name) from None
+
+    def refusal(self, value: object, *, name: str | None = None, names_none: bool = True) -> InvalidValueError:
+        """Return the error about a value that is not allowed; `names_none` is whether it names None if that is allowed."""
+        hints = [note for note in _notes(self.hint) if isinstance(note, Hint)]
+        called = next((hint.name for hint in hints if hint.name), name or self.name)
+        advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
+        return InvalidValueError(f"{called} must be {described(self.hint, none=names_none)}, got {value!r}{advice}")
 
     def is_default(self, value: object) -> bool:
         """Tell whether a value is the default; 1 is 1.0, and True is neither."""
@@ -125,6 +127,15 @@ class Option:
             return True
         alike = type(value) is type(self.default) or (type(value) is int and type(self.default) is float)
         return isinstance(value, int | float | str) and alike and value == self.default
+
+
+class _Signature:
+    """The signature of a class as `help` shows it: names and defaults, without the annotations by which values are checked."""
+
+    def __get__(self, _: object, owner: type) -> inspect.Signature:
+        made = inspect.signature(owner.__init__)  # type: ignore[misc]
+        plain = [one.replace(annotation=one.empty) for one in list(made.parameters.values())[1:]]
+        return made.replace(parameters=plain, return_annotation=made.empty)
 
 
 class Checked:
@@ -137,6 +148,8 @@ class Checked:
         InvalidValueError: a value outside of what its annotation allows.
     """
 
+    __signature__ = _Signature()
+
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for option in options_of(kind).values():
@@ -146,7 +159,7 @@ class Checked:
 
 @cache
 def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
-    """Return the options of a dataclass, of a class that only declares them, or of a function, by name and in their order.
+    """Return the options of a dataclass, of a pydantic model or of a function, by name and in their order.
 
     The options of a function are its keyword-only arguments.
     """
@@ -156,12 +169,19 @@ def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
         defaults = {one.name: MISSING if one.default is one.empty else one.default for one in keywords}
         return {name: Option(name, hints.get(name), default, texts.get(name, "")) for name, default in defaults.items()}
     assert isinstance(owner, type)
-    if dataclasses.is_dataclass(owner):
-        defaults = {one.name: one.default for one in dataclasses.fields(owner) if one.init}
-    else:
-        declared = (name for name in inspect.get_annotations(owner) if name != "table")
-        defaults = {name: vars(owner).get(name, MISSING) for name in declared}
     texts = documented(owner)
+    if issubclass(owner, BaseModel):
+        return {
+            name: Option(
+                name,
+                Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation,
+                field.default,
+                field.description or texts.get(name, ""),
+            )
+            for name, field in owner.model_fields.items()
+        }
+    assert dataclasses.is_dataclass(owner)
+    defaults = {one.name: one.default for one in dataclasses.fields(owner) if one.init}
     return {name: Option(name, annotation_of(owner, name), defaults[name], texts.get(name, "")) for name in defaults}
 
 
@@ -326,70 +346,3 @@ def read_settings(texts: Iterable[str]) -> dict[str, str]:
             raise InvalidValueError(f"--set names {path.strip()} twice; give it once")
         found[path.strip()] = value.strip()
     return found
-
-
-class PartialOptions:
-    """Options that somebody gave: those that a subclass declares as its fields, and those of other classes.
-
-    An option that was not given has the default of the subclass, or None if another class declares it: that class then decides.
-
-        class Plan(PartialOptions, offers=(RunConfig,)):
-            nodes: Count = 2
-
-        Plan(rounds=3).rounds, Plan(rounds=3).cohort, Plan(rounds=3).nodes  # 3, None, 2
-        Plan(rounds=3).given  # {"rounds": 3}
-
-    Raises:
-        UnknownNameError: no such option.
-        InvalidValueError: a value that is not allowed.
-    """
-
-    table: ClassVar[Mapping[str, Option]] = {}
-    """Name → option; the subclass's own first."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...  # the options of other classes
-
-    def __init_subclass__(cls, *, offers: tuple[type, ...] = (), without: tuple[str, ...] = ()) -> None:
-        own = options_of(cls)  # type: ignore[arg-type]  # classes are hashable
-        others = {name: option for kind in offers for name, option in options_of(kind).items() if name not in (*own, *without)}
-        cls.table = own | others
-        for name in others:
-            setattr(cls, name, None)
-
-    def __init__(self, **given: Any) -> None:
-        for name, value in given.items():
-            if name not in self.table:
-                raise UnknownNameError(f"no option {name!r}; {nearest(name, self.table)}")
-            if value is not None:
-                self.table[name].check(value, name=self._called(name), names_none=False)
-        vars(self).update(given)
-
-    @classmethod
-    def _called(cls, name: str) -> str:
-        """Return the name of an option in messages."""
-        return name
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Option → value, of those that were given."""
-        return dict(vars(self))
-
-    def given_of(self, *kinds: type) -> dict[str, Any]:
-        """Return option → value, of those that were given for some classes."""
-        return {name: value for name, value in vars(self).items() if any(name in options_of(kind) for kind in kinds)}
-
-    def replaced(self, **values: Any) -> Self:
-        """Return a copy with other values; None takes an option back, as if it had not been given."""
-        left = {name: value for name, value in vars(self).items() if name not in values}
-        return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} cannot be changed; make another by replaced({name}=…)")
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), tuple(sorted(vars(self).items(), key=lambda item: item[0]))))

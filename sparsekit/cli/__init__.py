@@ -13,8 +13,9 @@ from sparsekit.lazy import lazy_names
 if TYPE_CHECKING:
     from sparsekit.cli.output import command_app as command_app
     from sparsekit.cli.output import log_to as log_to
+    from sparsekit.cli.output import print_lines as print_lines
 
 _HOMES = {
-    "sparsekit.cli.output": "command_app log_to",
+    "sparsekit.cli.output": "command_app log_to print_lines",
 }
 __all__, __getattr__ = lazy_names(__name__, _HOMES)

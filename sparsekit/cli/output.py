@@ -1,6 +1,7 @@
 """What the commands share towards a terminal: how one is declared, tables in which nothing is cut off, and the log."""
 
 import logging
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -43,6 +44,14 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
         table.add_row(*row)
     least = console.measure(table, options=console.options.update(max_width=10_000)).minimum
     Console(width=max(console.width, least)).print(table)
+
+
+def print_lines(rows: Sequence[Sequence[str]]) -> None:
+    """Print one line per row, in columns; the last one is cut at a word where the terminal ends."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for *cells, last in rows:
+        text = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
+        typer.echo(text + textwrap.shorten(last, max(20, Console().width - len(text)), placeholder="…"))
 
 
 def log_to(say: Callable[[str], None]) -> None:

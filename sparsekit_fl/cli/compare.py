@@ -18,7 +18,7 @@ from rich.markup import escape
 from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
+from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _compare(
             missing = str(error)
         if missing:
             typer.echo(f"warning: {missing}; then `sparsekit report {options.out}` draws what is missing", err=True)
-    if options.json:
+    if options.as_json:
         typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
         console = Console()
@@ -176,7 +176,7 @@ def _ended(task: _Task, label: str) -> Trial:
     from sparsekit_fl.stored import number_text
     from sparsekit_fl.trials import TRIAL_FILE, Trial
 
-    quiet, began, raw = task.options.quiet or task.options.json, time.monotonic(), dict[str, Any]()
+    quiet, began, raw = task.options.quiet or task.options.as_json, time.monotonic(), dict[str, Any]()
     folder, how = task.folder, "finished"
     try:
         experiment = _experiment(task.options)
@@ -241,5 +241,5 @@ compare = command_app(
         "sparsekit compare fedlps fedper --preset mnist --set partition.lack_classes=4 --out runs/lack4",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
-    cls=DefaultsCommand,
+    cls=RunCommand,
 )

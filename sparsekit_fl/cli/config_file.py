@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options import parse_value
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.options import options_of, parse_value, read_settings
 from sparsekit_fl.stored import flat
 
-MOMENTARY = ("config", "resume", "json", "quiet")
+MOMENTARY = ("config", "resume", "as_json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
 
 PARTITION = "partition."
@@ -18,6 +19,11 @@ PARTITION = "partition."
 
 Known = Mapping[str, tuple[str, Any]]
 """Path → name and annotation of the options of a run; the name of an option with a flag stands for its path."""
+
+
+def path_of(name: str) -> str:
+    """Return the path by which --set and files reach an option: `training.momentum` for momentum."""
+    return f"training.{name}" if name in options_of(TrainingConfig) else name
 
 
 def by_path(values: Mapping[str, Any], known: Known, *, where: str = "--set") -> tuple[dict[str, Any], dict[str, str]]:
@@ -56,7 +62,7 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
 
     Args:
         path: A TOML file: `method` or `methods`, and options by path, as `--set` takes them; tables are a part of the path, and
-            "none" is none. The options of training go by their bare names too.
+            "none" is none.
         known: Path → name and annotation of the options of a run.
 
     Returns:
@@ -77,7 +83,6 @@ def read_file(path: Path, known: Known) -> tuple[list[str], dict[str, Any], dict
     methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
     if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
         raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
-    known = {name: (name, hint) for name, hint in known.values()} | dict(known)
     return methods, *by_path({name.replace("-", "_"): value for name, value in flat(raw).items()}, known, where=str(path))
 
 
@@ -90,22 +95,19 @@ def text_of(value: Any) -> str:
 
 def toml_of(values: Mapping[str, Any]) -> str:
     """Return numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
-    lines = []
-    for name, value in values.items():
-        text = json.dumps(
-            "none" if value is None else value, default=str, ensure_ascii=False
-        )  # of these kinds TOML has the same
-        lines.append(f"{name if name.replace('-', '_').isidentifier() else json.dumps(name)} = {text}\n")
-    return "".join(lines)
+    # Of these kinds, JSON and TOML have the same.
+    texts = {
+        name: json.dumps("none" if value is None else value, default=str, ensure_ascii=False) for name, value in values.items()
+    }
+    return "".join(f"{name} = {text}\n" for name, text in texts.items())
 
 
 def written(method: str, given: Mapping[str, Any]) -> str:
-    """Return the options of a run as a TOML file that `read_file` reads.
+    """Return the options of a run as a TOML file that `read_file` reads: a line for each, by the path of --set.
 
     Args:
         method: As the user wrote it.
         given: Option → value; None was given as none.
     """
-    kept = {name: value for name, value in given.items() if name not in (*MOMENTARY, "set", "out")}
-    settings = dict(text.split("=", 1) for text in given.get("set") or ())
-    return toml_of({"method": method, **kept, **{path.strip(): value.strip() for path, value in settings.items()}})
+    kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", "out")}
+    return toml_of({"method": method, **kept, **read_settings(given.get("set") or ())})

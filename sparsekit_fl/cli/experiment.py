@@ -73,7 +73,7 @@ class Experiment:
 
         if options.device is not None:
             check_device(options.device, name="--device")
-        if sys.stderr.isatty() and not (options.quiet or options.json):
+        if sys.stderr.isatty() and not (options.quiet or options.as_json):
             # Reading a data set for the first time takes a while, and says so.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         preset = preset_for(preset=options.preset, dataset=options.dataset)

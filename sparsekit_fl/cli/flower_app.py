@@ -15,8 +15,7 @@ from sparsekit.cli import command_app
 from sparsekit.errors import DISTRIBUTION, InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.cli.config_file import text_of, toml_of
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.options import Count, NonNegative, parse_value
+from sparsekit_fl.options import Count, NonNegative, options_of, parse_value, read_settings
 
 if TYPE_CHECKING:
     from sparsekit_fl.methods.base import Method
@@ -25,13 +24,10 @@ _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.s
 # Templates that must not carry the names that have a meaning in their folder.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 _SET = "set."
+_LOCAL = ("config", "quiet", "as_json", "set")  # of the machine that starts a run
 
 
-class AppOptions(
-    RunOptions,
-    offers=(RunOptions, TrainingConfig, RunConfig),
-    without=("training", "capability_levels", "config", "quiet", "json"),
-):
+class AppOptions(RunOptions):
     """The options of a Flower app: those of `sparsekit run`, and these.
 
     In Flower's run configuration, which has no none and no lists, empty text stands for what was not given, and the options
@@ -52,41 +48,39 @@ class AppOptions(
     error_file: Path | None = None
 
     @classmethod
-    def _called(cls, name: str) -> str:
+    def called(cls, name: str) -> str:
+        """Return the key of an option in Flower's run configuration."""
         return name.replace("_", "-")
 
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> AppOptions:
-        """Return the options in Flower's run configuration, whose keys have hyphens.
+        """Return the options in Flower's run configuration.
 
         Raises:
             UnknownNameError: no such option.
             InvalidValueError: a value that is not allowed.
         """
-        known = {name.replace("_", "-"): option for name, option in AppOptions.table.items() if name != "set"}
+        known = {AppOptions.called(name): option for name, option in options_of(AppOptions).items() if name not in _LOCAL}
         given: dict[str, Any] = {}
-        settings = []
         for key, value in run_config.items():
             if key.startswith(_SET):
-                settings.append(f"{key.removeprefix(_SET)}={text_of(value)}")
-                continue
-            if key not in known:
+                given["set"] = (*given.get("set", ()), f"{key.removeprefix(_SET)}={text_of(value)}")
+            elif key not in known:
                 raise UnknownNameError(f"unknown option {key!r} in the run configuration; {nearest(key, known)}")
-            name = known[key].name
-            if value not in ("", getattr(AppOptions, name)):
-                given[name] = parse_value(known[key].hint, value, name=key) if isinstance(value, str) else value
-        return AppOptions(**given, **({"set": tuple(settings)} if settings else {}))
+            elif value not in ("", known[key].default):
+                given[known[key].name] = parse_value(known[key].hint, text_of(value), name=key)
+        return AppOptions(**given)
 
     def to_run_config(self) -> dict[str, bool | int | float | str]:
         """Return the options as Flower's run configuration; undoes `of`."""
         config: dict[str, bool | int | float | str] = {}
-        for name in self.table:
-            value = vars(self).get(name, getattr(AppOptions, name) or "")
+        for name, option in options_of(AppOptions).items():
+            # None is text if it was given, and empty if it was not.
+            value = getattr(self, name) if name in self.model_fields_set or option.default is not None else ""
             if name == "set":
-                config |= {_SET + path: text for path, text in (one.split("=", 1) for one in value)}
-            elif name != "error_file" or value:
-                plain = isinstance(value, bool | int | float)
-                config[name.replace("_", "-")] = value if plain else text_of(value)
+                config |= {_SET + path: text for path, text in read_settings(value or ()).items()}
+            elif name not in _LOCAL and (name != "error_file" or value):
+                config[self.called(name)] = value if isinstance(value, bool | int | float) else text_of(value)
         return config
 
     @property

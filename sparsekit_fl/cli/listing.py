@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from sparsekit.cli import command_app
+from sparsekit.cli import command_app, print_lines
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.cli.config_file import PARTITION, text_of
-from sparsekit_fl.cli.options import FROM_PRESET, AsJson, RunOptions, default_of, known_options, path_of
+from sparsekit_fl.cli.config_file import PARTITION, path_of, text_of
+from sparsekit_fl.cli.options import FRONT, AsJson, RunOptions, about_of, known_options
 from sparsekit_fl.options import Option, described, options_of
+from sparsekit_fl.paper.presets import DEFAULT, Preset
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
+    "presets": "sparsekit_fl.paper.presets:PRESETS",
     "datasets": "sparsekit_fl.problem.datasets:datasets",
     "models": "sparsekit_fl.problem.models:models",
     "partitions": "sparsekit_fl.problem.partition:partitions",
@@ -46,49 +47,51 @@ def _list(
         rows = _run_rows()
     else:
         registry = load_object(KINDS[kind])
-        rows = [{"name": name, "about": _line(name, lambda name: registry[name])} for name in registry]
+        rows = [{"name": name, "about": _line(registry, name)} for name in registry]
     if as_json:
         _print_json(rows)
     elif kind == "options":
-        _show([["option", "default", "meaning"], *([row["path"], row["default"], row["about"]] for row in rows)])
+        print_lines([["option", "default", "meaning"], *([row["path"], row["default"], _first(row["about"])] for row in rows)])
         typer.echo("`sparsekit describe PATH` shows one in full, `sparsekit describe METHOD` the options of a method.")
     else:
-        _show([list(row.values()) for row in rows])
+        print_lines([[row["name"], _first(row["about"])] for row in rows])
 
 
 def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=1, default=text_of))
 
 
-def _show(rows: Sequence[Sequence[str]]) -> None:
-    """Print one line per row; the first sentence of the last column, cut where the terminal ends."""
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    for *cells, about in rows:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        room = max(20, Console().width - len(text) - 2)
-        sentence = re.split(r"(?<=[.]) ", about, maxsplit=1)[0].rstrip(".")
-        typer.echo(f"{text}  {textwrap.shorten(sentence, room, placeholder='…')}")
+def _first(text: str) -> str:
+    """Return the first sentence."""
+    return re.split(r"(?<=[.]) ", text, maxsplit=1)[0].rstrip(".")
 
 
 def _run_rows() -> list[dict[str, str]]:
     """Return path, default, what is allowed, and meaning of each option of a run, of training and of all partitions."""
     from sparsekit_fl.problem.partition import partitions
 
+    table = options_of(RunOptions)
     rows = [
-        _row(path_of(name), default_of(option) or ("preset" if name in FROM_PRESET else ""), option)
-        for name, option in RunOptions.table.items()
+        _row(path_of(name), _told_default(about_of(name)), table[name], about_of(name))
+        for name in dict.fromkeys([*FRONT, *table])
         if path_of(name) in known_options()
     ]
     for name in partitions:
         for option in options_of(partitions[name]).values():
             if option.default is not MISSING:
-                row = _row(PARTITION + option.name, text_of(option.default), option)
-                rows.append(row | {"about": f"{option.about} For the partition {name}."})
+                rows.append(_row(PARTITION + option.name, option.default, option, f"{option.about} For the partition {name}."))
     return rows
 
 
-def _row(path: str, default: str, option: Option) -> dict[str, str]:
-    return {"path": path, "default": default, "allowed": described(option.hint, none=False), "about": option.about}
+def _told_default(about: str) -> str:
+    """Return the default that a meaning ends with, if it is one word."""
+    found = re.search(r"Default: (?:that of the )?(\S+)[.]$", about)
+    return "" if found is None or found[1] == "None" else found[1]
+
+
+def _row(path: str, default: Any, option: Option, about: str) -> dict[str, str]:
+    told = "" if default is None else text_of(default)
+    return {"path": path, "default": told, "allowed": described(option.hint, none=False), "about": about}
 
 
 def _describe_name(
@@ -105,7 +108,7 @@ def _describe_name(
     if name.split()[0] in registry or ":" in name:
         method = make_method(name)
         values, options = method.options(), options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
-        rows = [_row(one.name, text_of(values[one.name]), one) for one in options.values()]
+        rows = [_row(one.name, values[one.name], one, one.about) for one in options.values()]
         if as_json:
             _print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
             return
@@ -117,21 +120,22 @@ def _describe_name(
         return
     rows = [{"kind": "options", "name": name, **row} for row in _run_rows() if row["path"] in (name, path_of(name))]
     homes = {kind: load_object(place) for kind, place in KINDS.items()}
-    named = [
+    rows += [
         {"kind": kind, "name": name, "about": "\n\n".join(filter(None, dict.fromkeys(_texts(home[name]))))}
         for kind, home in homes.items()
         if name in home
     ]
-    if not named and not rows:
+    if not rows:
         known = [*dict.fromkeys(one for home in homes.values() for one in home), *known_options()]
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows all names")
     if as_json:
-        _print_json([*named, *rows])
+        _print_json(rows)
         return
-    for about in named:
-        typer.echo(f"{about['kind']}: {name}\n\n{about['about']}\n")
     for row in rows:
-        _print_option(row)
+        if row["kind"] == "options":
+            _print_option(row)
+        else:
+            typer.echo(f"{row['kind']}: {name}\n\n{row['about']}\n")
 
 
 def _print_option(row: Mapping[str, str]) -> None:
@@ -147,16 +151,24 @@ def _print_wrapped(text: str, *, indent: str = "") -> None:
 
 
 def _texts(found: Any) -> tuple[str, str]:
-    """Return the docstring of the file of an entry, and that of the entry."""
+    """Return the docstring of the file of an entry, and that of the entry; a preset says what it sets."""
+    if isinstance(found, Preset):
+        options = "".join(f", {option.replace('_', ' ')} {text_of(value)}" for option, value in found.options.items())
+        return "", (
+            f"{found.model} on {found.dataset}, {found.rounds} rounds, {found.cohort} of {found.clients} clients,"
+            f" {found.training.local_epochs} local epochs, batches of {found.training.batch_size}, lr {found.training.lr:g};"
+            f" {found.partition or 'natural'} partition{options}; capability {found.capability}"
+            f"{'; used without --preset and --dataset' if found.name == DEFAULT else ''}"
+        )
     made = found if callable(found) else getattr(found, "build", found)
     made = made.func if isinstance(made, functools.partial) else made
     return inspect.getdoc(inspect.getmodule(found)) or "", inspect.getdoc(made) or ""
 
 
-def _line(name: str, load: Callable[[str], Any]) -> str:
+def _line(registry: Mapping[str, Any], name: str) -> str:
     """Return a first line of documentation of an entry: of its file if that has its name, and else its own."""
     try:
-        found = load(name)
+        found = registry[name]
     except Exception as error:  # noqa: BLE001 - plug-ins are other people's code; a broken one does not spoil the list
         return f"(not available: {error})"
     home, own = _texts(found)
@@ -169,6 +181,7 @@ list_names = command_app(
     examples=(
         "sparsekit list methods",
         "sparsekit list datasets",
+        "sparsekit list presets",
         "sparsekit list models --json",
         "sparsekit list options",
     ),
@@ -191,6 +204,5 @@ def method_hint(name: str) -> str | None:
 
     if name in registry:
         return f"{name} is a method; type: sparsekit run {name}"
-    turned = [known for known in registry if sorted(known) == sorted(name)]  # letters in another order
-    close = [*turned, *difflib.get_close_matches(name, list(registry), n=1, cutoff=0.8)]
-    return f"did you mean: sparsekit {close[0] if close[0] == 'fedlps' else f'run {close[0]}'}" if close else None
+    close = re.search(r"did you mean '([^']+)'", nearest(name, registry))
+    return f"did you mean: sparsekit {close[1] if close[1] == 'fedlps' else f'run {close[1]}'}" if close else None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_origin
 
 import typer
-from rich.markup import escape
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typer.core import TyperCommand
 
-from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import MOMENTARY, PARTITION, Known, by_path, read_file
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.cli.config_file import MOMENTARY, PARTITION, Known, by_path, path_of, read_file
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.options import Count, Option, PartialOptions, options_of, plain_type, read_settings
+from sparsekit_fl.options import STRICT, Count, options_of, plain_type, read_settings
+from sparsekit_fl.paper.presets import Preset
 
 if TYPE_CHECKING:
     import click
@@ -31,33 +31,85 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     ),
     "How clients train": ("local_epochs", "batch_size", "lr", "optimizer"),
     "How it is run": (
-        "seed", "eval_every", "device", "engine", "workers", "out", "resume", "callback", "quiet", "json",
+        "seed", "eval_every", "device", "engine", "workers", "out", "resume", "callback", "quiet", "as_json",
     ),
 }  # fmt: skip
 """Panel of the help text → the options that have a flag; all others are given by --set and in files."""
 
-FROM_PRESET = (
-    "dataset", "model", "rounds", "clients", "cohort", "partition", "heterogeneity", "capability", "local_epochs", "batch_size",
-    "lr", "momentum", "weight_decay", "clip",
-)  # fmt: skip
+FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 """The options whose default is that of the preset."""
 
 _OF_AN_ENGINE = ("workers", "supernodes", "ray_address")
 """Options of the engine that a file names, which another engine on the command line does not take."""
 
-_FRONT = tuple(name for names in FLAGS.values() for name in names)
+FRONT = tuple(name for names in FLAGS.values() for name in names)
+"""The options that have a flag."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 """The flag of a command that runs no method."""
 
+
 Level = Literal["low", "median", "high", "own"]
 
 
-class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("training", "capability_levels")):
+class GivenOptions(BaseModel):
+    """Options that somebody gave. `model_fields_set` tells them from those that have their default.
+
+    Raises:
+        UnknownNameError: no such option.
+        InvalidValueError: a value that is not allowed. None is always allowed.
+    """
+
+    model_config = ConfigDict(**STRICT, frozen=True, extra="forbid")
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            known = options_of(type(self))
+            if name not in known:
+                raise UnknownNameError(f"no option {name!r}; {nearest(name, known)}") from None
+            raise known[name].refusal(given[name], name=self.called(name), names_none=False) from None
+
+    @classmethod
+    def called(cls, name: str) -> str:
+        """Return the name of an option in messages."""
+        return flag_of(name) if name in FRONT else path_of(name)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Option → value, of those that were given."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def given_of(self, *kinds: type) -> dict[str, Any]:
+        """Return option → value, of those that were given for some classes."""
+        return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
+
+    def replaced(self, **values: Any) -> Self:
+        """Return a copy with other values; None takes an option back, as if it had not been given."""
+        left = {name: value for name, value in self.given.items() if name not in values}
+        return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
+
+
+if TYPE_CHECKING:
+
+    class _RunFields(GivenOptions):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:  # each option of a run and of training, None where it was not given
+    _RunFields = create_model("_RunFields", __base__=GivenOptions, **{
+        name: (option.hint | None, Field(None, description=option.about))
+        for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
+        if name not in ("training", "capability_levels")
+    })  # fmt: skip
+
+
+class RunOptions(_RunFields):
     """What the user gave, of the options of a run and of these.
 
     Args:
-        preset: Experiment of the paper, listed below. Default: that of the data set, or digits.
+        preset: Experiment of the paper, by name (`sparsekit list presets`). Default: that of the data set, or digits.
         dataset: A data set by name, or package.module:factory.
         model: A model by name, or package.module:factory.
         data_dir: Folder that contains DATASET/. Default: download the data once.
@@ -81,7 +133,7 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
         callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
             several.
         quiet: Show no progress on stderr.
-        json: Print the result as JSON on stdout and nothing else.
+        as_json: Print the result as JSON on stdout and nothing else.
     """
 
     preset: str | None = None
@@ -102,7 +154,7 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
     resume: bool = False
     callback: tuple[str, ...] | None = None
     quiet: bool = False
-    json: bool = False
+    as_json: bool = False
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -140,37 +192,25 @@ class RunOptions(PartialOptions, offers=(TrainingConfig, RunConfig), without=("t
             made.append(one)
         return made
 
-    @classmethod
-    def _called(cls, name: str) -> str:
-        return flag_of(name) if name in _FRONT else path_of(name)
-
 
 def flag_of(name: str) -> str:
     """Return the flag of an option, such as --epochs for `local_epochs`."""
-    return "--" + ("epochs" if name == "local_epochs" else name.replace("_", "-"))
+    return "--" + {"local_epochs": "epochs", "as_json": "json"}.get(name, name.replace("_", "-"))
 
 
-def path_of(name: str) -> str:
-    """Return the path by which --set reaches an option: `training.momentum` for momentum."""
-    return f"training.{name}" if name in options_of(TrainingConfig) else name
-
-
-@cache
 def known_options() -> Known:
     """Return path → name and annotation of the options of a run; the name of a flag also stands for its path."""
     known: dict[str, tuple[str, Any]] = {}
-    for name, option in RunOptions.table.items():
+    for name, option in options_of(RunOptions).items():
         if name not in (*MOMENTARY, "set"):
-            known |= dict.fromkeys((path_of(name), *([name] if name in _FRONT else [])), (name, option.hint))
+            known |= dict.fromkeys((path_of(name), *([name] if name in FRONT else [])), (name, option.hint))
     return known
 
 
-def default_of(option: Option) -> str:
-    """Return the default of an option, in words; empty if its meaning or the preset says it."""
-    said = "Default:" in option.about or option.name in FROM_PRESET
-    if said or option.default is MISSING or option.default is None or option.default is False or option.default == "":
-        return ""
-    return str(option.default)
+def about_of(name: str) -> str:
+    """Return the meaning of an option on the command line, where the preset decides many defaults."""
+    about = options_of(RunOptions)[name].about
+    return re.sub(r" Default: .*", "", about) + " Default: that of the preset." if name in FROM_PRESET else about
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
@@ -242,18 +282,16 @@ def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, 
 
 def _parameter(name: str, panel: str) -> inspect.Parameter:
     """Return what Typer reads as an option; RunOptions checks its range."""
-    option = RunOptions.table[name]
+    option = options_of(RunOptions)[name]
     kind: Any = plain_type(option.hint)
     kind = list[str] if get_origin(kind) is tuple else kind
-    default, unset = getattr(RunOptions, name), default_of(option)
-    about = f"{option.about} Default: {unset}." if unset else option.about
-    asked = typer.Option(flag_of(name), *(["-q"] if name == "quiet" else []), help=about, rich_help_panel=panel)
-    annotation: Any = Annotated[kind if default is False else kind | None, asked]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    asked = typer.Option(flag_of(name), *(["-q"] if name == "quiet" else []), help=about_of(name), rich_help_panel=panel)
+    annotation: Any = Annotated[kind if option.default is False else kind | None, asked]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
 
 
-class DefaultsCommand(TyperCommand):
-    """A command whose help ends with the presets, and which says, of an option without a flag, by which path it is given."""
+class RunCommand(TyperCommand):
+    """A command that says, of an option without a flag, by which path it is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         import click
@@ -261,24 +299,7 @@ class DefaultsCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            flag = error.option_name
-            path = path_of(flag.removeprefix("--no-").lstrip("-").replace("-", "_"))
+            path = path_of(error.option_name.removeprefix("--no-").lstrip("-").replace("-", "_"))
             if path not in known_options():
                 raise
-            raise InvalidValueError(f"no such option {flag}; pass --set {path}=VALUE") from None
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from sparsekit_fl.paper.presets import DEFAULT, PRESETS
-
-        lines = [self.epilog or "", "Defaults, by preset; a data set brings its own:"]
-        for name, one in PRESETS.items():
-            more = "".join(f", {option.replace('_', ' ')} {value}" for option, value in one.options.items())
-            text = (
-                f"{name}{' (with no option)' if name == DEFAULT else ''}: {one.model} on {one.dataset}, {one.rounds} rounds,"
-                f" {one.cohort} of {one.clients} clients, {one.training.local_epochs} local epochs, batches of"
-                f" {one.training.batch_size}, lr {one.training.lr:g}; {one.partition or 'natural'}{more};"
-                f" capability {one.capability}"
-            )
-            lines.append(escape(text))
-        self.epilog = "\n\n".join(lines)
-        super().format_help(ctx, formatter)
+            raise InvalidValueError(f"no such option {error.option_name}; pass --set {path}=VALUE") from None

@@ -18,7 +18,7 @@ from sparsekit.cli import command_app
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import DefaultsCommand, RunOptions, with_run_options
+from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback, RunView
@@ -43,7 +43,7 @@ def _run(method_name: str, options: RunOptions) -> None:
         )
     callbacks = options.callbacks()
     experiment = Experiment.of(options)
-    with LiveProgress(quiet=options.quiet or options.json) as progress:
+    with LiveProgress(quiet=options.quiet or options.as_json) as progress:
         own = [progress, _keeping_options(method_name, options)]
         try:
             if experiment.engine is None:
@@ -83,7 +83,7 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
-    if options.json:
+    if options.as_json:
         typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
         return
     console = Console()
@@ -114,9 +114,9 @@ def _show(result: RunResult, options: RunOptions) -> None:
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    """Return the scores and costs of a run, a row per number."""
+    """Return the scores and costs of a run, a row per number; those of one unit have one prefix."""
     from sparsekit_fl.comparison import columns_of, value_of
-    from sparsekit_fl.stored import number_text
+    from sparsekit_fl.stored import texts
 
     config = result["config"]
     about, rounds = config.get("experiment", {}), config["rounds"]
@@ -125,10 +125,11 @@ def _table(result: Mapping[str, Any]) -> Table:
     table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")
-    for column in sorted(columns_of([result]), key=lambda column: column.path[0] != "final"):
-        value = value_of(result, column)
-        if value is not None:
-            table.add_row(column.title, number_text(column.unit, value))
+    values = {column: value_of(result, column) for column in columns_of([result])}
+    for column in sorted(values, key=lambda column: column.path[0] != "final"):
+        alike = [value for other, value in values.items() if other.unit == column.unit]
+        if values[column] is not None:
+            table.add_row(column.title, texts(column.unit, alike)[alike.index(values[column])])
     return table
 
 
@@ -205,7 +206,7 @@ fedlps = command_app(
         "sparsekit fedlps --preset mnist --data-dir data --seed 1 --out runs/mnist --resume",
         "sparsekit fedlps --dataset cifar10 --data-dir data --partition dirichlet --set partition.alpha=0.3 --json",
     ),
-    cls=DefaultsCommand,
+    cls=RunCommand,
 )
 
 run = command_app(
@@ -220,5 +221,5 @@ run = command_app(
         "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback best --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
-    cls=DefaultsCommand,
+    cls=RunCommand,
 )

@@ -104,8 +104,7 @@ def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Pa
     gpus = len(found) if found[0].startswith("cuda") else 0
     nodes = options.supernodes or min(options.clients or _MAX_NODES, _MAX_NODES)
     workers = options.workers or gpus or min(os.cpu_count() or 1, MOST_WORKERS)
-    given = {name: value for name, value in options.given.items() if name in AppOptions.table}
-    given |= {"method": method, "nodes": nodes, "workers": workers, "out": out, "error_file": failed}
+    given = options.given | {"method": method, "nodes": nodes, "workers": workers, "out": out, "error_file": failed}
     if gpus:
         given["device"] = "cuda"  # Ray shows each process the GPUs that it may use, under numbers of their own
     write_app(base / "app", AppOptions(**given))

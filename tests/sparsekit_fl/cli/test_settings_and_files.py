@@ -14,13 +14,15 @@ from personal import SMALL, command
 from sparsekit.cli import command_app
 from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import MOMENTARY, written
+from sparsekit_fl.cli.config_file import MOMENTARY, path_of, written
 from sparsekit_fl.cli.listing import KINDS
-from sparsekit_fl.cli.options import RunOptions, known_options, path_of, with_run_options
+from sparsekit_fl.cli.options import FROM_PRESET, RunOptions, known_options, with_run_options
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options import options_of, parse_value, plain_type
 from sparsekit_fl.paper.presets import PRESETS
+
+TABLE = options_of(RunOptions)
 
 
 @pytest.mark.same_bits
@@ -55,7 +57,7 @@ def allows_none(hint):
 @pytest.mark.parametrize("path", sorted(set(known_options()) - {*MOMENTARY, "data_dir"}))
 def test_what_the_command_line_says_is_used_whatever_the_file_says(path, tmp_path):
     name, hint = known_options()[path]
-    typed, filed = two_values(RunOptions.table[name])
+    typed, filed = two_values(TABLE[name])
     line = ["--set", f"{path}={','.join(typed) if isinstance(typed, tuple) else typed}"]
     file = tmp_path / "run.toml"
     config = ["--config", str(file)]
@@ -66,7 +68,7 @@ def test_what_the_command_line_says_is_used_whatever_the_file_says(path, tmp_pat
     assert type(found.given[name]) is type(typed)
     if allows_none(hint):
         assert seen([*config, "--set", f"{path}=none"]).given == {"config": file, name: None}
-        file.write_text(f'{name} = "none"\n')
+        file.write_text(f'{path_of(name)} = "none"\n')
         assert seen(config).given == {"config": file, name: None}
         assert seen([*config, *line]).given == {"config": file, name: typed}
 
@@ -85,7 +87,7 @@ def seen(arguments):
 
 def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text("deterministic = true\nseed = 7\nlr = 8.0\nclip = 2.0\n")
+    file.write_text("deterministic = true\nseed = 7\nlr = 8.0\ntraining.clip = 2.0\n")
     given = ["--config", str(file)]
     plain = seen(given)
     assert (plain.deterministic, plain.seed, plain.lr, plain.clip) == (True, 7, 8.0, 2.0)
@@ -116,14 +118,21 @@ def test_another_engine_does_not_get_the_options_of_the_one_that_the_file_names(
         assert (other.rounds, other.seed) == (5, 1)
 
 
+def test_an_option_of_a_method_with_the_name_of_an_option_of_training_stays_that_of_the_method(tmp_path):
+    typed = seen(["--set", "clip=3", "--set", "training.clip=2"])
+    (tmp_path / "run.toml").write_text(written("heterofl", typed.given))
+    filed = seen(["--config", str(tmp_path / "run.toml")])
+    assert (filed.clip, filed.settings()) == (typed.clip, typed.settings()) == (2.0, {"clip": "3"})
+
+
 @pytest.mark.parametrize("command", ["run", "fedlps", "compare"])
 def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(command, capsys):
     assert execute([command, "--help"]) == 0
     flags = set(re.findall(r"^│ \*? *--([a-z-]+)", capsys.readouterr().out, re.M))
     assert 20 < len(flags) <= 30
     left_out = {"compare": {"resume", "init"}}.get(command, set())
-    for name in RunOptions.table:
-        flag = name.replace("_", "-")
+    for name in TABLE:
+        flag = {"as_json": "json"}.get(name, name.replace("_", "-"))
         if flag not in flags | left_out:
             assert execute([command, *(["fedavg"] if command != "fedlps" else []), f"--{flag}", "0.5"]) == 2
             assert f"no such option --{flag}; pass --set {path_of(name)}=VALUE" in capsys.readouterr().err, name
@@ -147,6 +156,9 @@ def test_every_path_is_listed_and_no_argument_of_a_method_has_the_name_of_an_opt
     assert {path_of(name) for name, _ in known_options().values()} <= set(listed)
     assert {path.partition(".")[0] for path in listed} >= {"rounds", "training", "partition"}
     assert all(setting["about"] and setting["allowed"] for setting in listed.values())
+    told = {setting["path"]: setting["default"] for setting in listed.values()}
+    assert told["seed"] == "0"
+    assert {told[path_of(name)] for name in FROM_PRESET & set(TABLE)} == {"preset"}
     for name in registry:
         arguments = set(options_of(registry[name]))
         assert not arguments & set(known_options()), name
@@ -176,8 +188,9 @@ def test_every_name_has_a_line_about_it(kind: str, capsys: pytest.CaptureFixture
     assert len(found) >= 1
     assert all(item["about"] and "not available" not in item["about"] for item in found)
     assert execute(["list", kind]) == 0
-    out = capsys.readouterr().out
-    assert all(item["name"] in out for item in found)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [item["name"] for item in found]
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_broken_plug_in_says_so_and_spoils_nothing(

@@ -1,5 +1,6 @@
 """Options: validated, the same after a trip through plain values, and offered by the command line and by Flower."""
 
+import doctest
 import inspect
 
 import pytest
@@ -61,7 +62,7 @@ SHARED = {*options_of(RunConfig), *options_of(TrainingConfig)} - {"training", "c
 
 
 def test_the_command_line_takes_every_option_by_name() -> None:
-    assert set(RunOptions.table) > SHARED
+    assert set(options_of(RunOptions)) > SHARED
 
 
 def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what_is_not_given() -> None:
@@ -83,7 +84,19 @@ def test_every_option_of_a_run_says_what_it_is(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [RunConfig, TrainingConfig])
-def test_help_names_every_field_within_100_columns(kind: type) -> None:
+def test_help_names_every_field_with_its_default_within_100_columns(kind: type) -> None:
     text = inspect.getdoc(kind) or ""
-    assert all(f"    {name}: " in text for name in options_of(kind))
+    for name, option in options_of(kind).items():
+        assert f"    {name}: " in text
+        if isinstance(option.default, bool | int | float | str):
+            assert option.about.endswith(f"Default: {option.default:g}." if isinstance(option.default, float) else
+                                         f"Default: {str(option.default).lower()}."), name  # fmt: skip
     assert max(len(line) for line in text.splitlines()) <= 96, "help() adds four columns"
+    assert "Annotated" not in str(inspect.signature(kind))
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig])
+def test_the_example_in_help_runs(kind: type) -> None:
+    tests = doctest.DocTestFinder(recurse=False).find(kind, globs={})
+    assert sum(doctest.DocTestRunner().run(test).attempted for test in tests) == 3
+    assert all(doctest.DocTestRunner().run(test).failed == 0 for test in tests)
