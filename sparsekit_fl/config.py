@@ -47,9 +47,7 @@ Factor = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 """A number in [0, 1)."""
 
-Levels = Annotated[
-    Annotated[tuple[Factor, ...], Field(min_length=1)] | None, Hint("None keeps the capability that each client brings along")
-]
+Levels = Annotated[Annotated[tuple[Factor, ...], Field(min_length=1)] | None, Hint("None keeps each client's own capability")]
 """Levels from which capabilities are drawn."""
 
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}

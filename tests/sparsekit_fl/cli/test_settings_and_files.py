@@ -120,7 +120,7 @@ def test_another_engine_does_not_get_the_options_of_the_one_that_the_file_names(
 
 def test_an_option_of_a_method_with_the_name_of_an_option_of_training_stays_that_of_the_method(tmp_path):
     typed = seen(["--set", "clip=3", "--set", "training.clip=2"])
-    (tmp_path / "run.toml").write_text(written("heterofl", typed.given))
+    (tmp_path / "run.toml").write_text(written("command", typed.given))
     filed = seen(["--config", str(tmp_path / "run.toml")])
     assert (filed.clip, filed.settings()) == (typed.clip, typed.settings()) == (2.0, {"clip": "3"})
 
