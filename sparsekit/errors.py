@@ -7,7 +7,7 @@ Each class also inherits the builtin that a caller would expect (`ValueError`, `
 import difflib
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = [
     "DISTRIBUTION",
@@ -32,6 +32,9 @@ DISTRIBUTION = "sparsekit-torch"
 
 class SparsekitError(Exception):
     """Root of all errors raised by sparsekit and sparsekit_fl."""
+
+    exit_code: ClassVar[int] = 2
+    """With which the command line ends: 2 for bad input, 1 for a run that failed, 130 for one that the user stopped."""
 
 
 class InvalidValueError(SparsekitError, ValueError):

@@ -21,6 +21,8 @@ __all__ = [
 class ClientError(SparsekitError, RuntimeError):
     """A client failed; names the method, the policy, the round and the client id, and carries the cause."""
 
+    exit_code = 1
+
 
 class UpdateError(SparsekitError, ValueError):
     """An update that the server must not aggregate."""
@@ -40,6 +42,8 @@ class FolderInUseError(SparsekitError, RuntimeError):
 class StorageError(SparsekitError, OSError):
     """What a run keeps could not be written, as when the disk is full; says how to continue."""
 
+    exit_code = 1
+
 
 class MemoryStateError(SparsekitError, TypeError):
     """A policy put something into its memory that cannot be saved."""
@@ -52,9 +56,13 @@ class ResumeError(SparsekitError, ValueError):
 class RunInterrupted(SparsekitError, RuntimeError):
     """The user stopped the run; says where the state is and how to continue."""
 
+    exit_code = 130
+
 
 class WorkerDiedError(SparsekitError, RuntimeError):
     """A worker process was killed, or failed for a reason that is not a client's."""
+
+    exit_code = 1
 
 
 def need(package: str, what: str = "a report", *, extra: str = "report") -> Any:

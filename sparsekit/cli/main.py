@@ -124,15 +124,15 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 for bad input, 130 after Ctrl-C, or what the command chose.
+        The exit code: 0, that of the error, 2 for bad input, 130 after Ctrl-C, or what the command chose.
     """
     command = typer.main.get_command(app)
     try:
         code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SparsekitError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
+        typer.echo(str(error) if error.exit_code == INTERRUPTED else f"error: {error}", err=True)
+        return error.exit_code
     except OSError as error:
         typer.echo(f"error: {_in_words(error)}", err=True)
         return 2

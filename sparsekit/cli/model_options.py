@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from sparsekit.cli.output import AsJson, with_options
 from sparsekit.errors import InvalidValueError
 
 _data, _run, _what, _where, _after = (
@@ -45,16 +46,7 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         for field in fields
     ]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def spread(**given: Any) -> None:
-            command(kind(**given))
-
-        spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        spread.__doc__, spread.__name__ = command.__doc__, command.__name__
-        return spread
-
-    return decorate
+    return lambda command: with_options(command, parameters, lambda typed: {"options": kind(**typed)})
 
 
 def read_runtimes(text: str) -> tuple[str, ...]:
@@ -101,7 +93,7 @@ class PruneOptions(ModelOptions):
         _data(help="Data set, package.module:loader or path/to/file.py:loader: returns batches or (training, validation)."),
     ] = None
     data_dir: Annotated[Path | None, _data(help="Folder with the data sets. Default: download once to the cache.")] = None
-    batch_size: Annotated[int, _data(min=1, help="Batch size of a data set given by name.")] = 64
+    batch_size: Annotated[int, _data(metavar="N", min=1, help="Batch size of a data set given by name.")] = 64
     loss: Annotated[
         str,
         _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss."),
@@ -111,11 +103,16 @@ class PruneOptions(ModelOptions):
         _data(help="Validation metric: accuracy, loss, or package.module:metric, a function of the model; larger is better."),
     ] = None
     calibration_batches: Annotated[
-        int, _data(min=1, help="Number of batches for scoring and reconstruction; the last fifth selects among candidates.")
+        int,
+        _data(
+            metavar="N",
+            min=1,
+            help="Number of batches for scoring and reconstruction; the last fifth selects among candidates.",
+        ),
     ] = 20
     seed: Annotated[int, _run(help="Random seed.")] = 0
     quiet: Annotated[bool, _run("--quiet", "-q", help="Do not show progress on stderr.")] = False
-    as_json: Annotated[bool, _run("--json", help="Print JSON on stdout and nothing else.")] = False
+    as_json: AsJson = False
 
     budget: Annotated[
         list[str],
@@ -163,11 +160,12 @@ class PruneOptions(ModelOptions):
     reconstruct: Annotated[
         Literal["layers", "batchnorm", "both", "none"] | None,
         _after(
-            help="After every step, refit the layers that follow pruned units, recalibrate batch norms, or do both. Default:"
-            " both with data.",
+            metavar="HOW",
+            help="After every step, refit the layers that follow pruned units (layers), recalibrate batch norms (batchnorm),"
+            " do both, or none. Default: both with data.",
         ),
     ] = None
-    epochs: Annotated[int, _after(min=0, help="Epochs of fine-tuning after every step.")] = 0
+    epochs: Annotated[int, _after(metavar="N", min=0, help="Epochs of fine-tuning after every step.")] = 0
     lr: Annotated[float, _after(help="Initial learning rate of fine-tuning.")] = 0.01
     distill: Annotated[float, _after(help="Weight of the distillation loss (dense model as teacher), between 0 and 1.")] = 0.0
     out: Annotated[
@@ -177,8 +175,7 @@ class PruneOptions(ModelOptions):
     time: Annotated[
         str,
         _run(
-            metavar="[eager|compile|export|onnx|none]",
-            help="Runtimes to time before and after pruning, separated by commas; none skips timing.",
+            help="Runtimes to time before and after pruning: eager, compile, export, onnx, several by commas; or none.",
         ),
     ] = "eager"
     onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False

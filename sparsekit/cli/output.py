@@ -1,16 +1,22 @@
 """What the commands share towards a terminal: how one is declared, tables in which nothing is cut off, and the log."""
 
+import inspect
+import json
 import logging
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+"""The flag of a command with a result for machines."""
 
 
 def command_app(
@@ -21,29 +27,64 @@ def command_app(
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
-    app.command(cls=cls, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
+    # The lines of a paragraph are joined, so that a terminal breaks them where it ends.
+    text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
+    app.command(cls=cls, help=text, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
     return app
 
 
+def with_options(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Callable[..., None]:
+    """Return a command with these parameters in its signature, which Typer reads.
+
+    Args:
+        command: The command.
+        parameters: Become its options and arguments.
+        collect: Makes the keywords of `command` from what was typed.
+    """
+
+    def spread(**typed: Any) -> None:
+        command(**collect(typed))
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    spread.__doc__, spread.__name__ = command.__doc__, command.__name__
+    return spread
+
+
+def print_json(value: object) -> None:
+    """Print JSON, which has no NaN."""
+    typer.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False, default=str))
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[str] = ()) -> None:
-    """Print a table; where the terminal is too narrow for its names and numbers, it grows wider than that.
+    """Print a table of the columns that fit the terminal, and name the others, which are in the JSON.
 
     Args:
         head: Titles of the columns; all but the first stand to the right.
         rows: A cell for each column.
         texts: Titles of columns to the left whose cells may wrap.
     """
-    console, table, cells = Console(), Table(), [list(map(escape, row)) for row in rows]
-    for place, title in enumerate(head):
-        if title in texts:
-            table.add_column(title, overflow="fold")
-        else:
-            whole = max(cell_len(text) for text in (title, *(row[place] for row in cells)))
-            table.add_column(title, justify="right" if place else "left", no_wrap=True, min_width=whole)
-    for row in cells:
-        table.add_row(*row)
-    least = console.measure(table, options=console.options.update(max_width=10_000)).minimum
-    Console(width=max(console.width, least)).print(table)
+    console, left_out = Console(), list[str]()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown, room = list[Sequence[str]](), console.width
+    for title, cells in zip(head, list(zip(*rows, strict=True)), strict=True):
+        lines = textwrap.wrap(title, max(10, *map(len, cells))) or [""]
+        needed = (10 if title in texts else max(map(len, (*lines, *cells)))) + 2
+        if left_out or (needed > room and shown):
+            left_out.append(title)
+            continue
+        room -= needed
+        right = bool(shown) and title not in texts
+        table.add_column("\n".join(lines), justify="right" if right else "left", no_wrap=title not in texts, overflow="fold")
+        shown.append(cells)
+    for row in zip(*shown, strict=True):
+        table.add_row(*map(escape, row))
+    # The first column is never cut, however narrow the terminal is.
+    Console(width=max(console.width, console.width - room)).print(table)
+    if left_out:
+        console.print(f"Too wide for this terminal, but in --json: {', '.join(left_out)}.")
 
 
 def print_lines(rows: Sequence[Sequence[str]]) -> None:

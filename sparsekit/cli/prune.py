@@ -17,7 +17,7 @@ import typer
 
 from sparsekit.cli.data_source import Job
 from sparsekit.cli.model_options import PruneOptions, check_same, read_runtimes, takes
-from sparsekit.cli.output import command_app, print_table
+from sparsekit.cli.output import command_app, print_json, print_table
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _prune(options: PruneOptions) -> None:
             done = job.finish(job.decide())
             report, files = done.report, job.write(done)
     if options.as_json:
-        typer.echo(json.dumps({**report.to_dict(), **({} if options.dry_run else {"files": files})}, indent=1))
+        print_json({**report.to_dict(), **({} if options.dry_run else {"files": files})})
         return
     _print(report, ", dry run: nothing was pruned" if options.dry_run else "")
     for what, path in files.items():

@@ -6,13 +6,11 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from filelock import FileLock, Timeout
-from optuna.distributions import CategoricalDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -71,45 +69,38 @@ class Search:
             self.horizon = int(self.study.user_attrs["trials"])
         # One sampler for the whole search: a bandit replays all earlier trials when it is made.
         self.study.sampler = self.sampler(0)
-        if self.settings["sampler"] == "grid":
-            for values in product(*(axis.choices for axis in self.axes.values())):  # type: ignore[union-attr]
-                self.study.enqueue_trial(dict(zip(self.axes, values, strict=True)), skip_if_exists=True)
 
     def sampler(self, started: int) -> BaseSampler:
         """Make the sampler; `started` is the number of trials so far.
 
         Raises:
-            InvalidValueError: a grid over a range.
             UnknownNameError: there is no sampler of this name.
         """
-        name, seed, known = self.settings["sampler"], self.settings["seed"], ("tpe", "random", "grid")
+        name, seed = self.settings["sampler"], self.settings["seed"]
+        # With the first seed again, a resumed search would propose its first values again.
         if name == "tpe":
-            # With the first seed again, a resumed search would propose its first values again.
             return TPESampler(seed=seed + started, constant_liar=self.jobs > 1)
-        if name in known:
-            for axis, kind in self.axes.items():
-                if name == "grid" and not isinstance(kind, CategoricalDistribution):
-                    raise InvalidValueError(f"--sampler grid needs values, as in {axis}=A,B,C, and {axis} has a range")
+        if name == "random":
             return RandomSampler(seed=seed + started)
         if name in registry or ":" in name:
             return BanditSampler(name, seed=seed, failed="worst", space=self.axes, horizon=self.horizon,
                                  deterministic=self.settings["deterministic"])  # fmt: skip
-        raise UnknownNameError(f"unknown sampler {name!r}; {nearest(name, [*known, *registry])}, or package.module:object")
+        raise UnknownNameError(
+            f"unknown sampler {name!r}; {nearest(name, ['tpe', 'random', *registry])}, or package.module:object"
+        )
 
     def run(self, commands: Commands, stopped: threading.Event) -> Iterator[FrozenTrial]:
-        """Run trials until enough have ended, or a grid is exhausted; yield each that has ended.
+        """Run trials until enough have ended; yield each that has ended.
 
         A trial that ran when its process died is run first, with the same values.
         """
-        bandit = self.settings["sampler"] not in ("tpe", "random", "grid")
+        bandit = isinstance(self.study.sampler, BanditSampler)
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         interrupted = [(trial.number, trial.params) for trial in running if set(trial.params) == set(self.axes)]
         while not stopped.is_set():
             while len(commands.running) < self.jobs and len(self.ended) + len(commands.running) < self.trials:
                 if interrupted:
                     number, params = interrupted.pop(0)
-                elif self.settings["sampler"] == "grid" and not self.study.get_trials(False, (TrialState.WAITING,)):
-                    break
                 else:
                     if not bandit:
                         self.study.sampler = self.sampler(len(self.study.get_trials(deepcopy=False)))
@@ -179,7 +170,7 @@ def opened(
     """Open a search whose journal is in a folder; None keeps nothing. The arguments are those of `Search`.
 
     Raises:
-        InvalidValueError: the folder holds another search, another process uses it, or a grid is over a range.
+        InvalidValueError: the folder holds another search, or another process uses it.
         UnknownNameError: there is no sampler of this name.
     """
     search = Search(command, axes, settings, trials=trials, jobs=jobs)

@@ -16,7 +16,7 @@ import typer
 from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.bandit.search_space import parse_axes
 from sparsekit.cli.commands import Commands, check_command, metric_pattern
-from sparsekit.cli.output import command_app, print_table
+from sparsekit.cli.output import AsJson, command_app, print_table
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 if TYPE_CHECKING:
@@ -60,23 +60,21 @@ def _tune(
         str,
         typer.Option(help="Regular expression with one group around the number; the last match in the output counts."),
     ],
-    maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether larger is better.")] = True,
-    trials: Annotated[int, typer.Option(min=1, help="Number of trials, those of earlier calls included.")] = 30,
+    minimize: Annotated[bool, typer.Option("--minimize", help="Smaller scores are better. Default: larger ones.")] = False,
+    trials: Annotated[int, typer.Option(metavar="N", min=1, help="Number of trials, those of earlier calls included.")] = 30,
     sampler: Annotated[
         str,
-        typer.Option(
-            help=f"Chooses the values: a bandit ({', '.join(registry)}, or package.module:object), tpe, random or grid."
-        ),
+        typer.Option(help=f"Chooses the values: a bandit ({', '.join(registry)}, or package.module:object), tpe or random."),
     ] = DEFAULT,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the sampler.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampler.")] = 0,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The command is deterministic: never repeat a trial with the same values.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Trials at a time.")] = 1,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the trials and their output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print trials to stderr as they end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.
 
@@ -89,8 +87,8 @@ def _tune(
     axes = parse_axes(space)
     check_command(command, list(axes))
     pattern = metric_pattern(metric)
-    settings = {"command": command, "space": space, "metric": metric, "maximize": maximize, "sampler": sampler, "seed": seed,
-                "deterministic": deterministic}  # fmt: skip
+    settings = {"command": command, "space": space, "metric": metric, "maximize": not minimize, "sampler": sampler,
+                "seed": seed, "deterministic": deterministic}  # fmt: skip
     try:
         from sparsekit.cli.search import opened
     except ImportError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import typer
 
 from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import load_with_inputs
-from sparsekit.cli.output import command_app, print_table
+from sparsekit.cli.output import AsJson, command_app, print_json, print_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +29,7 @@ class UnitsOptions(ModelOptions):
         typer.Option("--prune-norms", help="Also show units that layer norms average over."),
     ] = False
     time: Annotated[Literal["eager", "none"], typer.Option(help="Show how long a pass takes; none leaves it out.")] = "eager"
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
+    as_json: AsJson = False
 
 
 @takes(UnitsOptions)
@@ -53,7 +52,7 @@ def _units(options: UnitsOptions) -> None:
         times = measure_layers(module, args, kwargs)
     report = _describe(options.model, module, graph, times)
     if options.as_json:
-        typer.echo(json.dumps(report, indent=1))
+        print_json(report)
     else:
         _print(report)
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from sparsekit.cli import command_app
+from sparsekit.cli import command_app, print_json
 from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
@@ -87,20 +85,19 @@ def _compare(
     comparison = comparisons_of(trials, order=list(made), target=target)[0]
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and pictures."
     if options.out is not None:
-        end = f"a folder per run is in {escape(str(options.out))}"
+        end = f"a folder per run is in {options.out}"
         try:
             path, missing = write_report([comparison], options.out)
-            end = f"{escape(str(path))} has tables{'' if missing else ' and pictures'}; {end}"
+            end = f"{path} has tables{'' if missing else ' and pictures'}; {end}"
         except MissingDependencyError as error:
             missing = str(error)
         if missing:
             typer.echo(f"warning: {missing}; then `sparsekit report {options.out}` draws what is missing", err=True)
     if options.as_json:
-        typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
+        print_json(comparison.to_dict())
     else:
-        console = Console()
-        show(comparison, console)
-        console.print(end, soft_wrap=True)
+        show(comparison)
+        typer.echo(end)
     if comparison.failed:
         raise typer.Exit(FAILED)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Mapping
@@ -14,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sparsekit.cli import command_app, print_lines
+from sparsekit.cli import AsJson, command_app, print_json, print_lines
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.cli.config_file import PARTITION, path_of, text_of
-from sparsekit_fl.cli.options import FRONT, AsJson, RunOptions, about_of, known_options
+from sparsekit_fl.cli.options import FRONT, RunOptions, about_of, known_options
 from sparsekit_fl.options import Option, described, options_of
 from sparsekit_fl.paper.presets import DEFAULT, Preset
 
@@ -49,16 +48,12 @@ def _list(
         registry = load_object(KINDS[kind])
         rows = [{"name": name, "about": _line(registry, name)} for name in registry]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     elif kind == "options":
         print_lines([["option", "default", "meaning"], *([row["path"], row["default"], _first(row["about"])] for row in rows)])
         typer.echo("`sparsekit describe PATH` shows one in full, `sparsekit describe METHOD` the options of a method.")
     else:
         print_lines([[row["name"], _first(row["about"])] for row in rows])
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1, default=text_of))
 
 
 def _first(text: str) -> str:
@@ -110,7 +105,7 @@ def _describe_name(
         values, options = method.options(), options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
         rows = [_row(one.name, values[one.name], one, one.about) for one in options.values()]
         if as_json:
-            _print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
+            print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
             return
         typer.echo(f"{method.name}: {method.source}")
         _print_wrapped(method.note)
@@ -129,7 +124,7 @@ def _describe_name(
         known = [*dict.fromkeys(one for home in homes.values() for one in home), *known_options()]
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows all names")
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     for row in rows:
         if row["kind"] == "options":

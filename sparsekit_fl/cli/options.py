@@ -12,6 +12,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typer.core import TyperCommand
 
+from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.cli.config_file import MOMENTARY, PARTITION, Known, by_path, path_of, read_file
 from sparsekit_fl.config import RunConfig, TrainingConfig
@@ -44,10 +45,6 @@ _OF_AN_ENGINE = ("workers", "supernodes", "ray_address")
 
 FRONT = tuple(name for names in FLAGS.values() for name in names)
 """The options that have a flag."""
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
-"""The flag of a command that runs no method."""
-
 
 Level = Literal["low", "median", "high", "own"]
 
@@ -226,19 +223,15 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
     own = inspect.signature(command, eval_str=True).parameters
     known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
-    def spread(**typed: Any) -> None:
+    def collect(typed: dict[str, Any]) -> dict[str, Any]:
         rest = {name: typed.pop(name) for name in own if name in typed}
         options = _merge_options(typed, rest, known, command.__name__.strip("_"))
-        command(**rest, options=options)
+        return {**rest, "options": options}
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     for panel, names in FLAGS.items():
         parameters += [_parameter(name, panel) for name in names if name not in (*without, *own)]
-    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    spread.__doc__ = command.__doc__
-    spread.__name__ = command.__name__
-    return spread
+    return with_options(command, parameters, collect)
 
 
 def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command: str) -> RunOptions:

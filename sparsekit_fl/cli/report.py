@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from sparsekit.cli import command_app
+from sparsekit.cli import AsJson, command_app, print_json, print_table
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import AsJson
 
 if TYPE_CHECKING:
     from sparsekit_fl.comparison import Comparison
@@ -47,51 +40,31 @@ def _report(
     comparisons = read_comparisons(*folders, target=target)
     path, missing = write_report(comparisons, out or folders[0])
     if as_json:
-        typer.echo(json.dumps([comparison.to_dict() for comparison in comparisons], indent=1, allow_nan=False))
+        print_json([comparison.to_dict() for comparison in comparisons])
         return
-    console = Console()
     for comparison in comparisons:
-        console.print(f"[bold]{escape(comparison.title)}[/bold]", soft_wrap=True)
-        show(comparison, console)
+        typer.secho(comparison.title, bold=True)
+        show(comparison)
         published = published_beside(comparison)
         if published is not None:
-            table = published_table(published).drop(columns=["published as", "why they differ"])
-            console.print("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
-            show_table(table, console)
-    console.print(f"tables{'' if missing else ' and pictures'} are in {escape(str(path))}", soft_wrap=True)
+            typer.echo("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
+            _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
+    typer.echo(f"tables{'' if missing else ' and pictures'} are in {path}")
     if missing:
         typer.echo(f"warning: no pictures: {missing}", err=True)
 
 
-def show(comparison: Comparison, console: Console) -> None:
+def show(comparison: Comparison) -> None:
     """Print the table of a comparison, of the first columns that fit, then its footnotes and what failed."""
-    left_out = show_table(comparison.table(), console)
-    if left_out:
-        console.print(f"Too wide for this terminal, but in report.html and in --json: {', '.join(left_out)}.")
-    console.print(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
+    _show_frame(comparison.table())
+    typer.echo(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
     for line in comparison.remarks():
-        console.print(escape(line), soft_wrap=True)
+        typer.echo(line)
 
 
-def show_table(frame: Any, console: Console) -> list[str]:
-    """Print a DataFrame of text, and return the titles of the columns for which the terminal is too narrow."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    shown: list[list[str]] = []
-    left_out: list[str] = []
-    room = console.width
-    for title, cells in [(frame.index.name, list(frame.index)), *((title, list(frame[title])) for title in frame)]:
-        head = textwrap.wrap(title, max(10, *map(len, cells)))
-        needed = max(map(len, (*head, *cells))) + 2
-        if left_out or (needed > room and shown):
-            left_out.append(title)
-            continue
-        room -= needed
-        table.add_column("\n".join(head), justify="right" if shown else "left", no_wrap=True)
-        shown.append(cells)
-    for row in zip(*shown, strict=True):
-        table.add_row(*map(escape, row))
-    console.print(table)
-    return left_out
+def _show_frame(frame: Any) -> None:
+    """Print a DataFrame of text."""
+    print_table([frame.index.name, *frame], [(name, *cells) for name, cells in zip(frame.index, frame.values, strict=True)])
 
 
 report = command_app(

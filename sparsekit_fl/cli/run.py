@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -10,11 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from sparsekit.cli import command_app
+from sparsekit.cli import command_app, print_json, print_lines, print_table
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback, RunView
     from sparsekit_fl.results import RoundRecord, RunResult
 
-FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
+INCOMPLETE = 3
 _MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,7 +28,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks import Callbacks, LiveProgress, RunView
     from sparsekit_fl.cli.simulate import simulate
-    from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods import make_method
 
     method = make_method(method_name, settings=options.settings())
@@ -45,19 +40,12 @@ def _run(method_name: str, options: RunOptions) -> None:
     experiment = Experiment.of(options)
     with LiveProgress(quiet=options.quiet or options.as_json) as progress:
         own = [progress, _keeping_options(method_name, options)]
-        try:
-            if experiment.engine is None:
-                view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients), out=options.out)
-                progress.on_run_start(view)
-                result = simulate(method_name, options, partial(Callbacks(own).tell, "on_round_end", view))
-            else:
-                result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
-        except RunInterrupted as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except (ClientError, StorageError, WorkerDiedError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(FAILED) from None
+        if experiment.engine is None:
+            view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients), out=options.out)
+            progress.on_run_start(view)
+            result = simulate(method_name, options, partial(Callbacks(own).tell, "on_round_end", view))
+        else:
+            result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
     _show(result, options)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
@@ -83,54 +71,45 @@ def _keeping_options(method: str, options: RunOptions) -> Callback:
 
 def _show(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know."""
+    raw = result.to_dict()
     if options.as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+        print_json(raw)
         return
-    console = Console()
-    console.print(_table(result.to_dict()))
-    console.print(_curve(result))
-    console.print(_clients(result))
+    about, rounds = raw["config"].get("experiment", {}), raw["config"]["rounds"]
+    where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
+    typer.secho(f"{raw['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {raw['seed']}", bold=True)
+    print_lines(numbers(raw))
+    typer.echo(_curve(result))
+    _print_clients(result)
     if result.stopped:
-        console.print(f"stopped after round {result.rounds[-1].round}: {escape(result.stopped)}", soft_wrap=True)
+        typer.echo(f"stopped after round {result.rounds[-1].round}: {result.stopped}")
     if result.failures:
         asked = {client_id for record in result.rounds for client_id in record.cohort}
-        console.print(
-            f"[bold]{len(result.failures)} of {len(asked)} clients that were asked could never train:[/bold]", soft_wrap=True
-        )
+        typer.echo(f"{len(result.failures)} of {len(asked)} clients that were asked could never train:")
     reasons = [f"  client {client_id}: {reason}" for client_id, reason in result.failures.items()]
     unscored = [note for note in result.rounds[-1].notes if " was not scored: " in note]
-    for lines, more in (
-        (reasons, "  and {} more; result.json names them all"),
-        (unscored, "and {} clients more were not scored; rounds.jsonl names them all"),
-    ):
+    for lines, file in ((reasons, "result.json"), (unscored, "rounds.jsonl")):
         for line in lines[:_MOST_REASONS]:
-            console.print(escape(line), soft_wrap=True)
+            typer.echo(line)
         if len(lines) > _MOST_REASONS:
-            console.print(more.format(len(lines) - _MOST_REASONS), soft_wrap=True)
+            typer.echo(f"  and {len(lines) - _MOST_REASONS} more; {file} names them all")
     if options.out is None:
-        console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
+        typer.echo("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
-        console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
+        typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
 
 
-def _table(result: Mapping[str, Any]) -> Table:
-    """Return the scores and costs of a run, a row per number; those of one unit have one prefix."""
+def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the scores and costs of a run with their titles; those of one unit have one prefix."""
     from sparsekit_fl.comparison import columns_of, value_of
     from sparsekit_fl.stored import texts
 
-    config = result["config"]
-    about, rounds = config.get("experiment", {}), config["rounds"]
-    where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
-    title = f"{result['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {result['seed']}"
-    table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
-    table.add_column()
-    table.add_column(justify="right")
-    values = {column: value_of(result, column) for column in columns_of([result])}
-    for column in sorted(values, key=lambda column: column.path[0] != "final"):
-        alike = [value for other, value in values.items() if other.unit == column.unit]
-        if values[column] is not None:
-            table.add_row(column.title, texts(column.unit, alike)[alike.index(values[column])])
-    return table
+    values = {column: value for column in columns_of([result]) if (value := value_of(result, column)) is not None}
+    written = {}
+    for unit in {column.unit for column in values}:
+        alike = [column for column in values if column.unit == unit]
+        written |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
+    return [(column.title, written[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
 
 
 def _curve(result: RunResult) -> str:
@@ -149,8 +128,8 @@ def _curve(result: RunResult) -> str:
     return f"{score_text(name, begun)} after round {first} {bars} {score_text(name, ended)} after round {last}"
 
 
-def _clients(result: RunResult) -> Table:
-    """Return a row for each of the clients with the worst scores."""
+def _print_clients(result: RunResult) -> None:
+    """Print a row for each of the clients with the worst scores."""
     from sparsekit_fl.problem.metrics import lower_is_better
     from sparsekit_fl.results import PARTS
     from sparsekit_fl.stored import number_text
@@ -161,15 +140,13 @@ def _clients(result: RunResult) -> Table:
     ranked = sorted(every, key=lambda one: (scores[one["id"]][0] is not None, sign * (scores[one["id"]][0] or 0)))
     worst = ranked[:_MOST_CLIENTS]
     trained = Counter(client_id for record in result.rounds for client_id in record.ratios)
-    title = f"{name} by client" + (f", the {len(worst)} worst of {len(every)}" if len(worst) < len(every) else "")
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("client", "test", "validation", "global model", "ratio", "rounds trained", "test examples"):
-        table.add_column(column, justify="right")
+    typer.echo(f"{name} by client" + (f", the {len(worst)} worst of {len(every)}" if len(worst) < len(every) else ""))
+    rows = []
     for one in worst:
         texts = [number_text("share" if name == "accuracy" else "number", score) for score in scores[one["id"]]]
         ratio = "–" if one["ratio"] is None else f"{one['ratio']:.3g}"
-        table.add_row(str(one["id"]), *texts, ratio, str(trained[one["id"]]), str(one["examples"]))
-    return table
+        rows.append([str(one["id"]), *texts, ratio, str(trained[one["id"]]), str(one["examples"])])
+    print_table(["client", "test", "validation", "global model", "ratio", "rounds trained", "test examples"], rows)
 
 
 def _fedlps(*, options: RunOptions) -> None:
