@@ -139,15 +139,13 @@ class PruneOptions(ModelOptions):
         list[str] | None,
         _where(help="Do not prune this layer (name or regular expression) or kind of unit, such as channel. Repeatable."),
     ] = None
-    limit: Annotated[
-        list[str] | None,
-        _where(help="LAYER=MIN:MAX share of units to keep, e.g. layer1=0.5:1. Repeatable."),
-    ] = None
     multiple_of: Annotated[
-        list[str] | None,
+        int | None,
         _where(
-            help="Round widths to multiples of this number, or KIND=number, e.g. head=2. Default: 8; 4 or 1 if a layer is"
-            " narrow or the budget would be missed."
+            metavar="N",
+            min=1,
+            help="Round widths to multiples of this number. Default: 8; 4 or 1 if a layer is narrow or the budget would be"
+            " missed.",
         ),
     ] = None
     schedule: Annotated[

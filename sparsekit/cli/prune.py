@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,42 +77,6 @@ def _print(report: PruneReport, how: str) -> None:
         typer.echo(note)
 
 
-def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
-    """Read `layer1=0.5:1` and the like."""
-    found: dict[Any, tuple[float, float]] = {}
-    for text in texts:
-        name, equals, pair = text.rpartition("=")
-        least, colon, largest = pair.partition(":")
-        if name in found:
-            raise InvalidValueError(f"--limit names {name} twice; give it once")
-        try:
-            found[name] = float(least), float(largest) if colon else 1.0
-        except ValueError:
-            equals = ""
-        if not equals or not name:
-            raise InvalidValueError(
-                f"--limit must be LAYER=MIN:MAX, shares of units to keep, e.g. layer1=0.5:1.0; got {text!r}"
-            )
-    return found
-
-
-def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | None:
-    """Read `8`, or `channel=8` and `head=2`."""
-    found: dict[str, int] = {}
-    for text in texts:
-        kind, _, number = text.rpartition("=")
-        if not number.isdigit():
-            raise InvalidValueError(f"--multiple-of must be a number or KIND=number as in channel=8, got {text!r}")
-        if not kind and len(texts) == 1:
-            return int(number)
-        if not kind:
-            raise InvalidValueError(f"--multiple-of {text} needs a kind where there are several, as in channel={text}")
-        if kind in found:
-            raise InvalidValueError(f"--multiple-of names {kind} twice; give it once")
-        found[kind] = int(number)
-    return found or None
-
-
 class PruneJob(Job):
     """One run of `sparsekit prune`."""
 
@@ -151,8 +115,7 @@ class PruneJob(Job):
             criterion=self._criterion(),
             allocation=options.allocation,
             keep=options.keep or (),
-            limits=read_limits_option(options.limit or ()),
-            multiple_of=read_multiples(options.multiple_of or ()),
+            multiple_of=options.multiple_of,
             schedule=self.schedule,
             finetune=self._train if options.epochs else None,
             prune_norms=options.prune_norms,
