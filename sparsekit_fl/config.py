@@ -71,7 +71,7 @@ class TrainingConfig(Checked):
         local_epochs: Passes over a client's training data per round. More passes train longer
             between two averages, and let the clients drift further apart. Default: 5.
         batch_size: Examples per step. The last batch of a pass may be smaller. Default: 20.
-        lr: Learning rate of the first round. `RunConfig` can change it over the rounds.
+        lr: Learning rate of the first round. `lr_schedule` can change it over the rounds.
             Default: 0.1 for SGD, the default of torch for another optimizer.
         momentum: Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.
         weight_decay: Weight decay of the optimizer. Default: 0 for SGD, the default of torch for
@@ -127,7 +127,7 @@ class RunConfig(Checked):
 
     Args:
         rounds: Number of rounds. In each, the server sends a model to some clients, they train,
-            and their updates are combined. No default.
+            and their updates are combined.
         cohort: Clients per round. It must not exceed the number of clients. Default: 10.
         training: How each client trains. Default: `TrainingConfig()`, 5 local epochs of SGD.
         seed: Seed of all random numbers. Equal seeds give equal results on every engine.

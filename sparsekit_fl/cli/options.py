@@ -54,7 +54,7 @@ class GivenOptions(BaseModel):
 
     Raises:
         UnknownNameError: no such option.
-        InvalidValueError: a value that is not allowed. None is always allowed.
+        InvalidValueError: a value that is not allowed.
     """
 
     model_config = ConfigDict(**STRICT, frozen=True, extra="forbid")
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 
 else:  # each option of a run and of training, None where it was not given
     _RunFields = create_model("_RunFields", __base__=GivenOptions, **{
-        name: (option.hint | None, Field(None, description=option.about))
+        name: (option.hint, Field(None, description=option.about))
         for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
         if name not in ("training", "capability_levels")
     })  # fmt: skip
