@@ -1,10 +1,10 @@
 """The table of a comparison: its numbers, its texts on terminals and in JSON, and what failed."""
 
+import contextlib
 import io
 import math
 
 import pytest
-from rich.console import Console
 from saved_results import SECONDS, compared, result
 
 from sparsekit.errors import InvalidValueError
@@ -15,8 +15,9 @@ from sparsekit_fl.trials import Trial
 
 
 def shown(comparison: Comparison, width: int = 200) -> str:
-    text = io.StringIO()
-    show(comparison, Console(file=text, width=width))
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        patch.setenv("COLUMNS", str(width))
+        show(comparison)
     return text.getvalue()
 
 
