@@ -30,10 +30,13 @@ if TYPE_CHECKING:
         print_table as print_table,
     )
     from sparsekit.cli.output import (
+        print_wrapped as print_wrapped,
+    )
+    from sparsekit.cli.output import (
         with_options as with_options,
     )
 
 _HOMES = {
-    "sparsekit.cli.output": "AsJson command_app log_to print_json print_lines print_table with_options",
+    "sparsekit.cli.output": "AsJson command_app log_to print_json print_lines print_table print_wrapped with_options",
 }
 __all__, __getattr__ = lazy_names(__name__, _HOMES)

@@ -84,7 +84,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Co
     # The first column is never cut, however narrow the terminal is.
     Console(width=max(console.width, console.width - room)).print(table)
     if left_out:
-        console.print(f"Too wide for this terminal, but in --json: {', '.join(left_out)}.")
+        print_wrapped(f"Too wide for this terminal, but in --json: {', '.join(left_out)}.")
 
 
 def print_lines(rows: Sequence[Sequence[str]]) -> None:
@@ -93,6 +93,12 @@ def print_lines(rows: Sequence[Sequence[str]]) -> None:
     for *cells, last in rows:
         text = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=True))
         typer.echo(text + textwrap.shorten(last, max(20, Console().width - len(text)), placeholder="…"))
+
+
+def print_wrapped(text: str, *, indent: str = "") -> None:
+    """Print a text, broken at words where the terminal ends."""
+    for line in textwrap.wrap(text, Console().width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
+        typer.echo(line)
 
 
 def log_to(say: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import load_with_inputs
-from sparsekit.cli.output import AsJson, command_app, print_json, print_table
+from sparsekit.cli.output import AsJson, command_app, print_json, print_table, print_wrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,7 +110,7 @@ def _print(report: dict[str, Any]) -> None:
         rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", *time, others or "–"])
     ties = "ties, besides itself"
     print_table(("group", "units", "parameters", "share", *(["ms"] if timed else []), ties), rows, texts=[ties])
-    typer.echo(
+    print_wrapped(
         f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"
         " more than 100 %."
     )

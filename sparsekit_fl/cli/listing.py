@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from sparsekit.cli import AsJson, command_app, print_json, print_lines
+from sparsekit.cli import AsJson, command_app, print_json, print_lines, print_wrapped
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.cli.config_file import PARTITION, path_of, text_of
@@ -108,7 +106,7 @@ def _describe_name(
             print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
             return
         typer.echo(f"{method.name}: {method.source}")
-        _print_wrapped(method.note)
+        print_wrapped(method.note)
         for row in rows:
             typer.echo()
             _print_option(row)
@@ -137,12 +135,7 @@ def _print_option(row: Mapping[str, str]) -> None:
     """Print path, meaning, default and range of an option, wrapped to the terminal."""
     default = f" Default: {row['default']}." if row["default"] and "Default:" not in row["about"] else ""
     typer.echo(f"--set {row['path']}=VALUE")
-    _print_wrapped(f"{row['about']}{default} Allowed: {row['allowed']}.", indent="    ")
-
-
-def _print_wrapped(text: str, *, indent: str = "") -> None:
-    for line in textwrap.wrap(text, Console().width, initial_indent=indent, subsequent_indent=indent):
-        typer.echo(line)
+    print_wrapped(f"{row['about']}{default} Allowed: {row['allowed']}.", indent="    ")
 
 
 def _texts(found: Any) -> tuple[str, str]:

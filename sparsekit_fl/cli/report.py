@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli import AsJson, command_app, print_json, print_table
+from sparsekit.cli import AsJson, command_app, print_json, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _report(
         show(comparison)
         published = published_beside(comparison)
         if published is not None:
-            typer.echo("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
+            print_wrapped("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
             _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
     typer.echo(f"tables{'' if missing else ' and pictures'} are in {path}")
     if missing:
@@ -57,7 +57,7 @@ def _report(
 def show(comparison: Comparison) -> None:
     """Print the table of a comparison, of the first columns that fit, then its footnotes and what failed."""
     _show_frame(comparison.table())
-    typer.echo(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
+    print_wrapped(f"{comparison.seeds_text()}; wall time depends on what else ran on the machine, simulated time does not")
     for line in comparison.remarks():
         typer.echo(line)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli import command_app, print_json, print_lines, print_table
+from sparsekit.cli import command_app, print_json, print_lines, print_table, print_wrapped
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
@@ -94,7 +94,7 @@ def _show(result: RunResult, options: RunOptions) -> None:
         if len(lines) > _MOST_REASONS:
             typer.echo(f"  and {len(lines) - _MOST_REASONS} more; {file} names them all")
     if options.out is None:
-        typer.echo("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
+        print_wrapped("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:
         typer.echo(f"result.json, rounds.jsonl, checkpoint and models are in {options.out}")
 
