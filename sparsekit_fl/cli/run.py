@@ -18,6 +18,7 @@ from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback, RunView
+    from sparsekit_fl.comparison import Column
     from sparsekit_fl.results import RoundRecord, RunResult
 
 INCOMPLETE = 3
@@ -105,11 +106,11 @@ def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     from sparsekit_fl.stored import texts
 
     values = {column: value for column in columns_of([result]) if (value := value_of(result, column)) is not None}
-    written = {}
+    told: dict[Column, str] = {}
     for unit in {column.unit for column in values}:
         alike = [column for column in values if column.unit == unit]
-        written |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
-    return [(column.title, written[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
+        told |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
+    return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
 
 
 def _curve(result: RunResult) -> str:
