@@ -15,6 +15,8 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.paired import TimePair
 from sparsekit.pruning.selection import makers
 
+_PIECE = 2**20
+
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -203,7 +205,9 @@ def count_denormals(model: nn.Module) -> int:
     them.
     """
     weights = [entry.detach() for entry in model.parameters() if entry.is_floating_point() and not entry.is_meta]
-    return sum(int(((weight != 0) & (weight.abs() < torch.finfo(weight.dtype).tiny)).sum()) for weight in weights)
+    # Comparisons of a whole embedding would take several times its memory.
+    parts = (part for weight in weights for part in weight.reshape(-1).split(_PIECE))
+    return sum(int(((part != 0) & (part.abs() < torch.finfo(part.dtype).tiny)).sum()) for part in parts)
 
 
 def describe(costs: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:

@@ -181,7 +181,7 @@ def narrow_block(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor],
     narrow = narrow_state(named_entries(model), graph, keep, inside)
     small = copy_with(model.get_submodule(name), {key.removeprefix(prefix): entry for key, entry in narrow.items()})
     resize(small)
-    own = (replace(size, module=size.module.removeprefix(prefix)) for size in graph.sizes if size.module.startswith(prefix))
+    own = (replace(size, module=size.module[len(prefix) :]) for size in graph.sizes if f"{size.module}.".startswith(prefix))
     set_sizes(small, replace(graph, sizes=tuple(own)), {group: int(stays.sum()) for group, stays in keep.items()})
     guard_convolutions(small)
     return small

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
+from laws import random_mask, trace
+from memory import QUICK, Transformer
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -104,6 +107,20 @@ def test_a_model_is_cut_in_place_where_its_blocks_hold_all_units_and_their_state
     with pytest.raises(InvalidValueError, match=r"'0.weight' is outside"):
         sk.reconstruct(chain, chain, graph, half, [x])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit-separate", "a number of heads in the block"])
+def test_heads_are_cut_in_place_as_in_a_copy_and_so_are_the_numbers_that_count_them(name: str) -> None:
+    if name in zoo.ZOO:
+        model, (x,), _, graph = zoo.traced(name)
+    else:
+        torch.manual_seed(0)
+        model, x = Transformer(**{**QUICK, "words": 300}), torch.randint(300, (2, 9))
+        graph, _ = trace(model, x)
+    mask = random_mask(graph, 0.5, 0)
+    small = sk.compact(model.eval(), graph, mask)
+    assert sk.reconstruct(model, small, graph, mask, [x]) == sk.reconstruct(model, model, graph, mask, [x])
+    assert torch.equal(model(x), small(x))
 
 
 def test_states_that_do_not_fit_into_memory_are_left_to_layers_by_themselves() -> None:
