@@ -22,8 +22,8 @@ class Distillation:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
         temperature: T, above 0.
         share: Share of the teacher in the loss, in [0, 1].
-        kind: "logits" compares the distributions over the last axis of outputs of two or three axes, or over the axis of
-            channels of images and volumes. "values" takes the mean square of the difference, for regression.
+        kind: The way to compare: "logits" compares distributions over the last axis, or over the channels of images and
+            volumes. The way "values" takes the mean square of the difference, for regression.
 
     Raises:
         InvalidValueError: a number out of range, or another kind.

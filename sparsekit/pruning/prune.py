@@ -146,8 +146,8 @@ def prune(
             each in [0, 1].
         multiple_of: Number of which the width of each layer is a multiple, or kind of unit → number.
             A layer that loses no unit keeps its width. None prefers multiples of 8, for which runtimes
-            have fast kernels. Layers narrower than 64 then take multiples of 4, and all layers take 4
-            or 1 if more than 2 % of the budget would be left unused. 1 allows any width.
+            have fast kernels. Layers narrower than 64 take multiples of 4. If more than 2 % of the
+            budget would be left unused, all layers take 4 or 1. Pass 1 to allow any width.
         schedule: Steps in which the budget is reached, such as `Schedule("cubic", 4)`. Units are scored
             again before each step.
         finetune: Called after every step with the narrow model and the number of the step, from 1. It

@@ -1,6 +1,6 @@
 """save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
 
-The file holds the narrow tensors and, in its header, a JSON text that describes the modules: class names, plain attributes
+The file holds the narrow tensors. A JSON text in its header describes the modules: class names, plain attributes
 (`out_channels`, `num_heads`, `eps`, …), and which parameters are tied or do not train. It has the mask, too, where it is known.
 Nothing in the file can run: the classes come from the factory that the reader passes.
 """
