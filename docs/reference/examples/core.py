@@ -109,9 +109,8 @@ bandit = sk.SplitUCBV(sk.Interval(0.0, 1.0), rng=np.random.default_rng(0))  # no
 bandit.tell(bandit.ask(), 12.5)
 
 # sparsekit.UnitGraph
+graph: sk.UnitGraph = sk.trace_units(model, x[:2])
 print(graph)
-for group in graph.groups.values():
-    print(group)
 
 # sparsekit.UnitGroup
 group: sk.UnitGroup = graph.groups["0"]
