@@ -26,10 +26,10 @@ from typing import Any, ClassVar, Literal
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.messages import Update
+from sparsekit_fl.client.messages import Update, require_metrics
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.client import Model, Result, Task, sgd
+from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
 from sparsekit_fl.methods.server import Over, ServerContext, Weights, mean
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
@@ -63,6 +63,9 @@ class Method(Checked):
 
     masked: ClassVar[bool] = False
     """Whether clients may send a part of an entry; if not, such an update is refused."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics that an update must have."""
 
     weights: ClassVar[Weights] = "examples"
     """How much a client counts in the mean: by its number of training examples, or all alike ("uniform")."""
@@ -139,7 +142,9 @@ class Method(Checked):
         return Task()
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update that this method cannot use. The default refuses partial entries, unless the class is `masked`.
+        """Refuse an update that this method cannot use.
+
+        The default refuses partial entries, unless the class is `masked`, and an update that lacks a `required` metric.
 
         Keys, shapes, types and finite values were checked before.
 
@@ -157,6 +162,7 @@ class Method(Checked):
                 ' the class, and aggregate with mean(over="all") (untrained entries count as unchanged) or'
                 ' mean(over="holders") (mean over the clients that hold an entry)'
             )
+        require_metrics(update, *self.required)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the new global state, and learn from the updates; by default their mean, by the class's `weights` and `over`.
@@ -178,13 +184,15 @@ class Method(Checked):
         return sgd(client, task)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the model that a client is scored with; by default the global one, with the client's private entries.
+        """Return the model that a client is scored with.
+
+        By default, that is the model of `keep_model`, or else the global one, with the client's private entries.
 
         Args:
             client: The client's context. Changes to its memory are not kept.
             state: The global state, dense, with the client's private entries.
         """
-        return Model(state=state)
+        return kept_model(client) or Model(state=state)
 
 
 def _text(value: object) -> str:

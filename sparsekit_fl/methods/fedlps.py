@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -35,10 +35,10 @@ from sparsekit.training import GradientImportance, ImportanceRegularizer, Learna
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, mean, sgd
-from sparsekit_fl.methods.client import Keep, keep_model, kept_model, pull_towards, train_leaves, trained_leaves
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
+from sparsekit_fl.methods.client import Keep, keep_model, pull_towards, train_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import units
-from sparsekit_fl.options import Count, Fraction, Hint, NonNegative, Ratio
+from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio
 
 Ratios = Literal["bandit", "capability"] | Ratio
 """What chooses the ratio of a client: its bandit, its capability, or the same number for everybody."""
@@ -52,6 +52,7 @@ Start = Literal["magnitude", "activation", "fisher"]
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
 _BATCHES = 16  # that importance starts from, where it starts from data
+_IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # ours
 _NOISE = 0.01  # upper end of the noise on importance that starts at the absolute target; ours: targets that round to 1 tie
 
 
@@ -73,8 +74,13 @@ class FedLPS(Method):
 
     A bandit per client, in the server's memory, chooses the ratio; the client executes min(capability, draw). The reward of
     a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at first: of the global
-    state of round 0), and the simulated seconds T of computing and sending. A bandit whose `tell` takes a cost gets the gain
-    and the seconds separately.
+    state of round 0), and the simulated seconds T of computing and sending both ways. The arm of the drawn ratio gets it, also
+    if capability cut the draw; such a participation eliminates nothing, since its accuracy says nothing of the drawn ratio. A
+    bandit whose `tell` takes a cost gets the gain and the seconds separately.
+
+    ‖θ − ω‖² is a mean over the entries of the whole model, the sum over λ's units is one. The target of the importance is the
+    sigmoid of the absolute sums after each group's mean and deviation are removed; it, and the gradient from the regulariser,
+    are read again at every fourth step. Importance learns at a rate of 0.02. `FedLPSPaper` has what the paper writes instead.
 
     Args:
         ratios: What chooses the ratio of a client: its "bandit", its "capability", or a number: the same ratio for everybody,
@@ -91,20 +97,8 @@ class FedLPS(Method):
             bound below 1 buys more rounds or more local passes for the same FLOPs; and the less the widths of the clients
             differ, the more they learn from each other.
         threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
-        credit: Which arm gets the reward if the client's capability cut its draw: that of the "executed" ratio, or that of the
-            "drawn" one. With "executed" and a capability that changes, capability limits credit most rewards to small arms.
-            With "drawn", a participation that capability cut eliminates nothing, since its accuracy says nothing of the drawn
-            ratio.
-        download: Whether T counts the download too; the paper counts computation and upload.
-        importance_lr: Learning rate of the importance; None takes that of the weights.
-        target: Target of the importance: "standardised" is the sigmoid of the absolute sums after each group's mean and
-            deviation are removed, "absolute" the sigmoid of the absolute sums, as in the paper (close to 1 for every unit of
-            a wide network; a little noise on the first importance breaks ties).
-        strength: λ, of the sum over the units of a group.
-        refresh_every: Steps between two readings of the target and of the gradient that importance gets from the regulariser; 1
-            reads them at every step, as the paper does.
-        mu: μ, strength of ‖θ − ω‖².
-        mu_reduction: ‖θ − ω‖² as a "mean" over the entries of the whole model, or as their "sum".
+        strength: λ.
+        mu: μ.
         keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
             "loss" on its validation and training data.
 
@@ -114,6 +108,8 @@ class FedLPS(Method):
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
     masked = True
     needs_units = True
+    literal: ClassVar[bool] = False
+    """Whether the paper's words decide where ours differ."""
 
     ratios: Ratios = "bandit"
     pattern: Pattern = "learned"
@@ -122,14 +118,8 @@ class FedLPS(Method):
     low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
     high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
     threshold: float = -0.05
-    credit: Literal["executed", "drawn"] = "drawn"
-    download: bool = True
-    importance_lr: NonNegative | None = 0.02
-    target: Literal["standardised", "absolute"] = "standardised"
     strength: NonNegative = 1.0
-    refresh_every: Count = 4
     mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
-    mu_reduction: Literal["mean", "sum"] = "mean"
     keep: Keep = "best"
 
     def __post_init__(self) -> None:
@@ -201,13 +191,13 @@ class FedLPS(Method):
         if memory.get("pull") is None:
             return
         id, drawn = memory["pull"]
-        pull = Pull(id, drawn if self.credit == "drawn" else max(update.ratio, self.low))
+        pull = Pull(id, max(update.ratio, self.low) if self.literal else drawn)
         seconds = update.cost.seconds
-        if not self.download:
+        if self.literal:
             seconds -= update.cost.downlink_bytes / server.roster[update.client_id].capability.downlink_bytes_per_second
         gain, seconds = utility(accuracy) - utility(before), max(seconds, 1e-9)
         bandit: Any = self._bandit(server, memory, seed=0)
-        cut = self.credit == "drawn" and update.ratio < drawn
+        cut = not self.literal and update.ratio < drawn
         eliminate = "below" if accuracy - before < self.threshold and not cut else None
         if "cost" in inspect.signature(bandit.tell).parameters:
             bandit.tell(pull, gain, cost=seconds, eliminate=eliminate)
@@ -282,45 +272,38 @@ class FedLPS(Method):
 
     def _loaded(self, client: ClientContext, start: StateDict, ratio: float) -> LearnableMask:
         """Load the client's mask, with its importance."""
-        rate = client.training.lr if self.importance_lr is None else self.importance_lr
-        rule = GradientImportance(regularizer=self._term(), lr=rate, refresh_every=self.refresh_every)
+        rate, every = (client.training.lr, 1) if self.literal else (_IMPORTANCE_LR, _REFRESH_EVERY)
+        rule = GradientImportance(regularizer=self._term(), lr=rate, refresh_every=every)
         importance = client.memory.get("importance")
         client.masked.load(start, ratio=ratio, importance=importance, learning=rule)
-        if importance is None and self.target == "absolute":
+        if importance is None and self.literal:
             targets = client.masked.importance_vector()
             noise = torch.from_numpy(client.rng.uniform(0.0, _NOISE, targets.numel()))
             client.masked.load(start, importance=targets + noise.to(targets))
         return client.masked
 
     def _term(self) -> ImportanceRegularizer:
-        return ImportanceRegularizer(strength=self.strength, target=self.target)
+        return ImportanceRegularizer(strength=self.strength, target="absolute" if self.literal else "standardised")
 
     def _pull(self, start: StateDict, masked: LearnableMask) -> float:
         """Return the factor of (θ − ω) in the gradient, 2μ or 2μ / entries."""
-        entries = 1 if self.mu_reduction == "sum" else sum(start[name].numel() for name in masked.named_weights())
+        entries = 1 if self.literal else sum(start[name].numel() for name in masked.named_weights())
         return 2.0 * self.mu / max(1, entries)
-
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's kept submodel; before its first participation, the global model."""
-        return kept_model(client) or Model(state=state)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedLPSPaper(FedLPS):
     """FedLPS as the paper words it.
 
-    Both regularisers are sums of squares, importance and its target are read at every step with the learning rate of the
-    weights, T counts computation and upload, the executed ratio is credited, and the last personal model is deployed.
+    Both regularisers are sums of squares. The target of the importance is the sigmoid of the absolute sums, which is close to 1
+    for every unit of a wide network; a little noise on the first importance breaks ties. Target and importance are read at
+    every step with the learning rate of the weights. T counts computation and upload. The executed ratio is credited, so with a
+    capability that changes, its limits credit most rewards to small arms. The last personal model is deployed.
     """
 
     called = "fedlps-paper"
+    literal = True
 
-    credit: Literal["executed", "drawn"] = "executed"
-    download: bool = False
-    importance_lr: NonNegative | None = None
-    target: Literal["standardised", "absolute"] = "absolute"
-    refresh_every: Count = 1
-    mu_reduction: Literal["mean", "sum"] = "sum"
     keep: Keep = "last"
 
 
@@ -356,7 +339,6 @@ class RCRFix(PUCBVFix):
     """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
 
     called = "rcr-fix"
-
     ratios: Ratios = "capability"
 
 
@@ -365,7 +347,6 @@ class RCRDyn(PUCBVDyn):
     """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn again in every round."""
 
     called = "rcr-dyn"
-
     ratios: Ratios = "capability"
 
 
@@ -374,7 +355,6 @@ class FedLPSRandom(FedLPS):
     """FedLPS with units drawn at random, again for each client and round."""
 
     called = "fedlps-random"
-
     pattern: Pattern = "random"
 
 
@@ -383,7 +363,6 @@ class FedLPSOrdered(FedLPS):
     """FedLPS with the first units of every layer."""
 
     called = "fedlps-ordered"
-
     pattern: Pattern = "ordered"
 
 
@@ -392,7 +371,6 @@ class FedLPSMagnitude(FedLPS):
     """FedLPS with the units of largest absolute weights in the received model."""
 
     called = "fedlps-magnitude"
-
     pattern: Pattern = "magnitude"
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from sparsekit.bandit import Interval
 from sparsekit.criteria import Magnitude
 from sparsekit_fl.client.context import Memory
-from sparsekit_fl.client.messages import require_metrics
-from sparsekit_fl.methods.base import ServerContext, StateDict, Task, Update
+from sparsekit_fl.methods.base import ServerContext, StateDict, Update
 from sparsekit_fl.methods.submodels import Submodels
 from sparsekit_fl.options import Fraction, Hint
 
@@ -115,6 +114,7 @@ class FedMP(Submodels):
     note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
     criterion = Magnitude()
     over = "all"
+    required = ("loss",)
 
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
 
@@ -125,11 +125,6 @@ class FedMP(Submodels):
         if memory.get("drawn") is None:
             memory["drawn"] = EUCB(memory, self.low, seed).draw()
         return float(memory["drawn"])
-
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update without a loss."""
-        super().validate(server, update, task)
-        require_metrics(update, "loss")
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and credit each client's ratio."""

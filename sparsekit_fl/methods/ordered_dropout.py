@@ -14,7 +14,7 @@ from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, StateDict, Task, sgd
-from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, masked_model
+from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves, masked_model
 from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.methods.submodels import Submodels, prefix
 from sparsekit_fl.methods.whole_models import check_head
@@ -202,7 +202,3 @@ class FedP3(Method):
         nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in shared if name not in mine}
         upload = {**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing}
         return replace(result, upload=WeightMask(upload))
-
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the client's own trained submodel."""
-        return kept_model(client) or Model(state=state)

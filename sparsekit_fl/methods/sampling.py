@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit_fl.client.messages import require_metrics
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
 from sparsekit_fl.methods.server import ClientInfo, mean_change
 from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
@@ -54,6 +53,7 @@ class Oort(Method):
     """
 
     source = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
+    required = (_SQUARES,)
 
     exploration: Share = 0.9
 
@@ -95,11 +95,6 @@ class Oort(Method):
 
         result = sgd(client, task, loss=loss)
         return replace(result, metrics={_SQUARES: float(sum(squares)) / len(squares)})
-
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update without the squared losses."""
-        super().validate(server, update, task)
-        require_metrics(update, _SQUARES)
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and learn the clients' utilities and times."""

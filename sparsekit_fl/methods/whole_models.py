@@ -158,10 +158,6 @@ class Local(Method):
             keep_model(client, result, self.keep, task.ratio)
         return result
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the kept model, or the client's last state."""
-        return kept_model(client) or Model(state=state)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ditto(Method):

@@ -16,7 +16,7 @@ from sparsekit_fl.problem.datasets import DataSource, datasets
 from sparsekit_fl.problem.images import ImageTransform
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.models import factory_spec, models
-from sparsekit_fl.problem.partition import Partition, partitions
+from sparsekit_fl.problem.partition import partitions
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
 
@@ -94,6 +94,7 @@ def build_task(
             " factory return a DataSource" + (", alone or with its Problem" if parts != "problem" else "")
         )
     name = _name_of(problem) if problem else model or preset.model
+    count = preset.clients if clients is None else clients
     described: dict[str, Any] = {"preset": preset.name, "dataset": preset.dataset, "model": name}
     if not isinstance(data, DataSource):
         assert problem is not None
@@ -102,18 +103,17 @@ def build_task(
     source = data
     if problem is None:
         problem, source = _problem_for(source, name)
-    kind, deal, keywords = _partition(preset, source, partition, options or {})
-    parsed = {option: keywords[option] for option in options or {}}
-    count = preset.clients if clients is None else clients
+    kind = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
+    keywords: dict[str, Any] = dict(preset.options) if kind == preset.partition else {}
+    deal, own = partitions.find(kind), ("clients", "rng")  # given here
+    keywords |= read_keywords(deal, options or {}, name=f"partition {kind!r}", prefix="partition.", without=own)
+    described |= {"clients": count, "partition": kind, "partition_options": keywords}
     splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
     if ":" in kind and (len(splits) != count or not all(isinstance(one, ClientData) for one in splits)):
         raise InvalidValueError(
             f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"
         )
-    roster = [Client(id=id, data=split) for id, split in enumerate(splits)]
-    kept = preset.options if kind == preset.partition else {}
-    described |= {"clients": count, "partition": kind, "partition_options": {**kept, **parsed}}
-    return Task(problem, _only(roster, ids), described)
+    return Task(problem, _only([Client(id=id, data=split) for id, split in enumerate(splits)], ids), described)
 
 
 def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
@@ -178,18 +178,3 @@ def _load(
         if (roster or ids is not None) and all(isinstance(client, Client) for client in roster):
             return found[0], roster
     raise InvalidValueError(f"{name!r} must return {_FORMS}, got {type(found).__name__}")
-
-
-def _partition(
-    preset: Preset,
-    source: DataSource,
-    partition: str | None,
-    options: Mapping[str, object],
-) -> tuple[str, Partition, dict[str, Any]]:
-    """Return the partition with its name, and its keywords: those of the preset, those given over them."""
-    name = partition or preset.partition or ("natural" if source.owners is not None else "pathological")
-    keywords: dict[str, Any] = dict(preset.options) if name == preset.partition else {}
-    deal = partitions.find(name)
-    own = ("clients", "rng")  # given by the caller
-    keywords.update(read_keywords(deal, options, name=f"partition {name!r}", prefix="partition.", without=own))
-    return name, deal, keywords

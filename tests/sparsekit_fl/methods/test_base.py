@@ -1,18 +1,26 @@
 """Methods: one class, whose fields are its options; read from text, listed, refused; its hooks in the written order."""
 
+import dataclasses
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.nn.functional as F
 from personal import tiny_run
+from torch import Tensor, nn
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
 from sparsekit_fl.methods import base, make_method, registry
 from sparsekit_fl.options import described, options_of
+from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.spec import RunSpec
+from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
 def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
@@ -66,15 +74,6 @@ def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
     assert list(dict.fromkeys(Recorded.calls)) == written
 
 
-def test_a_method_may_refuse_a_problem_before_the_run():
-    class Picky(fl.Method):
-        def check(self, problem, graph):
-            raise InvalidValueError("cannot work with this problem")
-
-    with pytest.raises(InvalidValueError, match="cannot work"):
-        tiny_run(Picky(), rounds=1)
-
-
 def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is() -> None:
     for name in registry:
         for option in options_of(registry[name]).values():
@@ -103,8 +102,8 @@ def allowed() -> dict[str, dict[str, str]]:
 
 def test_text_is_read_by_the_annotation():
     assert make_method("fedprox", settings={"mu": "0.5"}).mu == 0.5
-    assert make_method("fedlps", settings={"target": "absolute"}).target == "absolute"
-    assert make_method("fedlps", settings={"importance_lr": "none"}).importance_lr is None
+    assert make_method("fedlps", settings={"keep": "loss"}).keep == "loss"
+    assert make_method("heterofl", settings={"clip": "none"}).clip is None
     assert [make_method("fedlps", settings={"ratios": text}).ratios for text in ("capability", "0.5")] == ["capability", 0.5]
     assert make_method("heterofl", settings={"scaler": "false"}).scaler is False
 
@@ -124,6 +123,75 @@ def test_text_is_read_by_the_annotation():
 def test_what_is_wrong_is_said(text, error, message):
     with pytest.raises(error, match=message):
         make_method(text)
+
+
+class _TiedWithoutBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.mix(self.embedding(tokens)), self.embedding.weight)
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
+FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
+BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (registry["fedlps"], {"low": 0.25, "high": 0.2}, r"high must be above low \(0.25\), got 0.2"),
+        (registry["depthfl"], {"alpha": -1.0}, "alpha"),
+        (registry["fedp3"], {"layers": 0}, "layers must be"),
+        (registry["fedrep"], {"layers": 0}, "layers must be"),
+        (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
+        *((registry[name], {"mu": -3.0}, "mu must be") for name in ("fedlps", "fedlps-magnitude")),
+        (registry["fedlps"], {"ratios": 1.5}, "ratios must be"),
+        (registry["refl"], {"target": 0.0}, "target must be"),
+    ],
+)
+def test_bad_options_are_refused_by_name(make: Callable[..., object], options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("method", "problem", "message"),
+    [
+        ("fedlps", BLIND, "learns from training accuracy, and the problem has the metrics"),
+        ("lotteryfl", BLIND, "decides by accuracy"),
+        ("fedper", TIED, "no entry of its own"),
+        ("fedrep", TIED, "no entry of its own"),
+        ("fedper", FLAT, "leaves nothing to share"),
+        ("fedrep", FLAT, "leaves nothing to share"),
+        ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
+        ("cs", FLAT, "CS has nothing to prune"),
+        ("depthfl", FLAT, "no place for an exit"),
+        *(
+            (name, FROZEN, "no weight matrix besides its output layer that trains")
+            for name in ("cs", "fedspa", "prunefl", "lotteryfl")
+        ),
+    ],
+)
+def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, problem: fl.Problem, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        RunSpec.build(make_method(method), problem, tiny_config())
+
+
+@pytest.mark.parametrize("method", [name for name in registry if registry[name].needs_units])
+def test_a_model_without_units_is_refused_before_the_run(method: str) -> None:
+    with pytest.raises(NoUnitsError, match=f"the model has no units, so {registry[method].__name__} has nothing to choose"):
+        RunSpec.build(make_method(method), FLAT, tiny_config())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FedLPS: the oracles of learned patterns and of the bandit, reductions to FedAvg, and patterns over a client's own classes."""
+"""FedLPS: the oracles of learned patterns and of the bandit, patterns over a client's own classes, and the ablations."""
 
 import dataclasses
 import math
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from personal import STATE, client_context, server_context, watched
+from personal import STATE, client_context, server_context, tiny_run, watched
 from torch import nn
 
 import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
-from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper
+from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper, registry
 from sparsekit_fl.methods.fedlps import utility
 from sparsekit_fl.methods.local_classes import FedLPSLocalClasses
 from sparsekit_fl.methods.server import ClientInfo
@@ -67,7 +67,6 @@ def test_fedlps_paper_has_the_sums_of_the_paper_and_counts_no_download() -> None
     method = fedlps_paper()
     masked = SimpleNamespace(named_weights=lambda: {"w": None})
     assert method._pull({"w": torch.zeros(1, 3)}, masked) == 2.0  # the gradient of ‖θ − ω‖²
-    assert (method.refresh_every, method.credit) == (1, "executed")
     memory: dict = {}
     ctx = server(1, 1.0, memory)
     ratio, rate = method.assign(ctx, 7).ratio, fl.Capability().downlink_bytes_per_second
@@ -167,3 +166,51 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     for client_id in trained:
         model = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", tiny_problem().model()).eval()
         assert 1 not in model(points).argmax(1)
+
+
+PATTERNS = ["fedlps-random", "fedlps-ordered", "fedlps-magnitude"]
+CHANGED = {
+    "flst": {"ratios"}, "rcr-fix": {"ratios"}, "rcr-dyn": {"ratios"}, "p-ucbv-fix": set(), "p-ucbv-dyn": set(),
+    **{name: {"pattern"} for name in PATTERNS},
+}  # fmt: skip
+
+
+def test_only_the_named_part_differs_from_fedlps() -> None:
+    variants = {"fedlps", "fedlps-paper", "fedlps-local-classes"}
+    assert set(CHANGED) == {name for name, kind in registry.items() if issubclass(kind, fedlps)} - variants
+    for name, changed in CHANGED.items():
+        ours, whole = registry[name]().options(), fedlps().options()
+        assert {option for option in whole if ours[option] != whole[option]} == changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fixed"), [("rcr-fix", True), ("rcr-dyn", False)])
+def test_a_clients_capability_is_drawn_once_or_in_every_round(name, fixed) -> None:
+    # The run says the opposite of the method, which has the last word.
+    config = dataclasses.replace(tiny_config(rounds=8), capability="dynamic" if fixed else "fixed")
+    result, updates = watched(name, config=config)
+    ratios: dict[int, set[float]] = {}
+    for update in updates:
+        ratios.setdefault(update.client_id, set()).add(update.ratio)
+    assert all(len(found) == 1 for found in ratios.values()) == fixed
+    assert result.config.capability == ("fixed" if fixed else "dynamic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PATTERNS, "fedlps-local-classes pattern=ordered"])
+def test_patterns_take_one_ratio_for_all_or_leave_it_to_the_bandits(name) -> None:
+    _, free = watched(name, rounds=6)
+    _, bound = watched(f"{name} ratios=0.5", rounds=6)
+    assert len({update.ratio for update in free}) > 3
+    assert {update.ratio for update in bound} == {0.5}
+    first = {}
+    for update in free:
+        first.setdefault(update.client_id, update)
+    assert all(("initial_accuracy" in update.metrics) == (first[update.client_id] is update) for update in free)
+
+
+@pytest.mark.slow
+def test_the_proximal_term_is_that_of_the_learning_client() -> None:
+    options = "ratios=1.0 mu=500.0 strength=0.0"
+    mine, theirs = (tiny_run(f"{name} {options}", rounds=1).state for name in ("fedlps-ordered", "fedlps"))
+    assert all(torch.allclose(mine[name].double(), theirs[name].double(), atol=1e-5) for name in theirs)

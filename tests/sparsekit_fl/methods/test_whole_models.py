@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from personal import ONE_STEP, client_context, deep_problem, tiny_run, training, watched
 
 from sparsekit.rng import torch_scope
-from sparsekit_fl.methods import ditto, fedlps, fedprox, local, per_fedavg
+from sparsekit_fl.methods import ditto, fedlps_paper, fedprox, local, per_fedavg
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Rngs, Streams
@@ -60,7 +60,7 @@ def test_the_global_model_never_moves_and_personal_models_learn():
     assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
 
 
-LEARNED = fedlps(ratios=0.5, mu=0.3, mu_reduction="sum", importance_lr=0.1)
+LEARNED = fedlps_paper(ratios=0.5, mu=0.3)
 
 
 @pytest.mark.parametrize("method", [fedprox(mu=0.5), LEARNED], ids=["fedprox", "fedlps"])

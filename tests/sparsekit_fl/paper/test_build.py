@@ -140,19 +140,6 @@ def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
     assert data.inputs[0].dtype == torch.int64
 
 
-def test_rows_of_table_one_have_its_settings() -> None:
-    rows = {name: PRESETS[name] for name in ("mnist", "cifar10", "cifar100", "tiny-imagenet", "reddit")}
-    assert {name: row.clients for name, row in rows.items()} == {
-        "mnist": 100, "cifar10": 50, "cifar100": 50, "tiny-imagenet": 50, "reddit": 100,
-    }  # fmt: skip
-    assert {(row.cohort, row.rounds, row.capability) for row in rows.values()} == {(10, 100, "dynamic")}
-    assert {name: row.training.batch_size for name, row in rows.items()} == {
-        "mnist": 32, "cifar10": 20, "cifar100": 20, "tiny-imagenet": 20, "reddit": 5,
-    }  # fmt: skip
-    text = rows["reddit"].training
-    assert (text.local_epochs, text.lr, text.momentum, text.clip) == (1, 8.0, 0.5, 1.0)
-
-
 def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() -> None:
     assert preset_for(dataset="cifar10").model == "vgg11"
     assert preset_for(preset="mnist", dataset="digits").training.batch_size == 32
@@ -194,9 +181,3 @@ def test_presets_give_the_client_sizes_of_table_one(data_dir: Path, name: str, t
 def test_an_option_of_a_partition_is_refused_by_its_name(partition: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         build_task(preset_for(), partition=partition, options=options)
-
-
-@pytest.mark.parametrize("text", ["no", "yes"])
-def test_a_truth_value_of_a_partition_is_read_from_text(text: str) -> None:
-    task = build_task(preset_for(), partition="pathological", options={"distinct": text})
-    assert task.described["partition_options"]["distinct"] is (text == "yes")

@@ -1,17 +1,84 @@
-"""CS, FedSpa and LotteryFL: their rules on three numbers, what travels, their costs, and how masks live on."""
+"""CS, FedSpa, LotteryFL and Hermes: how weights are chosen, rules on three numbers, what travels, how masks live on."""
 
 import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from personal import STATE, client_context, deep_problem, server_context, update, watched
+from torch import nn
 
+from sparsekit.allocation import make_mask
+from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import WeightMask
-from sparsekit_fl.methods import cs, fedspa, lotteryfl
-from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.personal_masks import move_mask
+from sparsekit_fl.methods import cs, fedspa, hermes, lotteryfl
+from sparsekit_fl.methods.client import Task, load_leaves
+from sparsekit_fl.methods.masks import keep_largest_entries, largest_weights, weight_count
+from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask, random_weights
+from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import tiny_config
+
+WEIGHTS = {"w": torch.tensor([[1.0, -3.0, 2.0], [0.5, 3.0, -2.0]]), "b": torch.tensor([9.0, 9.0])}
+
+
+def test_the_largest_stay_and_ties_go_to_the_lower_place():
+    assert largest_weights(WEIGHTS, ["w"], 0.5)["w"].tolist() == [[False, True, True], [False, True, False]]
+    assert list(largest_weights(WEIGHTS, ["w"], 0.5)) == ["w"]
+
+
+def test_pruning_again_stays_within_what_is_left():
+    first = largest_weights(WEIGHTS, ["w"], 0.5)
+    changed = {"w": torch.tensor([[8.0, 1.0, 2.0], [8.0, 3.0, 8.0]])}
+    assert largest_weights(changed, ["w"], 0.3, within=first)["w"].tolist() == [[False, False, True], [False, True, False]]
+    # No more can stay than are alive.
+    assert largest_weights(changed, ["w"], 1.0, within=first)["w"].tolist() == first["w"].tolist()
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.floats(0.001, 1.0))
+def test_exactly_the_count_stays_and_nothing_larger_is_dropped(values, ratio):
+    scores = torch.tensor(values, dtype=torch.float32)
+    count = weight_count(ratio, len(values))
+    keep = keep_largest_entries(scores, count)
+    assert int(keep.sum()) == count
+    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    assert set(keep.nonzero().flatten().tolist()) == set(order.tolist())
+
+
+def test_counts_are_rounded_up_and_at_least_one():
+    assert [weight_count(r, 10) for r in (0.1, 0.11, 1e-9, 1.0, 0.0)] == [1, 2, 1, 10, 0]
+
+
+def test_random_masks_have_exact_counts_and_come_from_the_generator_alone():
+    shapes = {"w": torch.Size((4, 5)), "v": torch.Size((3, 3))}
+    first, second = (
+        random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert first == second
+    assert first.counts() == {"w": 10, "v": 5}
+    assert first != random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(2))
+
+
+def test_densities_by_hand():
+    # (2 + 2) / 4 = 1 and (10 + 10) / 100 = 0.2: at one half of 104 weights the small layer is whole.
+    shares = layer_densities({"small": torch.Size((2, 2)), "large": torch.Size((10, 10))}, 0.5)
+    assert shares == {"small": 1.0, "large": pytest.approx(0.48)}
+
+
+@given(
+    st.dictionaries(st.text("abcdef", min_size=1), st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6),
+    st.floats(0.01, 1.0),
+)
+def test_densities_add_up_and_never_exceed_one(sizes, density):
+    shapes = {name: torch.Size(size) for name, size in sizes.items()}
+    shares = layer_densities(shapes, density)
+    assert all(0.0 <= share <= 1.0 + 1e-12 for share in shares.values())
+    total = sum(math.prod(shape) for shape in shapes.values())
+    kept = sum(shares[name] * math.prod(shape) for name, shape in shapes.items())
+    # Layers that are whole may alone exceed what was asked for.
+    assert kept == pytest.approx(density * total) or any(share == 1.0 for share in shares.values())
+    assert kept >= density * total - 1e-6
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
@@ -124,3 +191,49 @@ def test_tickets_and_subnetworks_only_shrink_and_stop_at_the_target(method, entr
         assert all(item.mask.counts() == {entry: math.ceil(item.ratio * count - 1e-9)} for item in history if item.mask)
         for before, after in itertools.pairwise(masks):
             assert not bool((after[entry] & ~before[entry]).any())
+
+
+class Mixed(nn.Module):
+    """A convolution, a recurrent layer and a linear one: three kinds of units, one with four gate rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.lstm = nn.LSTM(4, 6, batch_first=True)
+        self.hidden = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.last(torch.relu(self.hidden(self.lstm(x)[0][:, -1])))
+
+
+def mixed() -> Problem:
+    return Problem(model=Mixed, example_inputs=(torch.zeros(2, 1, 2, 4),))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_the_lassos_gradient_is_autograds(ratio) -> None:
+    spec, _, ctx = client_context(hermes(), mixed())
+    mask = make_mask(Ordered(), spec.graph, ratio, ScoringContext())
+    leaves = load_leaves(ctx, spec.initial, mask)
+    adjust = _group_lasso(ctx, leaves, 0.3)
+    with torch.no_grad():
+        changed = adjust({leaf: torch.zeros_like(leaf) for leaf in leaves.values()})
+    found = {name: changed[leaf] for name, leaf in leaves.items()}
+    # Against the plain definition on the narrow tensors, unit by unit.
+    penalty = torch.zeros(())
+    for group, count in mask.counts().items():
+        pieces = [p for p in spec.graph.groups[group].slices if p.side == "out" and spec.initial[p.name].dim() > 1]
+        for unit in range(count):
+            square = torch.zeros(())
+            for piece in pieces:
+                span = piece.span
+                rows = [block * count + unit for block in range(span)]
+                square = square + leaves[piece.name].index_select(piece.dim, torch.tensor(rows)).square().sum()
+            penalty = penalty + square.sqrt()
+    wanted = torch.autograd.grad(0.3 * penalty, list(leaves.values()), allow_unused=True)
+    for (name, ours), theirs in zip(found.items(), wanted, strict=True):
+        assert torch.allclose(ours, torch.zeros_like(ours) if theirs is None else theirs, atol=1e-6), name
+    assert any(theirs is not None for theirs in wanted)
