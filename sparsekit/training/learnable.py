@@ -1,4 +1,7 @@
-"""LearnableMask: wraps any module, trains it sparse and physically small, and learns which units stay."""
+"""LearnableMask: wraps any module, trains it sparse and physically small, and learns which units stay.
+
+Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
+"""
 
 from __future__ import annotations
 
@@ -51,57 +54,65 @@ _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model insid
 
 
 class LearnableMask(MaskedModule):
-    """A model under a mask that is learned together with its weights.
+    """Train a narrow copy of a model, and learn during training which units it keeps.
 
-    The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
-    narrow network; `parameters()` are the narrow weights, for any torch optimiser. By default, importance estimates each
-    unit's effect on the loss during training; dropped units replace kept ones when this lowers the loss, until the mask has
-    `converged`. The dense weights of dropped units are kept.
+    Use it in place of the model in your own training loop: steps run on a physically narrow network,
+    so they are cheap, and `parameters()` are its weights, for any torch optimiser. Some steps also try
+    dropped units, which replace kept ones if that is estimated to lower the loss, until the mask has
+    `converged`. The wrapped model is copied, and the weights of dropped units are remembered.
 
     ```python
-    x, y = next(iter(loader))
-    masked = LearnableMask(model, (x[:2],), ratio=0.25)
+    import torch
+    from torch import nn
+
+    import sparsekit as sk
+
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    x, y = torch.randn(256, 20), torch.randint(2, (256,))
+
+    masked = sk.LearnableMask(model, (x[:2],), ratio=0.25)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    for x, y in loader:
-        loss = F.cross_entropy(masked(x), y)
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
-    small = masked.compact()
+    for part in torch.randperm(256).split(32):
+        loss = nn.functional.cross_entropy(masked(x[part]), y[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    small = masked.compact()  # a plain module with 16 of the 64 units
     ```
 
-    Parts of the model may be checkpointed, with `use_reentrant=False`.
-
     Args:
-        model: Any module; copied.
-        example_inputs: What `model` is called with once to find its units: a tuple of positional inputs, or a mapping
-            of keyword inputs. A list of these is several calls, so that every branch is seen. Not needed with `graph`.
-        graph: The units, if they were traced before.
-        rules: Rules for layers of your own, as in `trace_units`.
-        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
+        model: Any module. It is not changed. Parts of it may use activation checkpointing, with
+            `use_reentrant=False`.
+        example_inputs: Inputs of one call, by which units are found: a tuple of positional inputs or a
+            mapping of keyword inputs. Pass a list of them if the model has branches. Not needed with
+            `graph`.
+        graph: Units from an earlier `trace_units`.
+        rules: Rules for layer types of your own, as in `trace_units`.
+        prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
         ratio: Share of units kept in each group, in (0, 1].
-        budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
-            {"flops": "25%"}. The first widths are those at which the groups lose least for it. `LossImportance` moves them
-            as it learns. Needs example inputs.
-        batches: Training data, as for `prune`: the mask then begins with the cut that `prune` would make of them, reconstructed
-            and recalibrated. Pass them for every network that was trained. Without them, units of the largest magnitudes stay.
-        loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
-        explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
-            training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
-        steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
-            mask has settled by then. Without it, it settles after three rounds of exploration in a row that bring nothing.
-        learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
-            `GradientImportance(…)`. In place of `explore` and `steps`.
+        budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or
+            "flops=25%". The first widths are those at which the groups lose least; `LossImportance`
+            changes them as it learns. Needs example inputs.
+        batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make,
+            reconstructed and recalibrated. Pass them for every trained network. Without them, units
+            of the largest weight magnitude stay.
+        loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
+        explore: Share of extra FLOPs, in [0, 1], spent on trying dropped units. The outputs are the same.
+            0 keeps the first mask. Default: 0.1.
+        steps: Number of optimiser steps of the whole training, if known. The mask is then fixed after half
+            of them. Without it, the mask is fixed after three rounds of exploration that bring nothing.
+        learning: How importance is learned, in place of `explore` and `steps`: `LossImportance(…)`, or
+            `GradientImportance(…)`, the rule of FedLPS.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, `learning` and `explore` or `steps`, or neither
-            inputs nor graph.
-        BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, `learning` and `explore` or `steps`,
+            or neither inputs nor graph.
+        BudgetError: the budget cannot be met. The message names the minimum and what prevents less.
         TraceError: the model fails on the example inputs.
-        NoUnitsError: the model has no units that can be removed exactly.
+        NoUnitsError: no units of the model can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
-        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside), or is on the
-            meta device, without values.
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
+        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside
+            it), or is on the meta device, without values.
     """
 
     def __init__(
