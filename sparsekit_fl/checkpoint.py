@@ -156,7 +156,7 @@ class Memories:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, client_id: int, round: int) -> Path:
-        """Return where a memory is."""
+        """Return the path of a memory."""
         return self.folder / f"{client_id}-{round}.pt"
 
     def read(self, client_id: int, round: int | None) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class RunFolder:
             ) from error
 
     def _refuse_changes(self, saved: Mapping[str, Any], described: Mapping[str, Any], round: int) -> list[int]:
-        """Return how many rounds the run had, if it is given more."""
+        """Return the number of rounds that the run had, if it is given more."""
         before, now = saved["config"]["rounds"], described["config"]["rounds"]
         more = now > before == round  # a finished run may continue
         config = {**saved["config"], "rounds": now} if more else saved["config"]

@@ -155,7 +155,7 @@ class Comparison:
         return found.loc[[method for method in self.methods if method in found.index]]
 
     def runs_of(self, method: str) -> tuple[int, int]:
-        """Return how many runs of a method have finite scores, and how many ended, failed ones among them."""
+        """Return the number of runs of a method that have finite scores, and of those that ended, failed ones included."""
         counts = self.summary.loc[method].xs("count", level=1)
         ended = [trial for trial in self.trials if trial.method == method and (trial.result or trial.error)]
         return int(max(counts[name] for name in counts.index if name.startswith("personal_"))), len(ended)

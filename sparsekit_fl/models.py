@@ -28,7 +28,7 @@ _MOST_NAMED = 5
 
 
 def model_path(out: Path, which: str | int) -> Path:
-    """Return where a run keeps its "global" model, the "best" one, of its best evaluation, or by its id that of a client."""
+    """Return the file of a model of a run: "global", "best" (of its best evaluation), or the id of a client."""
     return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 

@@ -125,7 +125,7 @@ class RunSpec:
         return {"entries": len(shapes), "shapes": short_digest(shapes), "units": short_digest(groups), "frozen": frozen}
 
     def describe(self, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that must be equal for a run to be resumed.
+        """Return what must be equal for a run to be resumed.
 
         Args:
             clients: Client id → client.

@@ -29,31 +29,31 @@ class Streams:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key))
 
     def model(self) -> np.random.Generator:
-        """Return for initial weights."""
+        """Return the generator for initial weights."""
         return self._generator(_MODEL)
 
     def data(self) -> np.random.Generator:
-        """Return for partitions and splits of the data."""
+        """Return the generator for partitions and splits of the data."""
         return self._generator(_DATA)
 
     def server(self, round: int) -> np.random.Generator:
-        """Return for what the server draws in a round: the cohort, proposed ratios."""
+        """Return the generator for what the server draws in a round: the cohort, proposed ratios."""
         return self._generator(_SERVER, round)
 
     def client(self, round: int, id: int) -> np.random.Generator:
-        """Return for what one client draws in a round: batches, dropout, its own units."""
+        """Return the generator for what one client draws in a round: batches, dropout, its own units."""
         return self._generator(_CLIENT, round, id)
 
     def capability(self, round: int, id: int) -> np.random.Generator:
-        """Return for the capability of one client in a round (round 0: drawn once for the whole run)."""
+        """Return the generator for the capability of one client in a round (round 0: drawn once for the whole run)."""
         return self._generator(_CAPABILITY, round, id)
 
     def evaluation(self, round: int) -> np.random.Generator:
-        """Return for the choice of clients that are scored after a round, where not all are."""
+        """Return the generator for the choice of clients that are scored after a round, where not all are."""
         return self._generator(_EVALUATION, round)
 
     def reading(self, round: int, id: int) -> np.random.Generator:
-        """Return for random transforms of one client's examples in a round."""
+        """Return the generator for random transforms of one client's examples in a round."""
         return self._generator(_READING, round, id)
 
 

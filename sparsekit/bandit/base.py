@@ -77,7 +77,7 @@ class Interval:
         return number
 
     def to_unit(self, value: float) -> float:
-        """Return where `value` lies between `low` (0) and `high` (1) on this scale.
+        """Return the position of `value` between `low` (0) and `high` (1) on this scale.
 
         Args:
             value: In [low, high].
@@ -166,7 +166,7 @@ class Box:
         return {name: interval.check(point[name], name) for name, interval in self.intervals.items()}
 
     def to_unit(self, point: Mapping[str, float]) -> tuple[float, ...]:
-        """Return where `point` lies in the unit cube, each coordinate on the scale of its interval.
+        """Return the position of `point` in the unit cube, each coordinate on the scale of its interval.
 
         Raises:
             InvalidValueError: see `check`.
@@ -264,7 +264,7 @@ class Bandit(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that it takes to go on: plain JSON values, the generator and the open pulls included."""
+        """Return the whole search as plain JSON values, with the generator and the open pulls."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -161,7 +161,7 @@ class LoggedBandit(ABC, Generic[Trial]):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that it takes to go on: settings, generator and log, as plain JSON values; a snapshot."""
+        """Return a snapshot of settings, generator and log as plain JSON values."""
         # The log alone grows, and its entries never change.
         return {
             "settings": {"space": asdict(self.space), **self._settings},

@@ -13,7 +13,7 @@ from sparsekit.tracing.inputs import find_tensors
 
 
 def device_of(model: nn.Module, *inputs: Any) -> torch.device:
-    """Return where a model or, without parameters, its inputs are."""
+    """Return the device of a model or, if it has no parameters, of its inputs."""
     return next((tensor.device for tensor in [*model.parameters(), *find_tensors(inputs)]), torch.device("cpu"))
 
 

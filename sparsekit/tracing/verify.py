@@ -320,7 +320,7 @@ class Verifier:
         found: PassRecord,
         defined: Sequence[bool],
     ) -> tuple[list[float], list[float]] | None:
-        """Return how far the outputs and the values of the narrow model move if its entries change by rounding.
+        """Return the change of the outputs and values of the narrow model if its entries change by rounding.
 
         A batch norm of few values magnifies rounding a thousandfold, and several of them more than any fixed bound allows.
         None where the entries are kept in a lesser dtype than that of the pass, or where

@@ -154,7 +154,7 @@ def _engine(options: RunOptions) -> Engine:
 
 
 def cores() -> int:
-    """Return how many this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -269,7 +269,7 @@ class REFL(Method):
         return [update for update in updates if update.cost.seconds <= length], [Update(**item["update"]) for item in ready]
 
     def seconds(self, server: ServerContext) -> float | None:
-        """Return when the share `target` of the cohort had answered."""
+        """Return the time at which the share `target` of the cohort had answered."""
         return float(server.memory["length"])
 
 

@@ -41,7 +41,7 @@ def in_published_order(names: Iterable[str]) -> list[str]:
 
 
 def published_source() -> str:
-    """Return where published numbers are from."""
+    """Return the source of published numbers."""
     return f"Published numbers: {_data('published.json')['source']}."
 
 
