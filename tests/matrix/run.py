@@ -16,8 +16,7 @@ from matrix.cells import Cell
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask
-from sparsekit.criteria import Magnitude
-from sparsekit.training import GradientImportance
+from sparsekit.training import GradientImportance, LossImportance
 
 __all__ = ["TOLERANCE", "distance"]
 
@@ -90,12 +89,10 @@ def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> Le
     model, x = _model(cell, device)
     if cell.compiler != "off" and not plain:
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
-    # Importance is learned by its gradient, which the reference has too.
-    criterion = None if _learns(cell) else Magnitude()
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
     # A small rate, so that the order of importance changes where the cell says and nowhere else.
-    rule = GradientImportance(lr=1e-4, refresh_every=1)
-    return learnable_mask(model, (x,), ratio=0.5, execution=execution, criterion=criterion, learning=rule)
+    rule = GradientImportance(lr=1e-4, refresh_every=1) if _learns(cell) else LossImportance(explore=0.0)
+    return learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=rule)
 
 
 def distance(
