@@ -98,7 +98,7 @@ def main() -> None:
                 capability_levels=levels,
                 training=training,
             )
-            folder = options.out / f"{name}-{seed}-{options.rounds}-{options.pixels}"
+            folder = options.out / f"{name}-{seed}-{options.images}-{options.pixels}"  # a finished run may be given more rounds
             resume = (folder / "checkpoint.pt").exists()
             result = fl.run(METHODS[name], problem, everyone, config, out=folder, resume=resume, init=trained.state_dict())
             row = {**key, "personal": dict(result.final.personal), "flops": result.cost.flops}
