@@ -84,6 +84,10 @@ def main() -> None:
     problem = fl.Problem(model=model, example_inputs=example, channels_last=True)
     for seed in options.seeds:
         everyone = clients(options.clients, options.classes, options.images, options.pixels, seed)
+        tests = [client.data.test for client in everyone]
+        with torch.no_grad():
+            right = [float((trained(*test.inputs).argmax(1) == test.targets).float().mean()) for test in tests]
+        print(f"seed {seed}: {np.mean(right):.4f} with the weights as they come")
         for name in options.methods:
             key: dict[str, Any] = {"method": name, "seed": seed, **about}
             if any(key == {each: row[each] for each in key} for row in read(path)):
