@@ -124,11 +124,6 @@ def is_exporting() -> bool:
     return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Tell whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
 def without_compiler(model: nn.Module) -> nn.Module:
     """Return the module that torch.compile wraps, or the module itself."""
     inner = getattr(model, "_orig_mod", None)

@@ -26,8 +26,8 @@ class PreferredMultiple:
     Kernels compute 8 or 16 channels at a time. ONNX Runtime has blocked kernels for multiples of 4 only, and may run other
     widths more slowly than the dense model. Groups narrower than `8 * step` take half the step. Groups narrower than
     `2 * step`, and groups whose limits hold no multiple, take any number. Within a budget, `allocate` tries 8, then 4, then any
-    number. It stops when at most 2 % of the budget is unused and groups at their minimum hold at most a third of what could be
-    removed.
+    number. It stops when at most 2 % of the budget is unused, and groups at their minimum contain at most a third of what
+    could be removed.
 
     Args:
         step: Width of the layers, a power of two.

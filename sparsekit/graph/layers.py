@@ -36,7 +36,7 @@ def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
     """Return state-dict keys of the weight matrices that may be pruned by entry, in forward order.
 
-    These are all that train, have two or more axes and more than one entry, but those that the output layer reads.
+    These are the weights that train and have at least two axes and two entries, except those of the output layer.
 
     Args:
         layers: The layers of the model, in forward order.

@@ -38,7 +38,7 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     a group or of a module that makes its units.
 
     Returns:
-        Names of groups, in the order of the graph: none where no unit of what is selected can be pruned, as of an output layer.
+        Names of groups, in the order of the graph. Empty if what is selected cannot be pruned, such as an output layer.
 
     Raises:
         UnknownNameError: nothing is selected: no group and no module of that name, no match, no such type, or a module of

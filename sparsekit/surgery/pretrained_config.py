@@ -1,7 +1,7 @@
 """fit_config(): the configuration of a cut model, so that `save_pretrained` writes what `from_pretrained` can read.
 
-There is no table of architectures. Numbers of the configuration that had the value of what was cut are changed, until the
-class builds a model of exactly the shapes of the cut one. Models are built on the meta device, where they take no memory.
+It works for any architecture: numbers of the configuration that equal a width before the cut are changed until the class
+builds a model of exactly the shapes of the cut one. Models are built on the meta device, where they take no memory.
 """
 
 import copy

@@ -68,7 +68,7 @@ def learning_of(learning: Learning | None, explore: float | None, steps: int | N
 def graph_of(
     model: nn.Module, example_inputs: Any, graph: UnitGraph | None, rules: Rules | None, *, prune_norms: bool
 ) -> UnitGraph:
-    """Return the units: those given, or those that a trace finds.
+    """Return the given units, or trace the model.
 
     Raises:
         InvalidValueError: neither example inputs nor a graph.
