@@ -4,41 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import client_step
 import pytest
 import torch
 from gpu import PARTS
 from prune_cells import Images
 
-from sparsekit.allocation.masks import make_mask
-from sparsekit.criteria import Ordered, ScoringContext
-
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedlps"])
-def test_the_reference_does_the_work_that_the_method_reports(method: str) -> None:
-    row = client_step.measure(method, "cnn", ratio=0.5, steps=2, repeats=1)
-    assert row["flops_over_reference"] == 1.0
-    assert row["passes_per_batch"] == 1.0
-    assert 0 < row["step_over_reference"] < row["round_over_reference"]
-    assert row["ratio"] == 1.0 if method == "fedavg" else row["ratio"] <= 0.5
-
-
-def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel() -> None:
-    case = client_step.Case("fedavg", "cnn", 0.5, 1)
-    graph, model = case.spec.graph, case.spec.problem.model()
-    mask = make_mask(Ordered(), graph, 0.5, ScoringContext())
-
-    def needed(mask: Any) -> int:
-        module = client_step.Reference._needed(case, model, SimpleNamespace(mask=mask))
-        return sum(p.numel() for p in module.parameters())
-
-    assert needed(None) == sum(p.numel() for p in model.parameters())
-    assert needed(mask) < 0.5 * needed(None)
 
 
 @pytest.mark.slow
