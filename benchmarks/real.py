@@ -11,17 +11,19 @@ fifth judges, as in `prune`, whose default is the candidate of least loss there.
 """
 
 import argparse
+import copy
 import json
 import re
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from real_arms import MASKS, Scores, fluctuation, shortgpt, torch_pruning, with_bias
+from real_arms import MASKS, Gates, Scores, by_threshold, fluctuation, shortgpt, torch_pruning, with_bias
 from real_nets import NETWORKS, Network, cycle
-from torch import nn
+from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import PreferredMultiple, allocate, registry
@@ -34,6 +36,7 @@ from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.prune import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
+from sparsekit.training.rules import ImportanceRegularizer, Learning
 
 CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
@@ -52,6 +55,9 @@ class Bench:
         self.graph = sk.trace_units(model, example[0])
         self.costs = measure_costs(model, example, {}, self.graph)
         self.prior: Scores | None = None
+        self.teacher = Distillation(self.network.model)
+        self._pruned: dict[float, sk.Pruned] = {}
+        self._taught: dict[int, Tensor] = {}
         path = out / f"{name}.scores.pt"
         self.scores: dict[str, Scores] = torch.load(path) if path.exists() else {}
 
@@ -92,6 +98,28 @@ class Bench:
         )
         return sk.mask_from_scores(self.graph, scores, counts)
 
+    def budget_share(self, share: float) -> float:
+        """A budget as a share of all FLOPs."""
+        return float(self.budget(share).limits({"flops": 1.0})["flops"]) / self.costs.dense_costs()["flops"]
+
+    def pruned(self, share: float) -> sk.Pruned:
+        """The reconstructed cut by the best candidate, made once."""
+        if share not in self._pruned:
+            network = self.network
+            criterion, allocation = CANDIDATES[1 if network.loss is None else 0]
+            self._pruned[share] = sk.prune(
+                network.model, network.example, budget=self.budget(share), batches=self.fit, loss=network.loss,
+                criterion=Scored(self.scores[criterion], criterion, True), allocation=allocation, graph=self.graph,
+            )  # fmt: skip
+        return self._pruned[share]
+
+    def taught(self, batch: Any) -> Tensor:
+        """Outputs of the dense model, computed once for each batch."""
+        if id(batch) not in self._taught:
+            args, kwargs = ((), {"input_ids": batch["input_ids"]}) if self.network.loss is None else ((batch[0],), {})
+            self._taught[id(batch)] = self.teacher.teach(args, kwargs)
+        return self._taught[id(batch)]
+
     def cut(self, arm: str, share: float, how: str) -> tuple[nn.Module, float]:
         """The small model, and its share of the FLOPs; `how` is "as cut", "bias", "reconstructed" or "reconstructed alone"."""
         model, network = self.network.model, self.network
@@ -113,9 +141,8 @@ class Bench:
         dense, kept = self.costs.dense_costs()["flops"], network.kept_flops
         return small, (self.costs.costs(mask.counts())["flops"] - kept) / (dense - kept)
 
-    def measure(self, small: nn.Module) -> dict[str, Any]:
-        judge, test = self.network.judge(small, self.judge), self.network.judge(small, self.network.test)
-        return {"judge": judge["loss"], **test}
+    def measure(self, small: nn.Module, judge: Sequence[Any]) -> dict[str, Any]:
+        return {"judge": self.network.judge(small, judge)["loss"], **self.network.judge(small, self.network.test)}
 
 
 def cells(name: str) -> list[tuple[str, float, str]]:
@@ -135,49 +162,73 @@ def cells(name: str) -> list[tuple[str, float, str]]:
     return found
 
 
-LEARNED = {
-    "fixed": sk.LossImportance(explore=0.0),
-    "loss rule": sk.LossImportance(steps=100),
-    "gradient rule": sk.GradientImportance(lr=0.02),
-}
-"""How a mask changes in a training of 100 steps that begins with one and the same reconstructed cut."""
+STEPS = {"smollm2": 50, "efficientnet-lite0": 100}
+RULES = ("fixed", "loss rule", "gradient rule", "gates", "gradient rule from ranks")
 
 
-def train(bench: Bench, share: float, rule: str, seed: int, steps: int = 100) -> tuple[nn.Module, dict[str, Any]]:
+def learning_of(rule: str, steps: int) -> Learning:
+    """How a mask changes in a training that begins with the reconstructed cut; gates learn otherwise."""
+    if "gradient" in rule:
+        # Steps of importance suit ranks; a target that follows magnitudes would undo the cut.
+        return sk.GradientImportance(lr=0.02, regularizer=ImportanceRegularizer(strength=float("ranks" not in rule)))
+    return sk.LossImportance(explore=0.0) if rule == "fixed" else sk.LossImportance(steps=steps)
+
+
+def train(bench: Bench, share: float, rule: str, seed: int, rate: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     """Equal training of each rule, from the same cut, on the same batches, with the dense model as teacher."""
-    network = bench.network
-    criterion, allocation = CANDIDATES[1 if network.loss is None else 0]
-    scores = Scored(bench.scores[criterion], criterion, True)
-    pruned = sk.prune(
-        network.model, network.example, budget=bench.budget(share), batches=bench.fit, loss=network.loss, criterion=scores,
-        allocation=allocation, graph=bench.graph,
-    )  # fmt: skip
-    masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=LEARNED[rule])
-    first = masked.unit_mask()
-    rate = 3e-4 if network.loss is None else 0.004
-    optimizer = torch.optim.AdamW(masked.param_groups(weight_decay=0.01), lr=rate) if network.loss is None else torch.optim.SGD(
-        masked.param_groups(weight_decay=0.0), lr=rate
-    )  # fmt: skip
-    teacher, batches = Distillation(network.model), list(network.training)
+    network, steps, pruned = bench.network, STEPS[bench.name], bench.pruned(share)
+    rate = rate or (3e-4 if network.loss is None else 0.004)
+    batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
+    stream = iter(cycle(batches))
+    torch.manual_seed(seed)
+
+    def learn(student: Callable[..., Any], weights: Iterable[nn.Parameter], steps: int, gates: Gates | None = None) -> None:
+        weights = list(weights)
+        optimizers: list[torch.optim.Optimizer] = (
+            [torch.optim.AdamW(weights, lr=rate)] if network.loss is None else [torch.optim.SGD(weights, lr=rate)]
+        )
+        if gates is not None:
+            optimizers.append(torch.optim.Adam(gates.logits.values(), lr=15 / steps, betas=(0.5, 0.95)))
+        for _ in range(steps):
+            batch = next(stream)
+            outputs = student(**batch) if network.loss is None else student(batch[0])
+            loss = outputs.loss if network.loss is None else network.loss(outputs, batch[1])
+            loss = bench.teacher.combine(loss, outputs, bench.taught(batch))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (loss if gates is None else loss + gates.penalty()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
     began = time.process_time()
-    masked.train()
-    for _, batch in zip(range(steps), cycle(batches)):
-        if network.loss is None:
-            outputs, args, kwargs = masked(**batch), tuple[Any, ...](), {"input_ids": batch["input_ids"]}
-            loss = outputs.loss
-        else:
-            outputs, args, kwargs = masked(batch[0]), (batch[0],), {}
-            loss = network.loss(outputs, batch[1])
-        optimizer.zero_grad()
-        teacher.combine(loss, outputs, teacher.teach(args, kwargs)).backward()
-        optimizer.step()
-    told = {"seconds": time.process_time() - began, "explored": masked.exploration_cost}
-    swapped = sum(int((keep & ~first[name]).sum()) for name, keep in masked.unit_mask().items())
-    small = masked.compact().eval()
+    told: dict[str, Any] = {}
+    if rule == "gates":
+        dense = copy.deepcopy(network.model).train()
+        gates = Gates(dense, bench.costs, bench.budget_share(share), pruned.mask, steps // 2)
+        learn(gates, dense.parameters(), steps // 2, gates)
+        told["expected"] = gates.expected
+        scores = {name: each.detach() for name, each in gates.open().items()}
+        mask = by_threshold(bench.graph, bench.costs, scores, bench.budget(share))
+        small = sk.compact(dense.eval(), bench.graph, mask)
+        reconstruct(dense, small, bench.graph, mask, bench.fit)
+        learn(small.train(), small.parameters(), steps - steps // 2)
+    else:
+        masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=learning_of(rule, steps))
+        if rule.endswith("ranks"):  # of units in their group, in (0, 1], so that steps of one size suit all groups
+            masked.load_importance({
+                name: (each.argsort().argsort() + 1.0) / len(each) for name, each in masked.importance().items()
+            })  # fmt: skip
+        learn(masked.train(), masked.parameters(), steps)
+        mask, small = masked.unit_mask(), masked.compact()
+        told["explored"] = masked.exploration_cost
+    told |= {"seconds": time.process_time() - began, "rate": rate, "steps": steps, "kept": sum(mask.counts().values())}
+    told["swapped"] = sum(int((keep & ~pruned.mask[name]).sum()) for name, keep in mask.items())
+    dense_flops, kept = bench.costs.dense_costs()["flops"], network.kept_flops
+    told["flops"] = (bench.costs.costs(mask.counts())["flops"] - kept) / (dense_flops - kept)
     if network.loss is not None:
         recalibrate_batchnorm(small, network.training)
-    return small, told | {"swapped": swapped, "kept": sum(masked.unit_mask().counts().values())}
+    return small.eval(), told
 
 
 def milliseconds(bench: Bench, small: nn.Module) -> dict[str, float]:
@@ -221,6 +272,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("real"))
     parser.add_argument("--arms", default=".*", help="regular expression over `arm, how`")
     parser.add_argument("--shares", type=float, nargs="*")
+    parser.add_argument("--rates", type=float, nargs="*", default=(), help="learning rates in place of the chosen ones")
     options = parser.parse_args()
     options.out.mkdir(exist_ok=True)
     if options.what == "table":
@@ -235,9 +287,11 @@ def main() -> None:
     if options.what == "scores":
         bench.score()
         return
-    todo = cells(options.network)
+    todo, rates = cells(options.network), [f", lr {rate:g}" for rate in options.rates] or [""]
     if options.what == "train":
-        todo = [(rule, SHARES[options.network][1], f"seed {seed}") for seed in range(3) for rule in LEARNED]
+        todo = [
+            (rule, SHARES[options.network][1], f"seed {seed}{rate}") for seed in range(3) for rule in RULES for rate in rates
+        ]
     for arm, share, how in [("dense", 1.0, "as it is"), *todo]:
         key = {"what": options.what, "arm": arm, "share": share, "how": how}
         known = any(key == {name: row[name] for name in key} for row in read(path))
@@ -246,14 +300,17 @@ def main() -> None:
         torch.manual_seed(0)
         began = time.process_time()
         told: dict[str, Any] = {}
+        judge = bench.judge
         if arm == "dense":
             small, flops = bench.network.model, 1.0
         elif options.what == "train":
-            (small, told), flops = train(bench, share, arm, int(how[-1])), share
+            seed, _, rate = how.removeprefix("seed ").partition(", lr ")
+            small, told = train(bench, share, arm, int(seed), float(rate or 0))
+            flops, judge = share, bench.network.validation if bench.network.loss is None else judge
         else:
             small, flops = bench.cut(arm, share, how)
         seconds = time.process_time() - began
-        found = milliseconds(bench, small) if options.what == "time" else bench.measure(small)
+        found = milliseconds(bench, small) if options.what == "time" else bench.measure(small, judge)
         row = {**key, **found, "flops": flops, "seconds": seconds, **told}
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")

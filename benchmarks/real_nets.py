@@ -116,6 +116,9 @@ def smollm2(length: int = 256) -> Network:
         rows = [_sequences(tokenizer, text, n, length) for text, n in zip(sources.values(), counts[split])]
         mixed = [row for each in zip(*rows) for row in each] + [row for each in rows for row in each[min(counts[split]) :]]
         parts[split] = [{"input_ids": row[None], "labels": row[None]} for row in mixed]
+        if split == "calibration":  # training has more of the same sources
+            rows = [_sequences(tokenizer, text, 32, length) for text in sources.values()]
+            parts["training"] = [{"input_ids": row[None], "labels": row[None]} for each in rows for row in each]
     head = 2.0 * model.config.hidden_size * model.config.vocab_size
 
     def judge(small: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
@@ -129,7 +132,7 @@ def smollm2(length: int = 256) -> Network:
         example,
         parts["calibration"],
         parts["validation"],
-        parts["calibration"],
+        parts["training"],
         parts["test"],
         None,
         head * length,
