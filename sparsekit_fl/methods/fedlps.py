@@ -29,12 +29,13 @@ from sparsekit.allocation import by_ratio
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.surgery import expand
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.messages import require_metrics
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Keep, keep_model, pull_towards, train_leaves, trained_leaves
 from sparsekit_fl.methods.submodels import units
@@ -89,7 +90,8 @@ class FedLPS(Method):
             "magnitude" in the received model, or "random" ones, drawn again in each round.
         start: What importance starts from at the first participation of a client: the "magnitude" of units in the received
             model, or their "activation" or "fisher" scores on the client's own first batches. With data, layers that read
-            dropped units are also refitted, as for a network that was trained before. The regulariser pulls importance to
+            dropped units are also refitted, as for a network that was trained before. The refit stays with the client: it is
+            added to the model that it receives, and taken out of what it uploads. The regulariser pulls importance to
             magnitudes; with `strength=0` it stays where the data put it until the gradients move it.
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
@@ -219,27 +221,28 @@ class FedLPS(Method):
         """
         result = self._learned(client, task) if self.pattern == "learned" else self._chosen(client, task)
         keep_model(client, result, self.keep, task.ratio)
-        return result
+        return self._without_refit(client, task, result) if "refit" in client.memory else result
 
     def _learned(self, client: ClientContext, task: Task) -> Result:
         metrics: Mapping[str, float] = {}
         if "importance" not in client.memory:
             metrics = _initial_accuracy(client, self._loaded(client, client.initial_state(), task.ratio).model)
-        state = task.state
         if self.start != "magnitude" and "importance" not in client.memory:
-            state = self._begin(client, task)
+            self._begin(client, task)
+        refit = client.memory.get("refit", {})
+        state = {**task.state, **{name: task.state[name] + change.to(task.state[name]) for name, change in refit.items()}}
         masked = self._loaded(client, state, task.ratio)
         leaves, batches = trained_leaves(masked), client.batches()
         adjusts = [learning(masked)]
         if self.mu:
-            adjusts.append(pull_towards(masked, leaves, task.state, self._pull(task.state, masked), training=client.training))
+            adjusts.append(pull_towards(masked, leaves, state, self._pull(state, masked), training=client.training))
         log = train_leaves(client, leaves, batches, adjusts)
         final = masked.unit_mask()
         client.memory["importance"] = masked.importance_vector().cpu()
         return Result.of(client, final, log, metrics=metrics)
 
-    def _begin(self, client: ClientContext, task: Task) -> StateDict:
-        """Put importance from the client's first batches into its memory, and return the state with its submodel refitted."""
+    def _begin(self, client: ClientContext, task: Task) -> None:
+        """Put importance from the client's first batches into its memory, and how the refit of its submodel changes weights."""
         (batches,) = ([(*each.inputs, each.targets) for each in islice(epoch, _BATCHES)] for epoch in client.batches(epochs=1))
         client.load(task.state, None)
         pruned = sk.prune(
@@ -257,7 +260,23 @@ class FedLPS(Method):
         (found,) = pruned.scores.values()
         scores = torch.cat([found.values[name].float() for name in client.graph.groups])
         client.memory["importance"] = self._term().targets(scores, [group.size for group in client.graph.groups.values()]).cpu()
-        return expand(pruned.model.state_dict(), client.graph, pruned.mask, into=task.state)
+        refitted = expand(pruned.model.state_dict(), client.graph, pruned.mask, into=task.state)
+        changes = {name: refitted[name].cpu() - value.cpu() for name, value in task.state.items() if value.is_floating_point()}
+        client.memory["refit"] = {
+            name: change for name, change in changes.items() if name not in client.frozen and change.any()
+        }
+
+    def _without_refit(self, client: ClientContext, task: Task, result: Result) -> Result:
+        """Return what is uploaded: the state without the client's own refit, and statistics as they were received.
+
+        A refit suits the units of one client. In the average, it would harm the clients that keep others.
+        """
+        kept, state = Kept(client.graph, result.mask if isinstance(result.mask, UnitMask) else None), dict(result.state)
+        trained = dict(client.masked.named_weights())
+        for name, change in client.memory.get("refit", {}).items():
+            own = kept.gather(name, change).to(state[name])
+            state[name] = state[name] - own if name in trained else kept.gather(name, task.state[name]).to(state[name])
+        return replace(result, state=state)
 
     def _chosen(self, client: ClientContext, task: Task) -> Result:
         """Train under units that a criterion chooses: what is left of FedLPS if the pattern is not learned."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from personal import STATE, client_context, server_context, tiny_run, watched
+from personal import STATE, client_context, deep_problem, server_context, tiny_run, training, watched
 from torch import nn
 
 import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
+from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_paper, registry
 from sparsekit_fl.methods.fedlps import utility
 from sparsekit_fl.methods.local_classes import FedLPSLocalClasses
@@ -82,13 +83,32 @@ def test_a_pattern_that_starts_from_own_data_keeps_units_that_serve_it_and_loses
     state = {name: tensor.clone() for name, tensor in TinyNet().state_dict().items()}
     state["first.weight"][::2], state["first.bias"][::2] = 9.0, -1e3  # large, and behind a ReLU always zero
     state["last.weight"][:, ::2], state["first.bias"][1::2] = 9.0, 1.0
-    start = spec.method._begin(context, fl.Task(state=state, ratio=0.5))
+    spec.method._begin(context, fl.Task(state=state, ratio=0.5))
+    start = {name: value + context.memory["refit"].get(name, 0.0) for name, value in state.items()}
     assert context.memory["importance"].argsort(descending=True)[:4].sort().values.tolist() == [1, 3, 5, 7]
     inputs = client.data.train.inputs[0]
     net = TinyNet().eval()
     net.load_state_dict(start)
     small = sk.compact(net, spec.graph, UnitMask({"first": torch.arange(8) % 2 == 1}))
     torch.testing.assert_close(small(inputs), net(inputs), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("problem", [tiny_problem(), deep_problem()], ids=["norm", "plain"])
+def test_a_refit_stays_with_its_client_in_every_round(problem: fl.Problem) -> None:
+    """A client that hardly trains uploads what it received, and deploys the refitted model."""
+    config = training(tiny_config(), lr=1e-9)
+    method = fedlps(start="fisher", strength=0.0, ratios=0.5, keep="last")
+    received = {name: tensor.clone() for name, tensor in problem.model().state_dict().items()}
+    memory: dict = {}
+    for round in (1, 2):
+        _, _, context = client_context(method, problem, config, memory=memory, round=round)
+        result = method.train(context, fl.Task(state=received, ratio=0.5))
+        kept, deployed = Kept(context.graph, result.mask), memory["kept"]["state"]
+        sent = {name: value for name, value in result.state.items() if value.is_floating_point()}
+        for name, value in sent.items():
+            torch.testing.assert_close(value, kept.gather(name, received[name]), rtol=0, atol=1e-5)
+        assert max(float((deployed[name] - value).abs().max()) for name, value in sent.items()) > 0.01
+        received = {name: value + 0.1 if name in sent else value for name, value in received.items()}
 
 
 def test_own_data_are_scored_at_the_first_participation_alone() -> None:
