@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.criteria import Magnitude
 from sparsekit.finetuning import GroupSL
-from sparsekit.measure.paired import measure_turns
 
 
 def _cut(cell: Cell, **options: Any) -> Any:
@@ -29,56 +28,22 @@ def _compensated(cell: Cell, dense: nn.Module, pruned: Any) -> nn.Module:
     return small
 
 
-def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
+def _default(cell: Cell) -> tuple[Any, nn.Module]:
     """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
         batches = cell.once("batches", cell.scoring)
-        pruned = _cut(
-            cell, batches=batches, loss=F.cross_entropy, reconstruct=False, multiple_of=multiple_of, criterion="fisher"
-        )
+        pruned = _cut(cell, batches=batches, loss=F.cross_entropy, reconstruct=False, multiple_of=1, criterion="fisher")
         return pruned, _compensated(cell, cell.dense, pruned)
 
-    pruned, small = cell.once(f"default at {cell.share:g}, {multiple_of}", find)
+    pruned, small = cell.once(f"default at {cell.share:g}", find)
     return pruned, copy.deepcopy(small)
 
 
-def ours(cell: Cell, multiple_of: Any = 1, *, teacher: bool = False) -> Cut:
+def ours(cell: Cell, *, teacher: bool = False) -> Cut:
     """The default with batches; the dense model may teach, while rivals are fine-tuned on labels alone."""
-    pruned, small = _default(cell, multiple_of)
+    pruned, small = _default(cell)
     return Cut(copy.deepcopy(pruned.model), small, teacher=teacher, notes={"widths": pruned.mask.counts()})
-
-
-def ours_by_milliseconds(cell: Cell) -> Cut:
-    """The same, to a share of the time of 64 images on one thread."""
-    return _timed(cell, f"latency_ms={cell.share:.0%}")
-
-
-def ours_by_flops_of_that_time(cell: Cell) -> Cut:
-    """The same, to the FLOPs that take the time of `ours_by_milliseconds`, found by bisection."""
-    asked = cell.once(f"time at {cell.share:g}", lambda: ours_by_milliseconds(cell)).notes["time"]
-    low, high = 0.02, 1.0
-    for _ in range(6):
-        middle = (low + high) / 2
-        found = _timed(cell, f"flops={middle:.2%}")
-        low, high = (middle, high) if found.notes["time"] < asked else (low, middle)
-    return found
-
-
-def _timed(cell: Cell, budget: str) -> Cut:
-    """Cut to a budget for 64 images, and note the share of the dense model's time that is left."""
-    torch.set_num_threads(1)
-    images = cell.data.images["train"][:64]
-    found = _pruned(cell, images, budget)
-    found.notes["time"] = 1 / measure_turns(cell.dense, found.model, (images,), {}, batch=64, threads=1, seconds=2.0).faster
-    return found
-
-
-def _pruned(cell: Cell, example: Tensor, budget: str, **options: Any) -> Cut:
-    """One call of `sk.prune` with batches, which repairs by itself."""
-    batches = cell.once("batches", cell.scoring)
-    pruned = sk.prune(cell.dense, (example,), budget=budget, batches=batches, loss=F.cross_entropy, **options)
-    return Cut(pruned.model, copy.deepcopy(pruned.model), notes={"widths": pruned.mask.counts()})
 
 
 def ours_group_sl(cell: Cell, *, repaired: bool = False) -> Cut:
@@ -215,9 +180,6 @@ class _Regularize:
 ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": partial(ours, teacher=True),
     "ours, no teacher": ours,
-    "ours, no teacher, rounded": partial(ours, multiple_of=8),
-    "ours, milliseconds": ours_by_milliseconds,
-    "ours, FLOPs of that time": ours_by_flops_of_that_time,
     "ours: group-sl": ours_group_sl,
     "ours: group-sl, repaired": partial(ours_group_sl, repaired=True),
     "torch-pruning: L2": _torch_pruning("magnitude", is_global=False),

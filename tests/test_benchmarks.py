@@ -49,8 +49,6 @@ def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path)
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     cells = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(cells) == 1 + len(ARMS)  # the dense model too
-    timed = ("ours, milliseconds", "ours, FLOPs of that time")  # what they cut, if they can, depends on how busy the machine is
-    cells = [cell for cell in cells if cell["arm"] not in timed]
     assert all(0.3 < cell["share"] <= 0.5 for cell in cells if cell["arm"] != "dense")
     assert all(0 <= cell["finetuned"] <= 1 for cell in cells)
     second = subprocess.run(command, capture_output=True, text=True, check=True)
