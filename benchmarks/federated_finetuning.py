@@ -8,7 +8,7 @@ to 1/16. A run continues where it ended; its scores go to OUT/finetuning.jsonl.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -16,12 +16,13 @@ import torch
 from common import add, read
 from efficientnet_lite_pytorch import EfficientNet
 from real_nets import DATA, efficientnet_lite0, images
+from torch import nn
 
 import sparsekit_fl as fl
 
 METHODS: dict[str, fl.Method] = {
     "fedlps-fisher": fl.methods.fedlps(start="fisher", strength=0.0, ratios="capability"),
-    "heterofl": fl.methods.heterofl(),
+    "heterofl": fl.methods.heterofl(scaler=False),  # it suits a batch norm that trains
     "fedlps": fl.methods.fedlps(ratios="capability"),
     "fedlps-random": fl.methods.fedlps_random(ratios="capability"),
     "fedavg": fl.methods.fedavg(),
@@ -32,6 +33,22 @@ METHODS: dict[str, fl.Method] = {
     "fedlps-ordered": fl.methods.fedlps_ordered(ratios="capability"),
     "fedper": fl.methods.fedper(),
 }
+
+
+class KeptNorm(nn.BatchNorm2d):
+    """A batch norm that trains with its running statistics, which only `recalibrate_batchnorm` replaces."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode, except while statistics are estimated."""
+        return super().train(mode and self.momentum is None)
+
+
+def with_kept_norms(model: nn.Module) -> nn.Module:
+    """Let the batch norms of a model train with their running statistics."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = KeptNorm
+    return model
 
 
 def clients(count: int, classes: int, images_each: int, pixels: int, seed: int) -> list[fl.Client]:
@@ -68,22 +85,30 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pixels", type=int, default=96)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--norms", choices=("kept", "trained"), default="kept")
+    parser.add_argument("--validation", action="store_true", help="score on validation data, to choose a recipe")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(exist_ok=True)
     path = options.out / "finetuning.jsonl"
     trained = efficientnet_lite0(options.pixels).model
-    about = {name: getattr(options, name) for name in ("clients", "classes", "images", "cohort", "rounds", "pixels")}
+    about = {
+        name: getattr(options, name)
+        for name in ("clients", "classes", "images", "cohort", "rounds", "pixels", "lr", "norms", "validation")
+    }
 
     def model() -> torch.nn.Module:
         fresh = EfficientNet.from_name("efficientnet-lite0")
         fresh._fc = torch.nn.Linear(fresh._fc.in_features, 200)
-        return fresh
+        return with_kept_norms(fresh) if options.norms == "kept" else fresh
 
     example = (torch.zeros(2, 3, options.pixels, options.pixels),)
     problem = fl.Problem(model=model, example_inputs=example, channels_last=True)
     for seed in options.seeds:
         everyone = clients(options.clients, options.classes, options.images, options.pixels, seed)
+        if options.validation:
+            everyone = [fl.Client(id=c.id, data=fl.ClientData(c.data.train, c.data.val, c.data.val)) for c in everyone]
         tests = [client.data.test for client in everyone]
         with torch.no_grad():
             right = [float((trained(*test.inputs).argmax(1) == test.targets).float().mean()) for test in tests]
@@ -92,7 +117,7 @@ def main() -> None:
             key: dict[str, Any] = {"method": name, "seed": seed, **about}
             if any(key == {each: row[each] for each in key} for row in read(path)):
                 continue
-            training = fl.TrainingConfig(local_epochs=1, batch_size=32, lr=0.02)
+            training = fl.TrainingConfig(local_epochs=1, batch_size=32, lr=options.lr)
             levels = tuple(1 / 2**power for power in range(5))
             config = fl.RunConfig(
                 rounds=options.rounds,
@@ -102,7 +127,9 @@ def main() -> None:
                 capability_levels=levels,
                 training=training,
             )
-            folder = options.out / f"{name}-{seed}-{options.images}-{options.pixels}"  # a finished run may be given more rounds
+            # Without the number of rounds: a finished run may be given more.
+            others = ("images", "pixels", "lr", "norms", "validation")
+            folder = options.out / "-".join(map(str, (name, seed, *(about[other] for other in others))))
             resume = (folder / "checkpoint.pt").exists()
             result = fl.run(METHODS[name], problem, everyone, config, out=folder, resume=resume, init=trained.state_dict())
             row = {**key, "personal": dict(result.final.personal), "flops": result.cost.flops}
