@@ -1,4 +1,4 @@
-"""Data, losses and metrics that a command line names; Job: a model with them."""
+"""Data, losses and metrics that a command line names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.model_options import PruneOptions
-from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry, load_object, ran
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
 data_sets = Registry("data set", DATA, group="sparsekit.data")
 """Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
 `data_dir`, `batch_size` and `seed` it gets those that it takes."""
-
-_LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "nll_loss", "smooth_l1_loss")
-losses = Registry("loss", {name: f"torch.nn.functional:{name}" for name in _LOSSES}, group="sparsekit.losses")
-"""Losses by name."""
 
 
 class _Moved:
@@ -74,7 +69,7 @@ def find_loss(text: str) -> Callable[..., Any] | None:
     """
     if text == "outputs":
         return None
-    found = losses.find(text)
+    found = load_object(text if ":" in text else f"torch.nn.functional:{text}")
     if not callable(found):
         raise InvalidValueError(f"--loss {text} must be a function of outputs and target, got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
@@ -147,17 +142,3 @@ def _loss(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> tupl
 
     count = example_count(batch)
     return float(call_model(model, batch, loss)) * count, count
-
-
-class Job:
-    """What a command is about: a model with its inputs, and data, loss and metric for it."""
-
-    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
-        if options.seed < 0:
-            raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
-        self.progress = progress
-        self.has_data = options.dataset is not None
-        self.model, self.args, self.kwargs = load_with_inputs(options)
-        self.loss = find_loss(options.loss)
-        self.train, validation = load_data(options)
-        self.metric = find_metric(options.metric, validation, self.loss)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 import typer
 
@@ -23,8 +22,6 @@ _data, _run, _what, _where, _after = (
     functools.partial(typer.Option, rich_help_panel=panel)
     for panel in ("Data", "Run", "Budget", "What to prune", "After pruning")
 )
-# Options that do not change the result.
-_MOMENTARY = ("resume", "out", "dry_run", "time", "quiet", "as_json")
 
 
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -178,18 +175,3 @@ class PruneOptions(ModelOptions):
     ] = "eager"
     onnx: Annotated[bool, _run("--onnx", help="Also write model.onnx.")] = False
     dry_run: Annotated[bool, _run("--dry-run", help="Print what would be pruned, and stop.")] = False
-    resume: Annotated[bool, _run("--resume", help="Resume the run in --out from its last epoch.")] = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the options that change the result, as JSON data."""
-        found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
-        return {name: value for name, value in found.items() if name not in _MOMENTARY}
-
-
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
-    """Refuse to resume a run with different options, and name them."""
-    other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
-    if other:
-        raise InvalidValueError(
-            f"{place} was made with other options (--{', --'.join(other)}); give the same ones, or another --out"
-        )

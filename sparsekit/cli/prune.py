@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sparsekit.cli.data_source import Job
-from sparsekit.cli.model_options import PruneOptions, check_same, read_runtimes, takes
+from sparsekit.cli.data_source import find_loss, find_metric, load_data
+from sparsekit.cli.model_options import PruneOptions, read_runtimes, takes
+from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.output import command_app, print_json, print_table
 from sparsekit.errors import InvalidValueError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _RECONSTRUCT: Mapping[str, Any] = {"both": True, "layers": "layers", "batchnorm": "batchnorm", "none": False}
-_REPORT, _SMALL, _ONNX, _OPTIONS = "report.json", "model.safetensors", "model.onnx", "options.json"
+_REPORT, _SMALL, _ONNX = "report.json", "model.safetensors", "model.onnx"
 
 
 @takes(PruneOptions)
@@ -39,7 +40,6 @@ def _prune(options: PruneOptions) -> None:
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
     data_dir, batch_size and seed.
     """
-    from sparsekit.pruning.report import PruneReport
     from sparsekit.tracing.trace import UnprunableWarning
 
     shown = not options.quiet and not options.as_json and sys.stderr.isatty()
@@ -49,9 +49,8 @@ def _prune(options: PruneOptions) -> None:
         files: dict[str, str] = {}
         if options.dry_run:
             report = job.decide(dry_run=True).report
-        elif (finished := open_folder(options)) is not None:
-            report, files = PruneReport.from_dict(finished), finished["files"]
         else:
+            _open_folder(options)
             done = job.finish(job.decide())
             report, files = done.report, job.write(done)
     if options.as_json:
@@ -77,7 +76,7 @@ def _print(report: PruneReport, how: str) -> None:
         typer.echo(note)
 
 
-class PruneJob(Job):
+class PruneJob:
     """One run of `sparsekit prune`."""
 
     def __init__(self, options: PruneOptions, *, progress: bool) -> None:
@@ -90,8 +89,13 @@ class PruneJob(Job):
             raise InvalidValueError(f"--lr must be a finite number >= 0, got {options.lr}")
         if options.distill and not options.epochs:
             raise InvalidValueError("--distill sets the loss of fine-tuning; pass --epochs too")
-        super().__init__(options, progress=progress)
-        self.options = options
+        if options.seed < 0:
+            raise InvalidValueError(f"--seed must be an integer >= 0, got {options.seed}")
+        self.options, self.progress, self.has_data = options, progress, options.dataset is not None
+        self.model, self.args, self.kwargs = load_with_inputs(options)
+        self.loss = find_loss(options.loss)
+        self.train, validation = load_data(options)
+        self.metric = find_metric(options.metric, validation, self.loss)
         self.epochs: dict[str, int] = {}
 
     def decide(self, *, dry_run: bool = False) -> Pruned:
@@ -155,7 +159,6 @@ class PruneJob(Job):
         from sparsekit.finetuning import Distillation, finetune
 
         options = self.options
-        folder = options.out
         done = finetune(
             small.train(),
             self.train,
@@ -165,8 +168,6 @@ class PruneJob(Job):
             scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs),
             validation=self.metric,
             distillation=Distillation(self.model, share=options.distill) if options.distill else None,
-            checkpoint=None if folder is None else folder / f"finetuning-{step}.checkpoint",
-            resume=options.resume,
             seed=options.seed,
             progress=self.progress,
             on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
@@ -208,25 +209,18 @@ def _told(score: float | None) -> str:
     return "" if score is None else f", score {score:.4f}"
 
 
-def open_folder(options: PruneOptions) -> dict[str, Any] | None:
-    """Prepare `--out`; the report of a finished run with the same options is returned on `--resume`."""
+def _open_folder(options: PruneOptions) -> None:
+    """Make the folder of the run, if there is one, before anything that takes long."""
     folder = options.out
     if folder is None:
-        if options.resume or options.onnx:
-            raise InvalidValueError("--resume and --onnx need --out, the folder of the run")
-        return None
+        if options.onnx:
+            raise InvalidValueError("--onnx needs --out, the folder of the run")
+        return
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"no permission to write into {str(folder)!r}; pass another --out")
-    saved = folder / _OPTIONS
-    if options.resume and saved.exists():
-        check_same(json.loads(saved.read_text(encoding="utf-8")), options.to_json(), folder)
-        if (folder / _REPORT).exists():
-            return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8")))
-    elif (folder / _REPORT).exists() or saved.exists():
-        raise InvalidValueError(f"{folder} holds a run already; pass --resume to resume it, or another --out")
-    saved.write_text(json.dumps(options.to_json(), indent=1), encoding="utf-8")
-    return None
+    if (folder / _REPORT).exists():
+        raise InvalidValueError(f"{folder} holds a run already; pass another --out")
 
 
 prune = command_app(

@@ -102,14 +102,23 @@ def onnx_of(program: ExportedProgram) -> ONNXProgram:
         InvalidValueError: it cannot be translated.
     """
     _need_onnx()
+    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
+    registry.addFilter(_is_about_the_model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise InvalidValueError(f"the model cannot be exported: {_first_line(error)}") from error
+    finally:
+        registry.removeFilter(_is_about_the_model)
     assert found is not None
     return found
+
+
+def _is_about_the_model(record: logging.LogRecord) -> bool:
+    """Tell a message about the model from torch's list of operators of torchvision, which it prints for any model."""
+    return not record.getMessage().startswith("torchvision is not installed")
 
 
 def _need_onnx() -> None:

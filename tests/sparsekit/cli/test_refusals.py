@@ -66,7 +66,7 @@ LINES = {
         ("--schedule linear=0", "got steps=0"),
         ("--schedule linear=x", "as in cubic=3"),
         ("--device gpu", "must name a device"),
-        ("--resume", "need --out"),
+        ("--onnx", "--onnx needs --out"),
         ("--reconstruct batchnorm", "--reconstruct needs data"),
         ("--reconstruct all", "'--reconstruct': 'all' is not one of"),
         ("--dataset nets.py:empty --criterion taylor", "empty"),
