@@ -15,7 +15,6 @@ from typing import Any
 
 from sparsekit_fl.comparison import Comparison, comparisons_of
 from sparsekit_fl.stored import SCHEMA_NUMBER, flat
-from sparsekit_fl.trials import Trial
 
 RUN = ("method", "seed", "note", "config", "final", "cost", "environment")
 COSTS = ("flops", "flops_paper", "simulated_seconds")
@@ -118,8 +117,8 @@ def read_comparisons(path: Path | str) -> list[Comparison]:
     """Return the comparisons of a table, with methods in published order."""
     from sparsekit_fl.paper.published import in_published_order
 
-    trials = [Trial.of(result) for result in read_results(path).values()]
-    return comparisons_of(trials, order=in_published_order(dict.fromkeys(trial.method for trial in trials)))
+    results = read_results(path).values()
+    return comparisons_of(results, order=in_published_order(dict.fromkeys(result["method"] for result in results)))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,26 @@
-"""Comparison: runs under one protocol, with means and deviations over seeds, as frames, text and JSON. Needs no torch."""
+"""Comparison: finished runs under one protocol, with means and deviations over seeds, in frames and JSON. Needs no torch."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.errors import need
-from sparsekit_fl.stored import number_text, texts
-from sparsekit_fl.trials import Trial, protocols_of
+from sparsekit_fl.stored import flat, number_text, read_result, texts
 
 TARGET = "target_seconds"
-_SUBJECT = "fedlps"
-_MOST_FIRST = 6
-_SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+# What may differ between the runs of a table, since it changes no number but by chance.
+_FREE = ("seed", "eval_every", "device")
+_DECIDED = "capability"
 
 
 class Column(NamedTuple):
@@ -75,26 +77,36 @@ def check_target(target: float | None) -> None:
         raise InvalidValueError(f"the target must be an accuracy in (0, 1], got {target}; for 90 % pass 0.9")
 
 
+class Failure(NamedTuple):
+    """A run that ended with an error."""
+
+    method: str
+    seed: int
+    error: str
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Trials under one protocol.
+    """Runs under one protocol.
 
     Args:
         title: Model, data set and settings, in words.
-        trials: Trials of all methods and seeds; at least one.
+        results: As in `result.json`: finished runs of all methods and seeds.
         methods: Names of the methods, in the order of tables.
         target: Accuracy whose time is a column; None takes nine tenths of the best method's, in whole per cent.
+        failed: Runs that ended with an error.
     """
 
     title: str
-    trials: tuple[Trial, ...]
+    results: Sequence[Mapping[str, Any]]
     methods: tuple[str, ...]
     target: float | None = None
+    failed: tuple[Failure, ...] = ()
 
-    @cached_property
+    @property
     def config(self) -> Mapping[str, Any]:
-        """Configuration of the first trial that has one."""
-        return next((trial.config for trial in self.trials if trial.config), {})
+        """Configuration of the first run; empty if none is finished."""
+        return self.results[0]["config"] if self.results else {}
 
     @property
     def dataset(self) -> str:
@@ -102,19 +114,9 @@ class Comparison:
         return str(self.config.get("experiment", {}).get("dataset", ""))
 
     @cached_property
-    def results(self) -> list[tuple[Trial, Mapping[str, Any]]]:
-        """Finished trials with their results."""
-        return [(trial, trial.result) for trial in self.trials if trial.result is not None]
-
-    @property
-    def failed(self) -> list[Trial]:
-        """Trials that ended with an error."""
-        return [trial for trial in self.trials if trial.error is not None]
-
-    @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the wall time."""
-        found = list(columns_of([result for _, result in self.results]))
+        found = list(columns_of(self.results))
         title = f"time to {number_text('share', self.goal).replace('.0%', '%')}"
         found.insert(len(_SCORES) + len(_COSTS) - 1, Column(TARGET, title, ("cost",), "seconds"))
         return tuple(found)
@@ -124,23 +126,24 @@ class Comparison:
         """The target accuracy."""
         if self.target is not None:
             return self.target
-        rows = [(trial.method, value_of(result, _SCORES[0])) for trial, result in self.results]
+        rows = [(result["method"], value_of(result, _SCORES[0])) for result in self.results]
         means = need("pandas").DataFrame(rows, columns=["method", "y"]).groupby("method")["y"].mean().dropna()
         best = float(means.max()) if len(means) else 0.0
         # 90 * 0.7 is a little less than 63.
         return math.floor(round(90 * best, 9)) / 100 if best >= 0.02 else best
 
-    def to_frame(self) -> Any:
-        """Return a pandas DataFrame with a row per finished run and a column per number; its index has method and seed.
+    @cached_property
+    def frame(self) -> Any:
+        """DataFrame with a row per finished run and a column per number; its index has method and seed.
 
         `target_seconds` is the simulated time until a scored round reached the target; it is not finer than the run's
         `eval_every`. A number that a run lacks is NaN.
         """
         keys, names = ["method", "seed"], [column.name for column in self.columns]
         rows = [
-            (trial.method, trial.seed,
+            (result["method"], result["seed"],
              *(_reached(result, self.goal) if one.name == TARGET else value_of(result, one) for one in self.columns))
-            for trial, result in self.results
+            for result in self.results
         ]  # fmt: skip
         return need("pandas").DataFrame(rows, columns=[*keys, *names]).set_index(keys).astype(float)
 
@@ -151,23 +154,19 @@ class Comparison:
         They are `(number, "mean")`, NaN where no run has the number; `(number, "std")`, the sample deviation, NaN with fewer
         than two runs; and `(number, "count")`, how many runs have the number.
         """
-        found = self.to_frame().groupby("method").agg(["mean", "std", "count"])
+        found = self.frame.groupby("method").agg(["mean", "std", "count"])
         return found.loc[[method for method in self.methods if method in found.index]]
 
-    def runs_of(self, method: str) -> tuple[int, int]:
-        """Return the number of runs of a method that have finite scores, and of those that ended, failed ones included."""
-        counts = self.summary.loc[method].xs("count", level=1)
-        ended = [trial for trial in self.trials if trial.method == method and (trial.result or trial.error)]
-        return int(max(counts[name] for name in counts.index if name.startswith("personal_"))), len(ended)
-
     @cached_property
-    def notes(self) -> tuple[str, ...]:
-        """Footnotes, each once, in the order of their numbers."""
-        return tuple(dict.fromkeys(note for trial in self.trials for note in trial.notes))
-
-    def notes_of(self, method: str) -> list[int]:
-        """Return the numbers of a method's footnotes, from 1."""
-        return sorted({self.notes.index(note) + 1 for trial in self.trials if trial.method == method for note in trial.notes})
+    def runs(self) -> Any:
+        """DataFrame of numbers of runs, a row per row of `summary`: with finite scores, finished, and ended at all."""
+        known = np.isfinite(self.frame.filter(like="personal_")).any(axis=1).groupby("method").sum()
+        finished = self.frame.groupby("method").size()
+        failed = need("pandas").Series([one.method for one in self.failed], dtype=object).value_counts()
+        ended = finished.add(failed, fill_value=0).astype(int)
+        return (
+            need("pandas").DataFrame({"known": known, "finished": finished, "ended": ended}).loc[self.summary.index].astype(int)
+        )
 
     def table(self, *parts: str) -> Any:
         """Return the table as a DataFrame of text: a row per method, n, and a column per number that some row has.
@@ -177,83 +176,164 @@ class Comparison:
         Args:
             parts: Keep only the numbers under these keys of a result, "final" and "cost"; none keeps all.
         """
-        methods, pandas = list(self.summary.index), need("pandas")
-        labels = [f"{name} {' '.join(map(str, self.notes_of(name))).translate(_SIGNS)}".strip() for name in methods]
-        runs = [self.runs_of(name) for name in methods]
-        found = {"n": [str(known) if known == ended else f"{known} of {ended}" for known, ended in runs]}
-        finished = self.to_frame().groupby("method").size()
+        runs = list(self.runs.itertuples())
+        found = {"n": [str(one.known) if one.known == one.ended else f"{one.known} of {one.ended}" for one in runs]}
         for column in self.columns:
             own = self.summary[column.name]
             if own["mean"].notna().any() and (not parts or column.path[0] in parts):
                 written = texts(column.unit, list(own["mean"]), list(own["std"]))
                 # The number of runs stands behind a mean over fewer runs than the row has.
                 found[column.title] = [
-                    f"{text} ({count} of {finished[name]})" if 0 < count < finished[name] else text
-                    for text, name, count in zip(written, methods, own["count"], strict=True)
+                    f"{text} ({count} of {one.finished})" if 0 < count < one.finished else text
+                    for text, one, count in zip(written, runs, own["count"], strict=True)
                 ]
-        return pandas.DataFrame(found, index=pandas.Index(labels, name="method"))
-
-    def highlighted(self, among: Iterable[str] | None = None) -> list[str]:
-        """Return at most six methods that stand out among these: FedLPS or the first one, FedAvg, and the most accurate."""
-        allowed = set(self.methods if among is None else among)
-        first = [_SUBJECT if _SUBJECT in self.methods else self.methods[0], "fedavg"]
-        ranked = self.summary["personal_accuracy", "mean"].sort_values(ascending=False, kind="stable").index
-        return [method for method in dict.fromkeys([*first, *ranked, *self.methods]) if method in allowed][:_MOST_FIRST]
+        return need("pandas").DataFrame(found, index=self.summary.index)
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""
-        most = max((self.runs_of(method)[1] for method in self.summary.index), default=0)
-        return "mean ± sample deviation over n seeds" if most > 1 else "one seed"
+        return "mean ± sample deviation over n seeds" if (self.runs["ended"] > 1).any() else "one seed"
+
+    @property
+    def notes(self) -> dict[str, list[str]]:
+        """Method → remarks on its numbers, for methods that have any."""
+        found: dict[str, list[str]] = {}
+        for method, line in dict.fromkeys(
+            (one["method"], line) for one in self.results for line in one.get("note", "").splitlines()
+        ):
+            found.setdefault(method, []).append(line)
+        return found
 
     def remarks(self) -> list[str]:
-        """Return what stands below the table: footnotes, runs that failed, and finished ones whose scores are not finite."""
-        found = [f"{str(number).translate(_SIGNS)} {note}" for number, note in enumerate(self.notes, 1)]
-        found += [f"failed: {trial.method}, seed {trial.seed}: {trial.error}" for trial in self.failed]
-        scores = self.to_frame().filter(like="personal_")
+        """Return what stands below the table: notes, runs that failed, and finished ones whose scores are not finite."""
+        found = [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
+        found += [f"failed: {one.method}, seed {one.seed}: {one.error}" for one in self.failed]
+        scores = self.frame.filter(like="personal_")
         lost = scores.index[~np.isfinite(scores).any(axis=1)]
         return found + [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: what `sparsekit compare --json` prints."""
-        numbers = self.to_frame().to_dict("records")
-        ended = {method: self.runs_of(method)[1] for method in self.summary.index}
+        keys = {"mean": "mean", "std": "deviation", "count": "count"}
         return {
             "title": self.title,
             "methods": list(self.methods),
-            "seeds": sorted({trial.seed for trial, _ in self.results}),
+            "seeds": sorted({result["seed"] for result in self.results}),
             "target": self.goal,
-            "trials": [
-                {"method": trial.method, "seed": trial.seed, **{name: _plain(value) for name, value in own.items()}}
-                for (trial, _), own in zip(self.results, numbers, strict=True)
-            ],
-            "failed": [{"method": one.method, "seed": one.seed, "error": one.error} for one in self.failed],
+            "trials": [_plain(row) for row in self.frame.reset_index().to_dict("records")],
+            "failed": [one._asdict() for one in self.failed],
             "summary": {
                 method: {
-                    name: {
-                        "mean": _plain(row[name, "mean"]),
-                        "deviation": _plain(row[name, "std"]),
-                        "count": int(row[name, "count"]),
-                        "of": ended[method],
-                    }
-                    for name in self.summary.columns.unique(0)
+                    name: _plain({told: row[name, kind] for kind, told in keys.items()})
+                    | {"of": self.runs.loc[method, "ended"]}
+                    for name in self.frame
                 }
                 for method, row in self.summary.iterrows()
             },
-            "notes": {
-                name: [self.notes[number - 1] for number in self.notes_of(name)] for name in ended if self.notes_of(name)
-            },
+            "notes": self.notes,
         }
 
 
-def comparisons_of(trials: Iterable[Trial], *, order: Sequence[str] = (), target: float | None = None) -> list[Comparison]:
-    """Make a comparison for each protocol of finished and failed trials; methods that `order` lacks follow as they appear."""
+def comparisons_of(
+    results: Iterable[Mapping[str, Any]],
+    *,
+    order: Sequence[str] = (),
+    target: float | None = None,
+    failed: Sequence[Failure] = (),
+) -> list[Comparison]:
+    """Make a comparison of the runs that have everything in common that must be equal in one table.
+
+    Args:
+        results: As in `result.json`.
+        order: Methods in the order of tables; others follow as they appear.
+        target: As of `Comparison`.
+        failed: Runs that ended with an error. They belong to the first comparison, which they make if nothing is finished.
+
+    Returns:
+        The comparisons; titles that would be equal name the settings that differ.
+    """
+    groups: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
+    # What decides an option itself joins a group of the others.
+    for result in sorted(results, key=lambda one: _DECIDED in one.get("policies", {})):
+        own, decided = _protocol(result), {_DECIDED} & set(result.get("policies", {}))
+        fitting = (one for shared, one in groups if _without(shared, decided) == _without(own, decided))
+        members = next(fitting, None)
+        if members is None:
+            groups.append((own, [result]))
+        else:
+            members.append(result)
+    if failed and not groups:
+        groups.append(({}, []))
+    titles = _titles([own for own, _ in groups])
     found = []
-    for title, members in protocols_of(trials):
-        present = dict.fromkeys(trial.method for trial in members)
-        methods = list(dict.fromkeys([*(name for name in order if name in present), *present]))
-        ranked = sorted(members, key=lambda one: (one.seed, methods.index(one.method)))
-        found.append(Comparison(title, tuple(ranked), tuple(methods), target))
+    for number, (_, members) in enumerate(groups):
+        lost = () if number else tuple(failed)
+        present = dict.fromkeys([*(result["method"] for result in members), *(one.method for one in lost)])
+        methods = tuple(dict.fromkeys([*(name for name in order if name in present), *present]))
+        ranked = sorted(members, key=lambda one: (one["seed"], methods.index(one["method"])))
+        found.append(Comparison(titles[number], ranked, methods, target, lost))
     return found
+
+
+def read_results(*folders: Path | str) -> list[dict[str, Any]]:
+    """Read all results in folders and their subfolders. A run that is there twice counts once.
+
+    Args:
+        folders: Folders of runs or of comparisons.
+
+    Raises:
+        DataError: a folder without a result, a damaged file, or different results of one method, seed and setting.
+    """
+    kept: dict[str, tuple[dict[str, Any], Path]] = {}
+    for folder in map(Path, folders):
+        paths = sorted(folder.rglob("result.json"))
+        if not paths:
+            raise DataError(f"{folder} holds no result; pass the --out folder of `compare`, or of a finished run")
+        for path in paths:
+            result = read_result(path)
+            key = json.dumps((result["method"], result["seed"], _protocol(result)), sort_keys=True)
+            other, where = kept.setdefault(key, (result, path))
+            if result["final"] != other["final"]:
+                raise DataError(
+                    f"{result['method']}, seed {result['seed']}, has one result in {where} and another in {path}; leave one out"
+                )
+    return [result for result, _ in kept.values()]
+
+
+def _protocol(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what runs of one table have in common; an option that was not used is as one that is not there."""
+    return _without({name: value for name, value in result["config"].items() if value is not None}, _FREE)
+
+
+def _without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def _titles(protocols: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return model, data and size of each protocol; equal titles also name the settings that differ, such as `lr 0.1`."""
+    plain, settings = [_title(one) for one in protocols], [flat(one) for one in protocols]
+    titles = []
+    for title, own in zip(plain, settings, strict=True):
+        others = [other for name, other in zip(plain, settings, strict=True) if name == title]
+        names = sorted({name for other in others for name in other if len({str(each.get(name)) for each in others}) > 1})
+        words = [_setting(name, own[name]) for name in names if own.get(name) is not None]
+        titles.append(", ".join([title, *words]))
+    return titles
+
+
+def _setting(name: str, value: Any) -> str:
+    """Name a setting, such as `lr 0.1` or `heterogeneity low`."""
+    level = next((level for level, drawn in HETEROGENEITY.items() if list(drawn) == value), None)
+    return f"heterogeneity {level}" if level else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
+
+
+def _title(config: Mapping[str, Any]) -> str:
+    about = config.get("experiment", {})
+    counts = [(about.get("clients"), "client"), (config.get("rounds"), "round")]
+    parts = [
+        f"{about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else "runs",
+        *(f"{number} {what}{'' if number == 1 else 's'}" for number, what in counts if number is not None),
+    ]
+    return ", ".join(parts)
 
 
 def _reached(result: Mapping[str, Any], goal: float) -> float:
@@ -265,5 +345,6 @@ def _reached(result: Mapping[str, Any], goal: float) -> float:
     return math.nan
 
 
-def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of numbers with None for NaN, as JSON has it."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import MissingDependencyError
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.comparison import Comparison, check_target, comparisons_of, read_results
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
-from sparsekit_fl.pictures import pictures_of, to_svg
-from sparsekit_fl.problem.metrics import lower_is_better
+from sparsekit_fl.pictures import curves_of, to_svg
 from sparsekit_fl.stored import flat
-from sparsekit_fl.trials import collect
 
 PAGE = "report.html"
 
@@ -33,8 +31,8 @@ def read_comparisons(*folders: Path | str, target: float | None = None) -> list[
         InvalidValueError: a target outside (0, 1].
     """
     check_target(target)
-    trials = collect(*folders)
-    return comparisons_of(trials, order=in_published_order(dict.fromkeys(trial.method for trial in trials)), target=target)
+    results = read_results(*folders)
+    return comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)), target=target)
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Path, str]:
@@ -47,23 +45,21 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
         MissingDependencyError: Jinja2 is not installed.
     """
     sections, missing = [], ""
-    for number, comparison in enumerate(comparisons):
+    for comparison in comparisons:
+        picture = ""
         try:
-            drawn = {title: base64.b64encode(to_svg(figure)).decode() for title, figure in pictures_of(comparison).items()}
+            figure = curves_of(comparison)
+            picture = "" if figure is None else base64.b64encode(to_svg(figure)).decode()
         except MissingDependencyError as error:
-            drawn, missing = {}, str(error)
+            missing = str(error)
         published = published_beside(comparison)
         sections.append(
             {
                 "comparison": comparison,
                 "about": _about(comparison),
-                "tables": [
-                    _html(comparison.table(part), f"{part}{number}", _best(comparison))
-                    for part in ("final", "cost")
-                    if len(comparison.summary)
-                ],
-                "pictures": drawn,
-                "published": None if published is None else _html(published_table(published), f"published{number}"),
+                "tables": [_html(comparison.table(part)) for part in ("final", "cost") if len(comparison.summary)],
+                "picture": picture,
+                "published": None if published is None else _html(published_table(published)),
             }
         )
     source = published_source() if any(one["published"] for one in sections) else ""
@@ -92,34 +88,16 @@ def published_table(published: Any) -> Any:
     return need("pandas").DataFrame(rows).set_index("run")
 
 
-def _best(comparison: Comparison) -> dict[str, list[int]]:
-    """Return title of a column → rows with the best mean; wall time depends on the machine and is not marked."""
-    found = {}
-    for column in comparison.columns if len(comparison.summary) > 1 else ():
-        means = comparison.summary[column.name, "mean"]
-        larger = column.path[0] == "final" and not lower_is_better(column.path[-1])
-        if means.notna().any() and column.name != "wall_seconds":
-            best = means.max() if larger else means.min()
-            found[column.title] = [at for at, mean in enumerate(means) if mean == best]
-    return found
-
-
-def _html(frame: Any, name: str, best: Mapping[str, Sequence[int]] | None = None) -> str:
-    """Return a DataFrame of text as a table with an id of its own; the cells of `best` are bold."""
-    marks = {
-        title: ["font-weight: bold" if at in rows else "" for at in range(len(frame))] for title, rows in (best or {}).items()
-    }
-    frame = frame.rename_axis(None)
-    style = frame.style.format(escape="html").format_index(escape="html").format_index(escape="html", axis="columns")
-    style = style.apply(lambda column: marks.get(column.name, [""] * len(column)))
-    return str(style.set_uuid(name).to_html(exclude_styles=False))
+def _html(frame: Any) -> str:
+    """Return a DataFrame of text as a table."""
+    return str(frame.rename_axis(None).to_html(border=0))
 
 
 def _about(comparison: Comparison) -> str:
     """Return the settings of the runs, and version and date, in one line."""
     settings = {name.rpartition(".")[2]: value for name, value in flat(comparison.config).items() if value is not None}
     parts = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if name != "seed"]
-    known = [result.get("environment") or {} for _, result in comparison.results]
+    known = [result.get("environment") or {} for result in comparison.results]
     versions = {f"sparsekit {one['sparsekit']}" for one in known if "sparsekit" in one}
     dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})
     return "; ".join([*parts, *sorted(versions), *([" to ".join(dict.fromkeys([dates[0], dates[-1]]))] if dates else [])])

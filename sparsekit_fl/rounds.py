@@ -29,7 +29,7 @@ from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.processes import describe_environment
-from sparsekit_fl.results import FinalScores, RoundRecord, RoundScores, RunResult, plain
+from sparsekit_fl.results import FinalScores, RoundRecord, RoundScores, RunResult, load_result, plain
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.streams import Streams
@@ -104,6 +104,10 @@ def run(
         spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         described = plain(spec.describe(roster, experiment or {}))
         state, lines = folder.load(described)
+        if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
+            saved = load_result(folder.path)
+            if len(saved.rounds) == state.round:  # else it is that of a run which was then given more rounds
+                return replace(saved, state=state.model)
         server = Server(spec, roster, state)
         loop = _Loop(server, folder, told, engine, described, [RoundRecord.from_dict(line) for line in lines])
         with loop.explained(), engine.open(spec, roster, folder.memories) as run_clients, loop.told():

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.comparison import Comparison, comparisons_of
+from sparsekit_fl.comparison import Comparison, Failure, comparisons_of
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.stored import SCHEMA_NUMBER
-from sparsekit_fl.trials import Trial
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""
@@ -60,9 +59,9 @@ def result(
     return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
 
 
-def compared(*results: dict[str, Any], target: float | None = None, failed: tuple[Trial, ...] = ()) -> Comparison:
+def compared(*results: dict[str, Any], target: float | None = None, failed: tuple[Failure, ...] = ()) -> Comparison:
     """The comparison of results under one protocol."""
-    (found,) = comparisons_of([*map(Trial.of, results), *failed], target=target)
+    (found,) = comparisons_of(results, target=target, failed=failed)
     return found
 
 

@@ -55,7 +55,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("methods",),
         ("client",),
         ("problem",),
-        ("trials",),
         ("config",),
         ("options",),
         ("checkpoint", "stored"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +18,8 @@ from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
 
 if TYPE_CHECKING:
+    from sparsekit_fl.comparison import Failure
     from sparsekit_fl.methods.base import Method
-    from sparsekit_fl.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
@@ -51,12 +49,12 @@ def _compare(
     """Run several methods over several seeds, and print mean ± deviation.
 
     With --out DIR, every run has a folder in DIR: finished runs are not repeated, and interrupted ones continue. DIR also gets
-    report.html, with tables and pictures; `sparsekit report DIR` writes it again.
+    report.html, with tables and a picture; `sparsekit report DIR` writes it again.
     To use more cores, start several of these commands at once, with the same --out and other methods or seeds.
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
-    from sparsekit_fl.comparison import check_target, comparisons_of
+    from sparsekit_fl.comparison import Failure, check_target, comparisons_of
     from sparsekit_fl.errors import RunInterrupted, need
     from sparsekit_fl.report import write_report
 
@@ -73,22 +71,24 @@ def _compare(
             " 'fedprox mu=0.1'"
         )
     grid = _grid(options, seeds)
-    tasks = [_Task(method, run, options.out) for run in grid for method in made.values()]
+    tasks = [(method, run) for run in grid for method in made.values()]
     try:
         options.callbacks()  # if the options are wrong, nothing begins
         _experiment(grid[0])
-        trials = [_ended(task, f"{number}/{len(tasks)} {task.label}") for number, task in enumerate(tasks, 1)]
+        ended = [_ended(*task, options.out, f"{number}/{len(tasks)}") for number, task in enumerate(tasks, 1)]
     except (RunInterrupted, KeyboardInterrupt):
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line continues"
         typer.echo(f"stopped by the user; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    comparison = comparisons_of(trials, order=list(made), target=target)[0]
-    end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and pictures."
+    failed = [one for one in ended if isinstance(one, Failure)]
+    finished = [one for one in ended if not isinstance(one, Failure)]
+    comparison = comparisons_of(finished, order=list(made), target=target, failed=failed)[0]
+    end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and a picture."
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
         try:
             path, missing = write_report([comparison], options.out)
-            end = f"{path} has tables{'' if missing else ' and pictures'}; {end}"
+            end = f"{path} has tables{'' if missing else ' and a picture'}; {end}"
         except MissingDependencyError as error:
             missing = str(error)
         if missing:
@@ -98,7 +98,7 @@ def _compare(
     else:
         show(comparison)
         typer.echo(end)
-    if comparison.failed:
+    if failed:
         raise typer.Exit(FAILED)
 
 
@@ -131,99 +131,54 @@ def _grid(options: RunOptions, seeds: int) -> list[RunOptions]:
     return [options.replaced(seed=seed, eval_every=every, out=None) for seed in range(first, first + seeds)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """One trial: a method, the options with its seed, and the folder of the comparison; None keeps nothing."""
-
-    method: Method
-    options: RunOptions
-    home: Path | None
-
-    @property
-    def label(self) -> str:
-        """Method, level of the devices and seed, as in `fedavg, low, seed 0`."""
-        return ", ".join(filter(None, (self.method.name, self.options.heterogeneity, f"seed {self.options.seed}")))
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of its run, such as `fedavg-low-seed0`."""
-        name, level = re.sub(r"[^\w.+-]+", "_", self.method.name), self.options.heterogeneity
-        return None if self.home is None else self.home / "-".join(filter(None, (name, level, f"seed{self.options.seed}")))
-
-
 @lru_cache(maxsize=1)
 def _experiment(options: RunOptions) -> Experiment:
     """Load data and settings; the newest stay in memory, since neighbouring trials share them."""
     return Experiment.of(options)
 
 
-def _ended(task: _Task, label: str) -> Trial:
-    """Return a trial that has ended: finished before, or run now, from its last checkpoint on.
+def _ended(method: Method, options: RunOptions, home: Path | None, number: str) -> Mapping[str, Any] | Failure:
+    """Return the result of a run: one that was finished before, or of a run from its last checkpoint on.
 
-    One that fails is recorded in its folder, with the error, and stops no other.
+    Args:
+        method: The method.
+        options: With the seed of the run.
+        home: The folder of the comparison, in which a run has a folder such as `fedavg-low-seed0`; None keeps nothing.
+        number: Which of all runs this is, for messages.
 
     Raises:
         RunInterrupted, KeyboardInterrupt: it was stopped.
-        ResumeError: its folder holds a trial of other settings.
-        FolderInUseError: another command runs this trial.
+        ResumeError: its folder holds a run of other settings.
+        FolderInUseError: another command does this run.
     """
     from sparsekit_fl.callbacks import LiveProgress
-    from sparsekit_fl.checkpoint import holds_run, write_atomically
+    from sparsekit_fl.checkpoint import holds_run
+    from sparsekit_fl.comparison import Failure
     from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted
-    from sparsekit_fl.stored import number_text
-    from sparsekit_fl.trials import TRIAL_FILE, Trial
+    from sparsekit_fl.stored import number_text, score_text
 
-    quiet, began, raw = task.options.quiet or task.options.as_json, time.monotonic(), dict[str, Any]()
-    folder, how = task.folder, "finished"
+    names = list(filter(None, (method.name, options.heterogeneity)))
+    label = f"{number} {', '.join(names)}, seed {options.seed}"
+    name = re.sub(r"[^\w.+-]+", "_", "-".join(names))
+    folder = None if home is None else home / f"{name}-seed{options.seed}"
+    quiet, began = options.quiet or options.as_json, time.monotonic()
     try:
-        experiment = _experiment(task.options)
-        config = {**task.method.configure(experiment.config).to_dict(), "experiment": experiment.described}
-        raw |= json.loads(json.dumps({"config": config, "policies": task.method.describe()}))
-        if folder is not None and (folder / "result.json").exists():
-            trial, how = _finished(task, folder, raw, experiment), "finished before"
-        else:
-            options = task.options.replaced(out=folder)
-            with LiveProgress(quiet=quiet, label=label) as progress:
-                resume = folder is not None and holds_run(folder)
-                result = experiment.run(task.method, options, [progress, *options.callbacks()], resume=resume)
-            trial = Trial.of(result.to_dict())
-            if folder is not None:
-                (folder / TRIAL_FILE).unlink(missing_ok=True)
+        experiment, resume = _experiment(options), folder is not None and holds_run(folder)
+        with LiveProgress(quiet=quiet, label=label) as progress:
+            callbacks = [progress, *options.callbacks()]
+            result = experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
     except (FolderInUseError, ResumeError, RunInterrupted):
         raise
-    except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials continue
+    except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
         text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
-        raw = {"config": {}, "policies": {}, **raw, "method": task.method.name, "seed": task.options.seed, "error": text}
-        trial, how = Trial.of(raw), f"failed: {text}"
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
-    accuracy = ((trial.result or {}).get("final", {}).get("personal") or {}).get("accuracy")
-    parts = [how, "" if accuracy is None else f"accuracy {number_text('share', accuracy)}"]
-    parts.append(number_text("seconds", time.monotonic() - began) if how == "finished" else "")
+        told, found = f"failed: {text}", Failure(method.name, options.seed, text)
+    else:
+        accuracy = result["final"]["personal"].get("accuracy")
+        score = "" if accuracy is None else f"{score_text('accuracy', accuracy)}, "
+        told, found = f"finished, {score}{number_text('seconds', time.monotonic() - began)}", result
     if not quiet:
-        typer.echo(f"{label}: {', '.join(filter(None, parts))}", err=True)
-    return trial
-
-
-def _finished(task: _Task, folder: Path, described: Mapping[str, Any], experiment: Experiment) -> Trial:
-    """Read a trial that is finished, if it is the one that is wanted."""
-    from sparsekit_fl.checkpoint import differences
-    from sparsekit_fl.errors import ResumeError
-    from sparsekit_fl.spec import data_fingerprint
-    from sparsekit_fl.stored import read_result
-    from sparsekit_fl.trials import Trial
-
-    saved = read_result(folder)
-    changed = differences({name: saved[name] for name in described}, described)
-    if changed:
-        raise ResumeError(
-            f"{folder} holds {task.label} with other settings ({'; '.join(changed)});"
-            " pass the options it was run with, or another --out"
-        )
-    if saved["fingerprint"].get("data") not in (None, data_fingerprint(experiment.clients)):
-        raise ResumeError(f"{folder} holds {task.label} on other data; restore the data, or pass another --out")
-    return Trial.of(saved)
+        typer.echo(f"{label}: {told}", err=True)
+    return found
 
 
 compare = command_app(

@@ -27,7 +27,7 @@ def _report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write report.html of finished runs, with tables and pictures, and print the tables; nothing is trained.
+    """Write report.html of finished runs, with tables and a picture, and print the tables; nothing is trained.
 
     Runs of different data, models or settings have sections of their own. Where runs have the protocol of the FedLPS paper, its
     published numbers are next to them.
@@ -49,9 +49,9 @@ def _report(
         if published is not None:
             print_wrapped("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
             _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
-    typer.echo(f"tables{'' if missing else ' and pictures'} are in {path}")
+    typer.echo(f"tables{'' if missing else ' and a picture'} are in {path}")
     if missing:
-        typer.echo(f"warning: no pictures: {missing}", err=True)
+        typer.echo(f"warning: no picture: {missing}", err=True)
 
 
 def show(comparison: Comparison) -> None:

@@ -1,17 +1,18 @@
-"""The table of a comparison: its numbers, its texts on terminals and in JSON, and what failed."""
+"""Comparisons: which runs stand in one table, its numbers, its texts on terminals and in JSON, and what failed."""
 
 import contextlib
 import io
+import json
 import math
+from pathlib import Path
 
 import pytest
-from saved_results import SECONDS, compared, result
+from saved_results import SECONDS, compared, result, save
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.cli.report import show
-from sparsekit_fl.comparison import Comparison, check_target
+from sparsekit_fl.comparison import Comparison, Failure, check_target, comparisons_of, read_results
 from sparsekit_fl.stored import texts
-from sparsekit_fl.trials import Trial
 
 
 def shown(comparison: Comparison, width: int = 200) -> str:
@@ -59,7 +60,7 @@ def test_means_deviations_and_n_are_those_of_each_row() -> None:
 
 
 def test_a_failed_seed_is_marked() -> None:
-    failed = Trial(method="a", seed=2, config=result("a")["config"], error="[red] it diverged")
+    failed = Failure("a", 2, "[red] it diverged")
     lost = result("a", 3)
     lost["final"]["personal"]["accuracy"] = None
     comparison = compared(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
@@ -71,10 +72,8 @@ def test_a_failed_seed_is_marked() -> None:
     assert saved["summary"]["a"]["personal_accuracy"]["of"] == 4
 
 
-def test_what_failed_before_it_had_a_configuration_counts_with_the_others() -> None:
-    failed = Trial(method="a", seed=1, config={}, error="no such option")
-    assert list(compared(result("a"), failed=(failed,)).table()["n"]) == ["1 of 2"]
-    alone = compared(failed=(failed,))
+def test_what_failed_alone_makes_a_table_without_rows() -> None:
+    alone = compared(failed=(Failure("a", 1, "no such option"),))
     assert (len(alone.table()), alone.remarks(), alone.to_dict()["summary"]) == (0, ["failed: a, seed 1: no such option"], {})
 
 
@@ -100,3 +99,48 @@ def test_one_table_fits_the_terminal_cuts_no_number_and_names_the_columns_left_o
     assert sum("───" in line for line in text.splitlines()) == 1
     for part in ("91.0 ± 1.0%", *(("100 ± 0 MB", "2.79 ± 0.00T", "50.0 ± 0.0 s") if width == 200 else ()), "wall time"):
         assert part in text
+
+
+def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, *(result(method, seed) for method in ("a", "b", "c") for seed in (1, 0)))
+    (section,) = comparisons_of(read_results(tmp_path), order=["c", "x", "b"])
+    assert (section.title, section.dataset) == ("cnn on mnist, 100 clients, 100 rounds", "mnist")
+    assert section.methods == ("c", "b", "a")
+    assert [(one["seed"], one["method"]) for one in section.results] == [(s, m) for s in (0, 1) for m in "cba"]
+
+
+def test_other_settings_are_in_a_section_of_their_own_whose_title_names_them(tmp_path: Path) -> None:
+    other = result("a", 7)
+    other["config"]["training"]["lr"] = 0.5
+    levels = [result("a", heterogeneity="low"), result("a"), result("a", lack_classes=8)]
+    save(tmp_path, *levels, result("b"), result("a", 3, rounds=50, dataset="cifar10"), other)
+    sections = comparisons_of(read_results(tmp_path))
+    same = "cnn on mnist, 100 clients, 100 rounds"
+    assert sorted((section.title, len(section.results)) for section in sections) == [
+        ("cnn on cifar10, 100 clients, 50 rounds", 1),
+        (f"{same}, heterogeneity high, lack classes 8, lr 0.1", 1),
+        (f"{same}, heterogeneity high, lr 0.1", 2),
+        (f"{same}, heterogeneity high, lr 0.5", 1),
+        (f"{same}, heterogeneity low, lr 0.1", 1),
+    ]
+
+
+def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
+    again = result("a")
+    again["cost"]["wall_seconds"] = 99.0
+    other = {**again, "final": {**again["final"], "state_sha256": "another"}}
+    for name, made in (("copy", result("a")), ("deep/er", again), ("other", other)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "result.json").write_text(json.dumps(made))
+    (comparison,) = comparisons_of(read_results(tmp_path / "copy", tmp_path / "deep"))
+    assert list(comparison.table()["n"]) == ["1"]
+    with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "[]", '{"method": "a"}', "{"])
+def test_a_folder_without_results_or_with_damaged_ones_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "result.json").write_text(content)
+    with pytest.raises(DataError, match="holds no result" if content is None else "is not a result"):
+        read_results(tmp_path)

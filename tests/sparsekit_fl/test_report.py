@@ -21,9 +21,9 @@ def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys:
     assert execute(["report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "¹ A note.", "published numbers", "88.15 ± 1.14"):
+    for part in ("cnn on mnist, 100 clients, 100 rounds", "75.0%", "fedavg: A note.", "published numbers", "88.15 ± 1.14"):
         assert part in captured.out
-    assert f"tables and pictures are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
+    assert f"tables and a picture are in {tmp_path / 'report.html'}" in captured.out.replace("\n", "")
     first = page(tmp_path)
     assert execute(["report", str(tmp_path), "--json"]) == 0
     assert page(tmp_path) == first, "equal results make equal bytes"
@@ -56,25 +56,20 @@ def test_without_matplotlib_there_is_a_page_with_tables_version_and_settings(
     assert execute(["report", str(tmp_path)]) == 0
     for part in ("89.5%", "sparsekit 0.2.0; 2026-11-22", "classes per client 2", "cohort 10"):
         assert part in page(tmp_path)
-    assert "no pictures: " in capsys.readouterr().err
+    assert "no picture: " in capsys.readouterr().err
 
 
 def test_the_page_asks_nothing_of_a_network_and_escapes_text_of_others(tmp_path: Path) -> None:
     save(tmp_path, *(result(name, seed, note="Saves <b>bytes</b>.") for name in ("fedavg", "fedlps") for seed in (0, 1)))
     (tmp_path / "own").mkdir()
     (tmp_path / "own/result.json").write_text(json.dumps(result("own<b>&\"'method", accuracies={50: 0.3, 100: 0.5})))
-    (tmp_path / "failed").mkdir()
-    raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "it <broke>"}
-    (tmp_path / "failed/trial.json").write_text(json.dumps(raw))
     assert execute(["report", str(tmp_path)]) == 0
     text = page(tmp_path)
     assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']*|@import[^;]*|url\((?!#)[^)]*\)""", text) == []
     assert '<meta name="viewport"' in text
     body = text[text.index("<body>") :]
-    ids = re.findall(r'id="([^"]+)"', text)
-    assert len(ids) == len(set(ids)), "bold cells of one table are not those of another"
     for tag in ("section", "table", "tr", "th", "td", "p", "div"):
         assert len(re.findall(rf"<{tag}[ >]", body)) == body.count(f"</{tag}>"), tag
-    assert not {"own<b>", "<b>bytes", "<broke>"} & {part for part in ("own<b>", "<b>bytes", "<broke>") if part in text}
+    assert "own<b>" not in text
+    assert "<b>bytes" not in text
     assert "own&lt;b&gt;&amp;" in text
-    assert "it &lt;broke&gt;" in text

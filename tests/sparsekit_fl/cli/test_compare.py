@@ -47,11 +47,6 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
 
     assert execute([*command[:4], *command[4:], "--lr", "0.01"]) == 2
     assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
-    path = tmp_path / "fedavg-seed5" / "result.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps({**raw, "fingerprint": {**raw["fingerprint"], "data": "0" * 16}}))
-    assert execute(command) == 2
-    assert "on other data" in capsys.readouterr().err
 
 
 METHODS = """
@@ -91,7 +86,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
+def test_a_failed_trial_loses_no_other_and_is_tried_again(
     mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
@@ -101,9 +96,6 @@ def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
     assert "RuntimeError: no such luck" in captured.out
     assert "1/2 broken, seed 0: failed" in captured.err
     assert "2/2 fedavg, seed 0: finished" in captured.err
-    recorded = json.loads((tmp_path / "out/broken-seed0/trial.json").read_text())
-    assert "no such luck" in recorded["error"]
-    assert recorded["config"]["rounds"] == 2
     assert "no such luck" in (tmp_path / "out/report.html").read_text()
 
     # The text of the policy is unchanged, so the trial goes on under the same settings.
@@ -111,10 +103,8 @@ def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
     assert execute(command) == 0
     captured = capsys.readouterr()
     assert "1/2 broken, seed 0: finished, accuracy" in captured.err
-    assert "2/2 fedavg, seed 0: finished before" in captured.err
-    assert "broken ¹" in captured.out
-    assert "¹ It breaks." in captured.out
-    assert not (tmp_path / "out/broken-seed0/trial.json").exists()
+    assert "2/2 fedavg, seed 0: finished, accuracy" in captured.err
+    assert "broken: It breaks." in captured.out
 
 
 @pytest.mark.same_bits
