@@ -213,7 +213,6 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: what `sparsekit compare --json` prints."""
-        keys = {"mean": "mean", "std": "deviation", "count": "count"}
         return {
             "title": self.title,
             "methods": list(self.methods),
@@ -223,8 +222,11 @@ class Comparison:
             "failed": [one._asdict() for one in self.failed],
             "summary": {
                 method: {
-                    name: _plain({told: row[name, kind] for kind, told in keys.items()})
-                    | {"of": self.runs.loc[method, "ended"]}
+                    name: {
+                        **_plain({"mean": row[name, "mean"], "deviation": row[name, "std"]}),
+                        "count": int(row[name, "count"]),
+                        "of": int(self.runs.loc[method, "ended"]),
+                    }
                     for name in self.frame
                 }
                 for method, row in self.summary.iterrows()
