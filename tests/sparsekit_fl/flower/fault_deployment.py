@@ -75,19 +75,18 @@ def program(name: str) -> str:
 
 
 class Deployment:
-    """SuperLink, SuperNodes and what is submitted to them. No process may contact anybody outside this machine.
+    """SuperLink, SuperNodes and what is submitted to them, over TLS. No process may contact anybody outside this machine.
 
     Args:
         folder: For all files.
-        tls: Encrypt, and let in only SuperNodes whose key was registered.
+        keys: Number of key pairs of SuperNodes; only those whose key was registered are let in.
     """
 
-    def __init__(self, folder: Path, *, tls: bool = False) -> None:
+    def __init__(self, folder: Path, *, keys: int) -> None:
         self.folder = folder
         self.app = folder / "app"
         self.events = folder / "events"
         self.events.mkdir(parents=True)
-        self.tls = tls
         write_app(self.app)
         project = self.app / "pyproject.toml"
         project.write_text(project.read_text().replace("sparsekit_fl.flower.app:server", "fault_planted:server"))
@@ -109,8 +108,7 @@ class Deployment:
             ),
             "SPARSEKIT_FAULTS": str(self.events),
         }
-        if tls:
-            self._call("sh", "make_certificates.sh", "localhost", "2")
+        self._call("sh", "make_certificates.sh", "localhost", str(keys))
 
     def _call(self, *command: str) -> str:
         done = subprocess.run(command, cwd=self.app, env=self._env, capture_output=True, text=True, check=False, timeout=300)
@@ -131,9 +129,9 @@ class Deployment:
     def start_superlink(self) -> None:
         """Start it, and wait until it listens."""
         keys = ("--ssl-ca-certfile", "keys/ca.crt", "--ssl-certfile", "keys/server.pem", "--ssl-keyfile", "keys/server.key")
-        secure = (*keys, "--enable-supernode-auth") if self.tls else ("--insecure",)
         where = ("--host", "127.0.0.1", "--port", str(self._port), "--database", str(self.folder / "superlink.db"))
-        self._start("superlink", "flower-superlink", *secure, *where, "--disable-runtime-dependency-installation")
+        more = ("--enable-supernode-auth", "--disable-runtime-dependency-installation")
+        self._start("superlink", "flower-superlink", *keys, *where, *more)
 
         def listens() -> bool:
             assert self._processes["superlink"].poll() is None, self.log("superlink")
@@ -146,7 +144,7 @@ class Deployment:
     def start_node(self, name: str, clients: str, *, key: int | None = None) -> None:
         """Start a SuperNode with clients of these ids, and with the key pair of this number."""
         config = f'clients="{clients}" state-dir="{self.folder / "state" / name}"'
-        secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
+        secure: tuple[str, ...] = ("--root-certificates", "keys/ca.crt")
         secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
         where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(free_port()), "--node-config", config)
         self._start(name, "flower-supernode", *secure, *where)
@@ -159,7 +157,7 @@ class Deployment:
         default = AppOptions().to_run_config()
         config = {key: value for key, value in options.to_run_config().items() if value != default[key]}
         text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        self._call(program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
+        self._call(program("flwr"), "run", ".", "server", "--run-config", text)
 
     def _not_ended(self) -> None:
         ended = self.events / "ended"

@@ -1,7 +1,8 @@
-"""One deployed run in which processes die: three SuperNodes, four rounds, and the same bits as without processes.
+"""One deployed run over TLS in which everything dies once: three known SuperNodes, four rounds, the bits of one process.
 
-Round 1 is whole. In round 2 the process of a client is killed while it trains, and a SuperNode. In round 3 that SuperNode is
-missing; before it ends, it is back with its folder. Round 4 is whole again.
+Round 1 is whole. In round 2, the SuperLink is killed; the run is submitted again, and the round is repeated: now the process of
+a client is killed while it trains, and a SuperNode. In round 3 that SuperNode is missing; before it ends, it is back with its
+folder. Round 4 is whole again. A fourth SuperNode, whose key nobody registered, asks in vain all the time.
 """
 
 import os
@@ -26,18 +27,30 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("storm")
     out = folder / "run"
     options = AppOptions(**PLANTED, rounds=4, cohort=6, eval_every=4, out=out, nodes=len(NODES), min_replies=1)
-    with Deployment(folder) as deployment, pytest.MonkeyPatch.context() as patch:
+    with Deployment(folder, keys=len(NODES)) as deployment, pytest.MonkeyPatch.context() as patch:
+        deployment.plant("hold-0-2")
+        deployment.start_superlink()
+        for key, (name, clients) in enumerate(NODES.items()):
+            deployment.register(key)
+            deployment.start_node(name, clients, key=key)
+        deployment.start_node("stranger", "0-5")
+        deployment.submit(options)
+        deployment.event("began-0-2")
+        until(lambda: "2001" in deployment.log("stranger"), "the stranger is refused")
+        for spot in ("2-2", "3-2", "4-2", "5-2"):  # nothing of this node holds the round up
+            deployment.event(f"done-{spot}")
+        deployment.kill("superlink")
+        for path in deployment.events.glob("*-2"):  # the hold among them
+            path.unlink()
         deployment.plant("hold-2-2", "hold-4-2", "hold-0-3")
         deployment.start_superlink()
-        for name, clients in NODES.items():
-            deployment.start_node(name, clients)
-        deployment.submit(options)
+        deployment.submit(options.replaced(resume=True))
         os.kill(int(deployment.event("began-2-2")), signal.SIGKILL)
         deployment.event("began-4-2")
         deployment.kill("killed")
         # Flower notices after 60 to 70 seconds that a process is gone.
         deployment.event("began-0-3")
-        deployment.start_node("killed", NODES["killed"])
+        deployment.start_node("killed", NODES["killed"], key=2)
         until(lambda: "Node ID" in deployment.log("killed"), "the SuperNode that was killed is known again")
         deployment.lift("hold-0-3")
         result, records = deployment.await_result(out), deployment.records(out)

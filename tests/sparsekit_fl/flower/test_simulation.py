@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ if find_spec("ray") is None:  # importing it takes seconds, also where these tes
 
 from fault_deployment import HERE, free_port, program, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.flower]
+from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.cli.simulate import simulate
+from sparsekit_fl.errors import RunInterrupted
 
-DATA = "--dataset sparsekit_fl.testing:tiny_data --cohort 4 --seed 3 --epochs 1 --batch-size 8 --rounds 2 --eval-every 2"
+DATA = "--dataset sparsekit_fl.testing:tiny_data --cohort 4 --seed 3 --epochs 1 --batch-size 8 --rounds 4 --eval-every 2"
+LINE = f"run fault_planted:method {DATA} --set upload=bfloat16 --set eval_clients=3"
 FLOWER = "--engine flower --workers 2 --set supernodes=3"
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster of one machine, as `ray start` makes it."""
     port = free_port()
@@ -51,24 +54,46 @@ def cluster() -> Iterator[str]:
 
 def started(line: str) -> subprocess.Popen[str]:
     """The command line in a process of its own."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
     code = "import sys; from sparsekit.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *shlex.split(line)]
-    env = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def result_of(line: str, code: int = 0) -> dict[str, Any]:
+def result_of(line: str) -> dict[str, Any]:
     """The result of a run, read from the output of the command."""
     done = started(f"{line} --json")
     out, error = done.communicate(timeout=1200)
-    assert done.returncode == code, error
-    found: dict[str, Any] = json.loads(out) if out else {"error": error}
+    assert done.returncode == 0, error
+    found: dict[str, Any] = json.loads(out)
     return found
 
 
-def same_run(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Compare what two runs learned, and what it cost."""
+@pytest.mark.slow
+@pytest.mark.flower
+@pytest.mark.same_bits
+def test_a_run_whose_actor_was_killed_leaves_no_process_and_resumes_on_a_cluster_to_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, events = tmp_path / "run", tmp_path / "events"
+    events.mkdir()
+    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]))
+    there = result_of(f"{LINE} --workers 1")
+    spot = f"{there['rounds'][2]['cohort'][0]}-3"
+    (events / f"began-{spot}").unlink()
+    (events / f"hold-{spot}").touch()
+    run = started(f"{LINE} {FLOWER} --out {out} --json")
+    until(lambda: (events / f"began-{spot}").exists() or run.poll() is not None, "round 3")
+    os.kill(int((events / f"began-{spot}").read_text()), signal.SIGKILL)
+    (events / f"hold-{spot}").unlink()
+    _, error = run.communicate(timeout=600)
+    assert run.returncode == 1, error
+    assert "a process that trains clients failed" in error
+    assert "round 2 of 4 was finished" in error
+    found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+    with cluster() as address:
+        here = result_of(f"run --resume --out {out} --set ray_address={address}")
     assert here["final"] == there["final"]
     assert [record["evaluation"] for record in here["rounds"]] == [record["evaluation"] for record in there["rounds"]]
     for name in ("uplink_bytes", "downlink_bytes", "flops", "simulated_seconds"):
@@ -76,51 +101,25 @@ def same_run(here: dict[str, Any], there: dict[str, Any]) -> None:
     assert here["fingerprint"] == there["fingerprint"]
 
 
-@pytest.mark.same_bits
-def test_a_cluster_gives_the_bits_of_worker_processes(cluster: str, tmp_path: Path) -> None:
-    line = f"run fedlps {DATA}"
-    same_run(
-        result_of(f"{line} --workers 1"), result_of(f"{line} --engine flower --set ray_address={cluster} --out {tmp_path}")
-    )
+LINK = "import socket, sys\nlistening = socket.create_server(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])))"
+SUBMIT = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)"
 
 
-@pytest.mark.same_bits
-def test_a_run_whose_actor_was_killed_and_that_was_then_ended_resumes_to_the_same_bits_and_leaves_no_process(
+def test_sigterm_stops_a_run_as_ctrl_c_does_and_ends_the_programs_of_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = f"run fault_planted:method {DATA} --rounds 4 --set upload=bfloat16 --set eval_clients=3"
-    out, events = tmp_path / "run", tmp_path / "events"
-    events.mkdir()
-    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
-    whole = result_of(f"{line} --workers 1")
-    for path in events.iterdir():
-        path.unlink(missing_ok=True)
-
-    def held(round: int, flower: str) -> tuple[subprocess.Popen[str], int]:
-        """A run, and the id of the process that trains the first client of a round, and waits."""
-        spot = f"{whole['rounds'][round - 1]['cohort'][0]}-{round}"
-        (events / f"hold-{spot}").touch()
-        run = started(flower)
-        began = events / f"began-{spot}"
-        until(lambda: began.exists() or run.poll() is not None, f"round {round}")
-        return run, int(began.read_text())
-
-    run, actor = held(3, f"{line} {FLOWER} --out {out} --json")
-    os.kill(actor, signal.SIGKILL)
-    for path in events.iterdir():
-        path.unlink(missing_ok=True)
-    _, error = run.communicate(timeout=600)
-    assert run.returncode == 1, error
-    assert "a process that trains clients failed" in error
-    assert "round 2 of 4 was finished" in error
-    run, _ = held(4, f"run --resume --out {out} --json")
-    run.send_signal(signal.SIGTERM)
-    _, error = run.communicate(timeout=120)
-    assert run.returncode == 130, error
-    assert "stopped by the user" in error
-    time.sleep(1)
-    found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
-    assert found.stdout == ""
-    for path in events.iterdir():
-        path.unlink(missing_ok=True)
-    same_run(whole, result_of(f"run --resume --out {out} --workers 1 --engine processes"))
+    """The programs are replaced by two that wait, the second of which sends the signal."""
+    for name, code in {"flower-superlink": LINK, "flwr": SUBMIT}.items():
+        (tmp_path / name).write_text(
+            f"#!{sys.executable}\nimport os, time\nopen({str(tmp_path / 'ids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n{code}\n"
+            "time.sleep(600)\n"
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RunInterrupted, match="stopped by the user"):
+        simulate("fedavg", RunOptions(), print)
+    ids = [int(line) for line in (tmp_path / "ids").read_text().split()]
+    assert len(ids) == 2
+    for id in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(id, 0)
