@@ -127,8 +127,7 @@ def main() -> None:
                 capability_levels=levels,
                 training=training,
             )
-            # Without the number of rounds: a finished run may be given more.
-            others = ("images", "pixels", "lr", "norms", "validation")
+            others = ("images", "pixels", "lr", "norms", "validation", "rounds")
             folder = options.out / "-".join(map(str, (name, seed, *(about[other] for other in others))))
             resume = (folder / "checkpoint.pt").exists()
             result = fl.run(METHODS[name], problem, everyone, config, out=folder, resume=resume, init=trained.state_dict())

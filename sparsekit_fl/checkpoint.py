@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _CHECKPOINT, _BEGUN, _RECORDS = "checkpoint.pt", "run.json", "rounds.jsonl"
 _MEMORY_FILE = re.compile(r"\d+-\d+\.pt")
-# How often is scored changes no bit of what is learned, so a resumed run may do it otherwise.
-_SCORING = ("eval_every", "eval_clients", "eval_global_every")
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
 _HASH_BYTES = 32
 
@@ -214,14 +212,12 @@ class State:
         model: The whole dense global state; entries that are not shared stay as they were at first.
         memory: State of the method on the server.
         versions: Client id → round in which its valid memory was written; clients without memory are absent.
-        extended: How many rounds the run had, each time that a finished run was given more.
     """
 
     round: int
     model: dict[str, Tensor]
     memory: dict[str, Any] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    extended: tuple[int, ...] = ()
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
@@ -291,7 +287,7 @@ class RunFolder:
         """Return the state and the records of the last saved round; no state for a run that begins.
 
         Args:
-            described: All that must be equal for a run to be resumed, as plain JSON values, with `config`.
+            described: All that must be equal for a run to be resumed, as plain JSON values.
 
         Raises:
             ResumeError: an option, the model or the data changed, or a file is damaged.
@@ -314,27 +310,18 @@ class RunFolder:
         try:
             saved = loads(self._checkpoint.read_bytes())
             state = State(**saved["state"])
-            state.extended = (*state.extended, *self._refuse_changes(saved["run"], described, state.round))
-            return state, self._read_records(saved["records_bytes"], saved["records_sha256"], state.round)
+            changed = differences({name: saved["run"][name] for name in described}, dict(described))
+            records = self._read_records(saved["records_bytes"], saved["records_sha256"], state.round)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"
             ) from error
-
-    def _refuse_changes(self, saved: Mapping[str, Any], described: Mapping[str, Any], round: int) -> list[int]:
-        """Return the number of rounds that the run had, if it is given more."""
-        before, now = saved["config"]["rounds"], described["config"]["rounds"]
-        more = now > before == round  # a finished run may continue
-        config = {**saved["config"], "rounds": now} if more else saved["config"]
-        was = {name: {**saved, "config": config}[name] for name in described}
-        changed = differences(_learned(was), _learned(described))
         if changed:
             raise ResumeError(
-                f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"
-                " pass the options it was started with, or another folder. This holds for `rounds` too:"
-                " a method may plan its course by the number of rounds; only a finished run may be given more"
+                f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it was"
+                " started with, or another folder. To train for longer, start a new run with init=FOLDER (--init FOLDER)"
             )
-        return [before] if more else []
+        return state, records
 
     def _read_records(self, size: int, sha256: str, round: int) -> list[dict[str, Any]]:
         if not self._records.exists() or self._records.stat().st_size < size:
@@ -381,12 +368,6 @@ class RunFolder:
     def clean(self) -> None:
         """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
         self.memories.keep(self._versions)
-
-
-def _learned(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the bits of a run: all but how often it is scored."""
-    config = {name: value for name, value in described["config"].items() if name not in _SCORING}
-    return {**described, "config": config}
 
 
 def _files_of_a_run(path: Path) -> list[str]:

@@ -300,7 +300,7 @@ class RoundRecord:
 
 
 _RECORD = TypeAdapter(RoundRecord)
-_AS_IT_IS = ("environment", "note", "fingerprint", "stopped", "extended")
+_AS_IT_IS = ("environment", "note", "fingerprint", "stopped")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -319,7 +319,6 @@ class RunResult:
         note: What the method's line in tables says.
         fingerprint: Version of the code, and a cheap hash of the data.
         stopped: The reason why a callback ended the run before its last round; empty for none.
-        extended: Numbers of rounds that the run had before it was extended, ascending.
     """
 
     method: Mapping[str, str]
@@ -333,7 +332,6 @@ class RunResult:
     note: str = ""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
-    extended: tuple[int, ...] = ()
 
     @property
     def failures(self) -> dict[int, str]:
@@ -394,7 +392,7 @@ class RunResult:
             rounds=tuple(RoundRecord.from_dict(one) for one in raw["rounds"]),
             final=FinalScores.from_dict(raw["final"]),
             cost=cost_of(raw["cost"]),
-            **given | {"extended": tuple(raw["extended"])},
+            **given,
         )
 
     def save(self, path: Path | str) -> None:

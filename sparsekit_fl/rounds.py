@@ -73,9 +73,7 @@ def run(
         callbacks: Displays, loggers, early stopping; see `Callback`.
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. One run at a time writes to
             it. A fresh run needs a folder without files of another run.
-        resume: Continue from the checkpoint in `out`, to the same bits as a run that was never interrupted. A finished run
-            continues if `config.rounds` is more than it had; a method that plans its course by the number of rounds then plans
-            by the new one.
+        resume: Continue from the checkpoint in `out`, to the same bits as a run that was never interrupted.
         graph: The units of the model, if they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
         init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
@@ -350,7 +348,6 @@ class _Loop:
             note=spec.method.note,
             fingerprint={"sparsekit": __version__, "data": self.described["clients"]["data"]},
             stopped=self.view.stopped,
-            extended=state.extended,
         )
         for sentence in result.warnings:
             _log.warning("%s", sentence)

@@ -126,7 +126,7 @@ class RunOptions(_RunFields):
         ray_address: HOST:PORT of a running Ray cluster, for --engine flower.
         workers: Number of worker processes. Results do not depend on it. Default: the number of cores, at most 8.
         out: Folder for the result, the rounds, the checkpoint and the models.
-        resume: Continue the run in --out with its options, to the same bits. With more --rounds, extend a finished run.
+        resume: Continue the run in --out with its options, to the same bits.
         callback: A callback: tensorboard, best (keep the best model), early-stopping, or package.module:Class. Repeat it for
             several.
         quiet: Show no progress on stderr.

@@ -225,7 +225,7 @@ def _named(ids: Iterable[int]) -> str:
 
 
 def run_id(memories: Memories) -> str:
-    """Return the id of a run, the same for the run that resumes or extends it, so that devices find their memories."""
+    """Return the id of a run, the same for the run that resumes it, so that devices find their memories."""
     path = memories.folder / "run-id"
     if not path.exists():
         write_atomically(path, secrets.token_hex(8).encode(), durable=memories.durable)

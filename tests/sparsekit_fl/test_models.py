@@ -68,5 +68,5 @@ def test_a_run_that_began_with_other_weights_is_not_gone_on_with(tmp_path):
     tiny_run(rounds=1, init=init, out=tmp_path)
     for other in (None, {"first.weight": torch.full((8, 6), 0.25)}):
         with pytest.raises(fl.errors.ResumeError, match=r"model\.initial: was"):
-            tiny_run(rounds=2, init=other, out=tmp_path, resume=True)
-    assert len(tiny_run(rounds=2, init=init, out=tmp_path, resume=True).rounds) == 2
+            tiny_run(rounds=1, init=other, out=tmp_path, resume=True)
+    assert len(tiny_run(rounds=1, init=init, out=tmp_path, resume=True).rounds) == 1

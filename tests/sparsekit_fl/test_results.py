@@ -91,7 +91,7 @@ def test_a_result_is_read_as_it_was_and_one_of_another_version_or_a_damaged_one_
         finished,
         final=replace(finished.final, per_client=deploying),
         cost=replace(finished.cost, flops_deploying=9, flops_scoring=3, scoring_seconds=0.1),
-        note="a note", stopped="enough", extended=(2, 3), fingerprint={"code": "x"},
+        note="a note", stopped="enough", fingerprint={"code": "x"},
     )  # fmt: skip
     for result in (finished, whole):
         result.save(tmp_path / "result.json")

@@ -166,18 +166,6 @@ def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path,
     assert len(tiny_run(out=tmp_path).rounds) == 4
 
 
-@pytest.mark.same_bits
-def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
-    tiny_run(out=tmp_path)
-    longer = tiny_run(out=tmp_path, resume=True, rounds=6)
-    assert longer.extended == (4,)
-    assert longer.final == tiny_run(rounds=6).final
-    assert [record.round for record in longer.rounds] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 6, now 5"):
-        tiny_run(out=tmp_path, resume=True, rounds=5)
-    assert tiny_run(out=tmp_path, resume=True, rounds=7).extended == (4, 6)
-
-
 def flipped(path: Path) -> Iterator[int]:
     """Flip one bit of a file at a time: at its beginning, before its last byte, which ends a line, and between."""
     whole, rng = path.read_bytes(), np.random.default_rng(0)

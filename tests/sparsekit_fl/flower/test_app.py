@@ -137,13 +137,13 @@ def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str,
     assert list(app._node(_context(options, clients="3"), RUN).clients) == [3]
 
 
-def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
     id = run_id(Memories(tmp_path / "a", durable=True))
     again = Memories(tmp_path / "a", durable=True)
     again.keep({})
     assert run_id(again) == id
     assert run_id(Memories(tmp_path / "b", durable=True)) != id
-    for options in ({"rounds": 3}, {"rounds": 9, "timeout-seconds": 5.0, "out": "elsewhere"}):
+    for options in ({"rounds": 3}, {"rounds": 3, "timeout-seconds": 5.0, "out": "elsewhere"}):
         assert app._node(_context(options), id).home == Path("state") / id
 
 
