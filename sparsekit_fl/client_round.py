@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
+from sparsekit.errors import SparsekitError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
@@ -22,6 +22,7 @@ from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.methods.client import Model, Result, Task
 from sparsekit_fl.methods.submodels import calibrate
+from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Purpose, Rngs, Streams
@@ -30,16 +31,18 @@ _SPLITS = ("train", "val", "test")
 
 
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
-    """Run a client with its memory, and keep its new memory. A failure of the client is a reply too.
+    """Run a client with its memory, and keep its new memory and its model. A failure of the client is a reply too.
+
+    Personal models are in the folder `models`, next to that of the memories.
 
     Raises:
         DataError: the memory cannot be read.
-        OSError: the memory cannot be written.
+        OSError: the memory or the model cannot be written.
     """
     _ = spec.masked  # made before the time of the client's work begins
     memory = memories.read(client.id, request.memory_round)
     try:
-        reply, memory = run_client(spec, client, request, memory)
+        reply, memory = run_client(spec, client, request, memory, out=memories.folder.parent)
         if request.task == "score" or (not memory and request.memory_round is None):
             return reply
         try:
@@ -51,7 +54,9 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
         return Reply(client_id=client.id, error=str(error), traceback=traceback.format_exc())
 
 
-def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) -> tuple[Reply, Memory]:
+def run_client(
+    spec: RunSpec, client: Client, request: Request, memory: Memory, *, out: Path | None = None
+) -> tuple[Reply, Memory]:
     """Let one client train, or score its model: a function of its arguments alone.
 
     Args:
@@ -59,6 +64,7 @@ def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) 
         client: Id and data.
         request: What the server asks.
         memory: State of the client from earlier rounds; not to be used afterwards.
+        out: Folder for the personal model, if the request asks for it; None: it is not kept.
 
     Returns:
         The reply, and the memory for the next round; scoring changes no memory.
@@ -68,7 +74,7 @@ def run_client(spec: RunSpec, client: Client, request: Request, memory: Memory) 
     """
     if request.task == "train":
         return _train(spec, client, request, memory)
-    return _score(spec, client, request, memory), memory
+    return _score(spec, client, request, memory, out), memory
 
 
 def make_context(
@@ -159,10 +165,10 @@ def _upload(
     return delta, upload
 
 
-def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> Reply:
+def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out: Path | None) -> Reply:
     ctx = make_context(spec, client, request, memory, purpose="personal")
     method, module = spec.method, spec.masked.model
-    state, file = request.state, b""
+    state = request.state
     with _named(request, spec, "deploy"):
         full = _complete(spec, memory, state)
         model = method.deploy(ctx, full)
@@ -172,10 +178,11 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> R
         test, validation = ctx.score(module, "test"), ctx.score(module, "val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
-        if request.with_model and (calibrated or not is_global):
-            file = _saved(spec)
-        shared = test if request.with_shared else None
-        if request.with_shared and not is_global:
+    if out is not None and request.with_model and (calibrated or not is_global):
+        _save(spec, request, out)
+    shared = test if request.with_shared else None
+    if request.with_shared and not is_global:
+        with _named(request, spec, "deploy"):
             ctx.load({name: state.get(name, tensor) for name, tensor in spec.initial.items()}, None)
             if method.recalibrates:
                 calibrate(ctx, module)
@@ -189,15 +196,17 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory) -> R
         ratio=model.ratio,
         flops_deploying=deploying,
     )
-    return Reply(client_id=client.id, evaluation=evaluation, model=file)
+    return Reply(client_id=client.id, evaluation=evaluation)
 
 
-def _saved(spec: RunSpec) -> bytes:
-    """Return the narrow model with its mask as a file; of a weight mask, dropped entries are zeros."""
-    with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-        path = Path(folder) / "model.safetensors"
+def _save(spec: RunSpec, request: Request, out: Path) -> None:
+    """Write the narrow model with its mask; of a weight mask, dropped entries are zeros."""
+    path = model_path(out, request.client_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
-        return path.read_bytes()
+    except SparsekitError as error:
+        raise _failure(request, spec, f"its model cannot be saved: {error}") from error
 
 
 def _load(ctx: ClientContext, model: Model) -> None:

@@ -17,7 +17,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
-from sparsekit_fl.checkpoint import RunFolder, write_atomically
+from sparsekit_fl.checkpoint import RunFolder
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
 from sparsekit_fl.client.packing import digest
 from sparsekit_fl.config import RunConfig
@@ -283,7 +283,7 @@ class _Loop:
     def _evaluate(
         self, ids: Sequence[int], run_clients: RunClients, *, last: bool, with_shared: bool = True
     ) -> tuple[list[Evaluation], list[str]]:
-        """Score clients; for the end of the run write their models. Return a text for each that could not be scored.
+        """Score clients; at the end of the run they write their models. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
@@ -298,10 +298,6 @@ class _Loop:
                 continue
             self.callbacks.tell("on_client_end", self.view, reply.client_id, reply.evaluation)
             found.append(reply.evaluation)
-            if with_model and reply.model:
-                path = model_path(self.folder.path, reply.client_id)
-                path.parent.mkdir(exist_ok=True)
-                write_atomically(path, reply.model)
         if unscored:
             _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), _shortened(unscored))
         if not found:

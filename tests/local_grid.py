@@ -203,11 +203,11 @@ class InProcess:
     @contextmanager
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:
         count, ids = self._nodes or len(clients), sorted(clients)
-        home = (self._folder or memories.folder) / "device"
+        home = self._folder or memories.folder
         if self._devices:
             own = [{id: clients[id] for id in ids[place::count]} for place in range(count)]
-            homes = [home.with_name(f"device-{place}") for place in range(count)]
-            nodes = [Node(spec, clients, Memories(home, durable=True), home) for clients, home in zip(own, homes, strict=True)]
+            kept = [Memories(home / f"device-{place}" / "clients", durable=True) for place in range(count)]
+            nodes = [Node(spec, clients, here, device=True) for clients, here in zip(own, kept, strict=True)]
         else:
             nodes = [Node(spec, clients, memories)] * count
         app = make_app(lambda context, _: nodes[context.node_id - 1000])

@@ -98,7 +98,7 @@ class Request:
         memory_round: Round in which the client's valid memory was written; None: its memory is empty.
         task: Train, or score.
         with_shared: Score the global model too.
-        with_model: Send the personal model, if it differs from the global one.
+        with_model: Keep the personal model as a file, if it differs from the global one.
     """
 
     round: int
@@ -182,7 +182,6 @@ class Reply:
         error: Why the client failed; empty: it did not.
         traceback: Where it failed.
         stored: Whether a memory of this client was written in the round of the request.
-        model: The personal model, a file of `save_compact`; empty: not asked for, or no other than the global one.
         note: Text for the record of the round; empty: none.
     """
 
@@ -192,7 +191,6 @@ class Reply:
     error: str = ""
     traceback: str = ""
     stored: bool = False
-    model: bytes = b""
     note: str = ""
 
 
@@ -278,10 +276,8 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Return a reply as it is sent: an update, or scores, or an error, and a personal model if there is one."""
+    """Return a reply as it is sent: an update, or scores, or an error."""
     tensors, meta = ({}, {}) if reply.update is None else _parts(reply.update)
-    if reply.model:
-        tensors["model"] = torch.frombuffer(bytearray(reply.model), dtype=torch.uint8)
     said = {
         "error": reply.error[:MAX_TEXT],
         "traceback": reply.traceback[-MAX_TEXT:],
@@ -302,7 +298,6 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
     with _refused("reply"):
         said = meta["reply"]
         texts = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
-        model = tensors.pop("model", torch.empty(0, dtype=torch.uint8))
         trained = not texts["error"] and request.task == "train"
         return Reply(
             client_id=request.client_id,
@@ -310,7 +305,6 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
             evaluation=None if trained or texts["error"] else _read_scores(said["evaluation"], request.client_id),
             **texts,
             stored=said.get("stored") is True,
-            model=model.numpy().tobytes() if model.dtype == torch.uint8 else b"",
         )
 
 

@@ -42,15 +42,15 @@ class Node:
     Args:
         spec: The fixed parts of the run.
         clients: Client id → client, at least those that will be asked for.
-        memories: The memories of its clients.
-        home: Folder of a device for the run, where the models of its clients stay after the last round, for `load_model`.
-            None: a process of the simulation, which sends them, and whose failures end the run.
+        memories: The memories of its clients. Next to their folder, the models of its clients stay after the last round.
+        device: Whether it is a device, whose failures are answers, and which keeps the global model too, for `load_model`; not
+            a process of the simulation, whose failures end the run.
     """
 
     spec: RunSpec
     clients: Mapping[int, Client]
     memories: Memories
-    home: Path | None = None
+    device: bool = False
     _global: object = field(default=None, repr=False)
 
     def answer(self, payload: bytes, shared: StateDict | None) -> bytes:
@@ -66,17 +66,17 @@ class Node:
             try:
                 reply = answer(self.spec, client, request, self.memories)
             except DataError as error:
-                if self.home is None:
+                if not self.device:
                     raise
                 # Its memory is lost or damaged. Otherwise this client would never take part again.
                 reply = answer(self.spec, client, replace(request, memory_round=None), self.memories)
                 reply = replace(reply, note=f"{error}; it started without memory")
-            if self.home is not None and reply.stored:
+            if self.device and reply.stored:
                 self._remove_older(request)
-            if self.home is not None and request.with_model:
-                reply = self._keep(self.home, request.state, reply)
+            if self.device and request.with_model:
+                self._keep_global(request.state)
         except Exception as error:
-            if self.home is None:
+            if not self.device:
                 raise
             text = f"its node failed: {type(error).__name__}: {error}"
             reply = Reply(client_id=0, error=text, traceback=traceback.format_exc())
@@ -92,17 +92,14 @@ class Node:
         for older in found - {request.round, request.memory_round}:
             self.memories.remove({request.client_id: older})
 
-    def _keep(self, home: Path, shared: StateDict, reply: Reply) -> Reply:
-        """Keep the personal model, and the global one, in a folder that `load_model` reads."""
-        path = model_path(home, reply.client_id)
+    def _keep_global(self, shared: StateDict) -> None:
+        """Keep the global model next to the personal ones, once for all clients of a message."""
         if shared is not self._global:
+            path = model_path(self.memories.folder.parent, "global")
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_whole(model_path(home, "global"), self.spec.model({**self.spec.initial, **shared}))
-            write_recipe(home, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
+            save_whole(path, self.spec.model({**self.spec.initial, **shared}))
+            write_recipe(path.parent.parent, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
             self._global = shared
-        if reply.model:
-            write_atomically(path, reply.model)
-        return replace(reply, model=b"")
 
 
 def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
@@ -162,8 +159,8 @@ def _node(context: Context, run: str) -> Node:
         raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
     if own.get("data-dir"):
         options = options.replaced(data_dir=Path(str(own["data-dir"])))
-    folder = Path(home) / run
-    return Node(*_load(options, tuple(client_ids(str(named))), device), Memories(folder, durable=True), folder)
+    memories = Memories(Path(home) / run / "clients", durable=True)
+    return Node(*_load(options, tuple(client_ids(str(named))), device), memories, device=True)
 
 
 def serve(grid: Grid, context: Context) -> None:

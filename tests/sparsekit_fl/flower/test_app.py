@@ -60,7 +60,7 @@ def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_t
 
 def test_a_node_keeps_the_memory_that_the_server_counts_on_and_its_newest_whatever_replies_were_lost(tmp_path: Path) -> None:
     spec, clients = RunSpec.build(OwnModels(), tiny_problem(), tiny_config(rounds=9)), by_id(tiny_clients())
-    node = Node(spec, clients, Memories(tmp_path, durable=True), tmp_path)
+    node = Node(spec, clients, Memories(tmp_path, durable=True), device=True)
 
     def train(round: int, memory_round: int | None) -> list[str]:
         request = fl.Request(round=round, client_id=3, state=spec.initial, memory_round=memory_round)
@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_finds_the_memories_on_its_nodes(tmp_path: Path) -
     assert run_id(again) == id
     assert run_id(Memories(tmp_path / "b", durable=True)) != id
     for options in ({"rounds": 3}, {"rounds": 3, "timeout-seconds": 5.0, "out": "elsewhere"}):
-        assert app._node(_context(options), id).home == Path("state") / id
+        assert app._node(_context(options), id).memories.folder == Path("state") / id / "clients"
 
 
 TINY: dict[str, Any] = {"dataset": "sparsekit_fl.testing:tiny_data", "local_epochs": 1, "batch_size": 8}

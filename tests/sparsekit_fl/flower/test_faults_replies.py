@@ -151,7 +151,7 @@ class Lose(fl.Callback):
         if record.round == 2:
             for path in self.folder.glob("device-*"):
                 shutil.rmtree(path)
-                path.mkdir()
+                (path / "clients").mkdir(parents=True)
 
 
 def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(tmp_path: Path) -> None:
