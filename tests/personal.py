@@ -68,7 +68,9 @@ def deep_problem() -> fl.Problem:
 
 
 def _deep() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    model.exits_before = ("2",)
+    return model
 
 
 class Watch(fl.Callback):

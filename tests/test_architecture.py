@@ -117,7 +117,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": (
         "sparsekit_fl.methods", "registry",
-        {"base", "client", "exits", "masks", "server"},
+        {"base", "client", "masks", "server"},
     ),
 }  # fmt: skip
 

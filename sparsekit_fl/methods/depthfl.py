@@ -3,30 +3,130 @@
 Kim, Yu, Kim, Moon: DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The server averages each
 entry over the clients that hold it, by the rule of FedDyn (Acar et al., ICLR 2021), and the mean of all exits' outputs
 is the prediction. Constants are those of Flower's baseline, which follows the authors' code. The paper places four exits in a
-ResNet by hand, each with layers of its own; here they are found in any model that is a chain (`place_exits`), each one linear
-layer, so VGG gets one after each of its pools, the small CNN three in all and the LSTM two.
+ResNet by hand, each with layers of its own. Here a model names the places, and each exit is one linear layer: VGG has one after
+each of its first four pools, the small CNN has three outputs in all and the LSTM two.
 """
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph import WeightMask, prefix_entries
+from sparsekit.layers import is_convolution
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, Update
 from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
-from sparsekit_fl.methods.exits import WithExits, place_exits
 from sparsekit_fl.methods.server import mean_change, moved
-from sparsekit_fl.options import Hint, NonNegative
 from sparsekit_fl.problem.metrics import IGNORED
+
+_ALPHA = 0.1  # α of FedDyn
+_RAMP = 0.3  # share of the rounds after which the exits teach each other with full weight: 300 of 1000
+_GRID = 4  # positions per axis that an exit sees of the features of a convolution
+
+
+class ExitHead(nn.Module):
+    """One linear layer; of the features of a convolution, (N, C, H, W), it reads averages on a grid of at most 4 × 4."""
+
+    def __init__(self, inputs: Sequence[int], outputs: int, *, convolution: bool) -> None:
+        super().__init__()
+        self._grid = tuple(min(_GRID, size) for size in inputs[2:]) if convolution else ()
+        self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if convolution else inputs[-1], outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return float (N, C, H, W) → (N, outputs), or (N, …, features) → (N, …, outputs)."""
+        result: Tensor = self.linear(F.adaptive_avg_pool2d(inputs, self._grid).flatten(1) if self._grid else inputs)
+        return result
+
+
+class _Stop(BaseException):
+    """Ends a forward pass at an exit. No `Exception`, which a model's own code may catch."""
+
+
+class WithExits(nn.Module):
+    """A model with exits; called, it gives the mean of all outputs, its own among them. The model's state is under "model.".
+
+    Running to an exit stops there: what comes after is neither computed nor differentiated, whatever code calls the layers.
+
+    `places` are qualified names of the modules before which the exits `heads` are, in forward order; each is called once per
+    pass.
+    """
+
+    def __init__(self, model: nn.Module, places: Sequence[str], heads: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.exits = nn.ModuleList(heads)
+        self._places = tuple(places)
+
+    def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
+        """Return the outputs of the first `depth` exits, at least 1; None gives all, the model's own last.
+
+        Nothing behind the last one asked for is run.
+        """
+        found: list[Tensor] = []
+
+        def leave(head: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+            found.append(head(args[0]))
+            if len(found) == depth:
+                raise _Stop
+
+        handles = [
+            self.model.get_submodule(place).register_forward_pre_hook(partial(leave, head))
+            for place, head in zip(self._places, self.exits, strict=True)
+        ]
+        try:
+            found.append(self.model(*inputs))
+        except _Stop:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the mean of all outputs."""
+        return torch.stack(self.outputs(*inputs)).mean(0)
+
+
+def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithExits:
+    """Build a model and give it exits, each one linear layer.
+
+    Args:
+        build: Builds the model. Its attribute `exits_before` has the qualified names of the modules before which there is an
+            exit, in forward order. The model is a chain: what such a module reads, all layers before it have made.
+        inputs: One call's.
+
+    Raises:
+        InvalidValueError: the model names no place, or one of which no exit can be made.
+    """
+    model = build()
+    places, name = tuple(getattr(model, "exits_before", ())), type(model).__name__
+    if not places:
+        raise InvalidValueError(
+            f"{name} names no place for an exit; set its attribute exits_before to the names of the modules before which a weak"
+            " client may stop, in forward order, as in exits_before = ('conv2', 'fc1')"
+        )
+    heads = [nn.Identity() for _ in places]
+    with torch.no_grad():
+        *read, outputs = WithExits(copy.deepcopy(model).eval(), places, heads).outputs(*inputs)
+    if len(read) != len(places) or not all(isinstance(one, Tensor) and one.is_floating_point() for one in (*read, outputs)):
+        raise InvalidValueError(
+            f"exits need a model that gives one tensor (N, …, outputs), and in which each module in {places} is called once"
+            f" with a tensor of features; {name} is not one"
+        )
+    convolution = [is_convolution(model.get_submodule(place)) for place in places]
+    sizes = zip(read, convolution, strict=True)
+    return WithExits(model, places, [ExitHead(one.shape, outputs.shape[-1], convolution=conv) for one, conv in sizes])
 
 
 def _ends(graph: UnitGraph) -> list[int]:
@@ -78,12 +178,10 @@ class DepthFL(Method):
     A client runs the first layers and exits, as deep as its capability affords, and descends
     Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖². After training, h ← h − α (θ − ω). The server
     takes the mean over the clients that hold an entry, minus h / α, h ← h − α · (holders / clients) · (mean − ω) of its own.
-    Both concern parameters alone; statistics become the mean. Entries that nobody holds stay.
+    Both concern parameters alone; statistics become the mean. Entries that nobody holds stay. α is 0.1, and
+    w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three tenths of the R rounds.
 
-    Args:
-        distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after
-            three tenths of the rounds, 300 of 1000 in the baseline.
-        alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
+    The attribute `exits_before` of a model names the modules before which it has exits, in forward order.
 
     Source: Kim et al., ICLR 2023; Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
     """
@@ -92,12 +190,9 @@ class DepthFL(Method):
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
     masked = True
 
-    distillation: bool = True
-    alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
-
     def prepare(self, problem: Problem) -> Problem:
         """Return the problem with exits in its model."""
-        return replace(problem, model=partial(place_exits, problem.model, problem.example_inputs))
+        return replace(problem, model=partial(with_exits, problem.model, problem.example_inputs))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the first layers and exits; everything at full depth."""
@@ -118,25 +213,25 @@ class DepthFL(Method):
         leaves = {name: leaf for name, leaf in load_leaves(client, task.state, None).items() if name in names}
         batches = client.batches()
         update = make_step(client.training, leaves.values())
-        adjusts = self._dynamic(client, leaves, task.state) if self.alpha else []
+        adjusts = self._dynamic(client, leaves, task.state)
         module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)
-        ramp = 0.3 * client.rounds
-        weight = math.exp(-5.0 * (1.0 - min(client.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
+        ramp = _RAMP * client.rounds
+        weight = math.exp(-5.0 * (1.0 - min(client.round, ramp) / ramp) ** 2)
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             outputs = module.outputs(*batch.inputs, depth=depth)
             losses = torch.stack([loss_of(output, batch.targets) for output in outputs])
-            taught = weight * distillation_loss(outputs, batch.targets) if weight else 0.0
+            taught = weight * distillation_loss(outputs, batch.targets) if depth > 1 else 0.0
             update(losses.sum() + taught, adjusts)
             # What is reported is the mean loss of the outputs, which compares with other methods' losses.
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
         log = client.fit(module, batches, step)
         state = client.masked.narrow_state()
-        for name in leaves if self.alpha else ():
+        for name in leaves:
             drifts = client.memory.setdefault("drift", {})
-            drifts[name] = drifts.get(name, torch.zeros(())) - self.alpha * (state[name].cpu() - task.state[name].cpu())
+            drifts[name] = drifts.get(name, torch.zeros(())) - _ALPHA * (state[name].cpu() - task.state[name].cpu())
         flops = depth_flops(client.graph, client.costs)[depth - 1]
         paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
         work = WorkCost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
@@ -146,7 +241,7 @@ class DepthFL(Method):
         """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
         kept = client.memory.get("drift", {})
         drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}
-        pull = pull_towards(client.masked, leaves, start, self.alpha)
+        pull = pull_towards(client.masked, leaves, start, _ALPHA)
         return [pull, lambda gradients: {leaf: one - drifts.get(leaf, 0.0) for leaf, one in gradients.items()}]
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
@@ -157,9 +252,9 @@ class DepthFL(Method):
             holders = sum(name not in (update.mask or ()) for update in updates)
             if not holders:
                 del changes[name]
-            elif self.alpha and name in server.parameters:
+            elif name in server.parameters:
                 change = changes[name]
                 before = drifts.get(name, torch.zeros_like(change))
-                drifts[name] = before - self.alpha * (holders / len(server.roster)) * change
-                changes[name] = change - drifts[name] / self.alpha
+                drifts[name] = before - _ALPHA * (holders / len(server.roster)) * change
+                changes[name] = change - drifts[name] / _ALPHA
         return moved(server.state, changes)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, Layer, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.client.fit import Batch, make_step
@@ -19,7 +18,6 @@ from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.methods.submodels import Submodels, prefix
 from sparsekit_fl.methods.whole_models import check_head
 from sparsekit_fl.options import Count, Ratio
-from sparsekit_fl.problem.metrics import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +33,11 @@ class FjORD(Submodels):
     the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
     physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
     move what the drawn width does not hold, as in the reference code. A client deploys the width that it can run; the global
-    model is scored too.
-
-    Args:
-        distillation: Train the widest at every step, and the drawn width towards its outputs (section on knowledge
-            distillation); off in the reference code unless asked for.
+    model is scored too. Distillation, which the reference code leaves off unless asked for, is left out.
     """
 
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
     weights = "examples"
-
-    distillation: bool = False
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is that of the widths that it ran."""
@@ -64,16 +56,11 @@ class FjORD(Submodels):
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)
-            trained = {place, len(narrower)} if self.distillation else {place}
-            for width in trained:
-                counts[width] += 1
-                examples[width] += batch.size
-            outputs = module(*batch.inputs) if len(narrower) in trained else narrower[place].outputs(leaves, batch)
-            loss = total = loss_of(outputs, batch.targets)
-            if len(trained) > 1:
-                teacher = outputs.detach() if isinstance(outputs, Tensor) else outputs
-                total = loss + _soft_cross_entropy(narrower[place].outputs(leaves, batch), teacher, batch.targets)
-            update(total)
+            counts[place] += 1
+            examples[place] += batch.size
+            outputs = module(*batch.inputs) if place == len(narrower) else narrower[place].outputs(leaves, batch)
+            loss = loss_of(outputs, batch.targets)
+            update(loss)
             return outputs, loss
 
         log = client.fit(module, batches, step)
@@ -88,16 +75,6 @@ class FjORD(Submodels):
         """Return as much of the global model as the client can run."""
         ratio = client.capability.ratio
         return masked_model(client, state, None if ratio == 1.0 else prefix(client.graph, ratio), ratio)
-
-
-def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of `outputs` against the teacher's probabilities, classes last, where there is a target."""
-    if not isinstance(outputs, Tensor) or not isinstance(teacher, Tensor):
-        raise InvalidValueError(
-            f"distillation needs logits as one tensor, the model gives {type(outputs).__name__}; pass distillation=False"
-        )
-    losses = -(teacher.softmax(-1) * outputs.log_softmax(-1)).sum(-1)
-    return losses[targets != IGNORED].mean() if targets.shape == losses.shape else losses.mean()
 
 
 class _Width:
@@ -147,10 +124,9 @@ class FedP3(Method):
     weights that arrive as zero train like the others. Each entry is averaged over the clients that send it.
 
     Args:
-        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. None:
-            all.
+        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns
+            all but the head if there are no more.
         kept: Share of the weights of each other layer that is sent.
-        private_head: The head stays with the client, as in the reference code.
     """
 
     source = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
@@ -159,29 +135,22 @@ class FedP3(Method):
     over = "holders"
     needs_units = True
 
-    layers: Count | None = 2
+    layers: Count = 2
     kept: Ratio = 0.9
-    private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or no head that can stay with a client."""
         super().check(problem, graph)
-        if self.private_head:
-            check_head(graph, 1)
+        check_head(graph, 1)
 
     def private(self, graph: UnitGraph) -> Collection[str]:
         """Return the entries of the head."""
-        return head_entries(graph.layers) if self.private_head else ()
+        return head_entries(graph.layers)
 
     def own_layers(self, graph: UnitGraph, client_id: int) -> tuple[Layer, ...]:
-        """Return the layers that a client owns, cyclically: client k begins at layer k modulo their number.
-
-        A private head is left out, which is never sent.
-        """
-        layers = graph.layers[:-1] if self.private_head else graph.layers
-        if self.layers is None or self.layers >= len(layers):
-            return tuple(layers)
-        return tuple(layers[(client_id + step) % len(layers)] for step in range(self.layers))
+        """Return the layers that a client owns, cyclically, from layer k modulo their number for client k; never the head."""
+        layers = graph.layers[:-1]
+        return tuple(layers[(client_id + step) % len(layers)] for step in range(min(self.layers, len(layers))))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the client's own layers whole, the others pruned."""

@@ -133,21 +133,17 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
             for 60 local epochs; if a client has two classes and trains for 5, it prunes, and rewinds, nearly every time.
             0.5 is what the released code of Xue et al., ICDE 2025, runs it with.
         target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
-        rewind: A client that has just pruned starts from the values of round 0. False: from the global values, as in the
-            released code of Xue et al., ICDE 2025.
     """
 
     source = "Li et al., LotteryFL, arXiv 2008.03371, SEC 2021"
     note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
-
-    rewind: bool = True
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         alive = mask if isinstance(mask, WeightMask) else None
         return largest_weights(state, prunable_weights(client.graph), ratio, within=alive)
 
     def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
-        return sgd(client, replace(task, state=client.initial_state()) if pruned and self.rewind else task)
+        return sgd(client, replace(task, state=client.initial_state()) if pruned else task)
 
 
 @dataclass(frozen=True, kw_only=True)

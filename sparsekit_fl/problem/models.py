@@ -156,6 +156,8 @@ class Cnn(nn.Module):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), after the PyTorch MNIST example, without its dropout.
     """
 
+    exits_before = ("conv2", "fc1")
+
     def __init__(self, classes: int = 10, channels: int = 1, size: tuple[int, int] = (28, 28)) -> None:
         super().__init__()
         height, width = (((side - 4) // 2 - 4) // 2 for side in size)
@@ -190,6 +192,8 @@ class NextWordLstm(nn.Module):
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
     """
+
+    exits_before = ("lstm2",)
 
     def __init__(self, vocabulary: int = 10_000, width: int = 200, hidden: int = 256) -> None:
         super().__init__()
@@ -250,6 +254,8 @@ class Vgg(nn.Module):
                 layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
                 channels = width
         self.features = nn.Sequential(*layers)
+        after_pools = [place + 1 for place, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+        self.exits_before = tuple(f"features.{place}" for place in after_pools[:-1])
         self.classifier = nn.Linear(channels * (size[0] // 32) * (size[1] // 32), classes)
 
     def forward(self, images: Tensor) -> Tensor:

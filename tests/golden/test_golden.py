@@ -22,14 +22,10 @@ ABLATIONS = {"flst", "p-ucbv-dyn", "p-ucbv-fix", "rcr-dyn", "rcr-fix", "fedlps-m
 RUNS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in sorted(registry)),
     # Options of methods that take another path.
-    ("depthfl alpha=0.0 distillation=false", {}),
     ("fedlps bandit=split-ucbv", {}),
-    ("fedprox mu=0.1 stragglers=0.5", {}),
     ("fedspa anneal=0.0 ratio=0.3", {}),
-    ("fjord distillation=true", {}),
     ("hermes threshold=0.0 target=0.3", {}),
     ("heterofl masked_loss=true", {}),
-    ("lotteryfl threshold=0.0 rewind=false", {}),
     ("prunefl every=2", {}),
     ("refl target=0.3 cool_down=1", {}),
     # Options of runs.

@@ -28,15 +28,15 @@ def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
         method = registry[name]()
         assert method.name == name
         assert make_method(method.name) == method
-    method = make_method("fedp3 layers=none kept=0.5 private_head=false")
-    assert method.name == "fedp3 layers=None kept=0.5 private_head=False"
+    method = make_method("heterofl clip=none masked_loss=true")
+    assert method.name == "heterofl clip=None masked_loss=True"
     assert make_method(method.name) == method
     assert make_method("fedprox", settings={"mu": 0.01}).name == "fedprox"
 
 
 def test_a_description_names_every_option():
     found = make_method("fedprox mu=0.5").describe()
-    assert found == {"name": "fedprox mu=0.5", "source": fl.methods.fedprox.source, "mu": "0.5", "stragglers": "0.0"}
+    assert found == {"name": "fedprox mu=0.5", "source": fl.methods.fedprox.source, "mu": "0.5"}
     assert make_method("rcr-fix").describe()["capability"] == "fixed"
 
 
@@ -151,7 +151,6 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
     ("make", "options", "message"),
     [
         (registry["fedlps"], {"low": 0.25, "high": 0.2}, r"high must be above low \(0.25\), got 0.2"),
-        (registry["depthfl"], {"alpha": -1.0}, "alpha"),
         (registry["fedp3"], {"layers": 0}, "layers must be"),
         (registry["fedrep"], {"layers": 0}, "layers must be"),
         (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
@@ -176,7 +175,7 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("fedrep", FLAT, "leaves nothing to share"),
         ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
         ("cs", FLAT, "CS has nothing to prune"),
-        ("depthfl", FLAT, "no place for an exit"),
+        ("depthfl", FLAT, "set its attribute exits_before"),
         *(
             (name, FROZEN, "no weight matrix besides its output layer that trains")
             for name in ("cs", "fedspa", "prunefl", "lotteryfl")

@@ -1,4 +1,4 @@
-"""Exits in any model that is a chain; DepthFL: prefixes, losses and FedDyn by hand, the mean over holders, what is run."""
+"""Exits where a model names places; DepthFL: prefixes, losses and FedDyn by hand, the mean over holders, what is run."""
 
 import dataclasses
 import itertools
@@ -13,46 +13,17 @@ from torch import nn
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import depthfl
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss
-from sparsekit_fl.methods.exits import place_exits
+from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss, with_exits
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.models import Cnn, NextWordLstm, vgg11
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config
 
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.left = nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.right = nn.Conv2d(8, 8, 1, stride=2)
-        self.tail = nn.Conv2d(8, 8, 3, padding=1)
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = self.stem(x).relu()
-        x = (self.left(x) + self.right(x)).relu()
-        return self.last((x + self.tail(x)).relu().mean((2, 3)))
-
-
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3, 4))
-
-    def forward(self, x):
-        return F.linear(F.linear(x, self.a).relu(), self.b)
-
-
 CASES = {
     "cnn": (Cnn, (torch.zeros(2, 1, 28, 28),), ("conv2", "fc1"), (2, 10)),
     "vgg": (vgg11, (torch.zeros(2, 3, 32, 32),), ("features.4", "features.8", "features.15", "features.22"), (2, 10)),
     "lstm": (lambda: NextWordLstm(50, 20, 30), (torch.zeros(2, 9, dtype=torch.int64),), ("lstm2",), (2, 9, 50)),
-    "residual": (Residual, (torch.zeros(2, 3, 8, 8),), ("tail",), (2, 5)),
-    "flat": (lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), (torch.zeros(2, 6),), ("1",), (2, 6)),
-    "two": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), (torch.zeros(2, 6),), ("2",), (2, 3)),
 }
 
 
@@ -60,10 +31,10 @@ CASES = {
 @pytest.mark.same_bits
 def test_places_and_outputs(name) -> None:
     build, inputs, places, shape = CASES[name]
-    model = place_exits(build, inputs)
+    model = with_exits(build, inputs)
     assert model._places == places
     outputs = model.outputs(*inputs)
-    assert [tuple(output.shape) for output in outputs] == [shape] * model.depth
+    assert [tuple(output.shape) for output in outputs] == [shape] * (len(places) + 1)
     model.eval()
     outputs = model.outputs(*inputs)
     assert torch.allclose(model(*inputs), torch.stack(outputs).mean(0))
@@ -73,7 +44,7 @@ def test_places_and_outputs(name) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
-    model = place_exits(Cnn, (torch.zeros(2, 1, 28, 28),))
+    model = with_exits(Cnn, (torch.zeros(2, 1, 28, 28),))
     called = []
     for layer in ("conv1", "conv2", "fc1", "fc2"):
         getattr(model.model, layer).register_forward_hook(lambda *_, layer=layer: called.append(layer))
@@ -87,23 +58,27 @@ def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "reason"),
+    ("model", "inputs", "places"),
     [
-        (nn.Linear(6, 3), torch.zeros(2, 6), "no place for an exit"),
-        (Functional(), torch.zeros(2, 6), "no place for an exit"),
-        (nn.LSTM(6, 3), torch.zeros(2, 4, 6), "one tensor"),
+        (nn.LSTM(6, 3), torch.zeros(2, 4, 6), ("",)),
+        (nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 3)), torch.zeros(2, dtype=torch.int64), ("0",)),
     ],
 )
-def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
-    with pytest.raises(InvalidValueError, match=reason):
-        place_exits(lambda: model, (inputs,))
+def test_places_that_read_no_features_are_refused(model, inputs, places) -> None:
+    model.exits_before = places
+    with pytest.raises(InvalidValueError, match="is called once with a tensor of features"):
+        with_exits(lambda: model, (inputs,))
 
 
 def long_problem() -> Problem:
     """Seven layers of equal size, so that five outputs come after parts of the work that can be counted by hand."""
-    return Problem(
-        model=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3)), example_inputs=(torch.zeros(2, 6),)
-    )
+    return Problem(model=_long, example_inputs=(torch.zeros(2, 6),))
+
+
+def _long() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
+    model.exits_before = ("1", "2", "4", "5")
+    return model
 
 
 def test_depth_follows_capability() -> None:
@@ -144,15 +119,14 @@ def drifting():
 def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() -> None:
     ctx = drifting()
     first, second = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
-    found = depthfl(alpha=0.1).aggregate(ctx, [first, second])
+    found = depthfl().aggregate(ctx, [first, second])
     # One holder of ten moved w by 3: h = -0.1 · 0.1 · 3, and the entry moves by 3 - h / 0.1 = 3.3.
     assert torch.allclose(found["w"], torch.tensor([[4.3, 5.3, 6.3]]))
     # Two holders, mean 3: 3 + 0.6.
     assert torch.allclose(found["b"], torch.tensor([13.6]))
-    again = depthfl(alpha=0.1).aggregate(dataclasses.replace(ctx, state=found), [first])
+    again = depthfl().aggregate(dataclasses.replace(ctx, state=found), [first])
     assert torch.allclose(again["w"], torch.tensor([[4.3, 5.3, 6.3]]) + 3.0 + 0.6)
-    # Without FedDyn it is the plain mean, and what nobody holds stays.
-    assert depthfl(alpha=0.0).aggregate(drifting(), [first, second])["w"].tolist() == [[4.0, 5.0, 6.0]]
+    # What nobody holds stays.
     assert depthfl().aggregate(drifting(), [second])["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 

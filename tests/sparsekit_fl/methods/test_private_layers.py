@@ -62,13 +62,12 @@ def _four() -> nn.Module:
 def test_layers_are_dealt_cyclically() -> None:
     graph = RunSpec.build(fedp3(), four(), tiny_config()).graph
 
-    def names(client_id, count, private_head=True):
-        return [layer.name for layer in fedp3(layers=count, private_head=private_head).own_layers(graph, client_id)]
+    def names(client_id, count):
+        return [layer.name for layer in fedp3(layers=count).own_layers(graph, client_id)]
 
     assert [names(k, 2) for k in range(4)] == [["0", "2"], ["2", "4"], ["4", "0"], ["0", "2"]]
     assert names(1, 1) == ["2"]
-    assert names(1, None) == ["0", "2", "4"]
-    assert names(1, None, private_head=False) == ["0", "2", "4", "6"]
+    assert names(1, 3) == names(1, 9) == ["2", "4", "0"]
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -71,11 +71,10 @@ def test_fjord_draws_its_widths_from_the_levels_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("distillation", [False, True])
-def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) -> None:
+def test_fjord_equals_masked_training_written_by_hand(momentum) -> None:
     """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step and pass for pass."""
     config = dataclasses.replace(training(tiny_config(rounds=1), momentum=momentum), capability_levels=(0.5, 0.25))
-    method = fjord(distillation=distillation)
+    method = fjord()
     spec, _, ctx = client_context(method, deep_problem(), config)
     ours = method.train(ctx, Task(state=spec.initial))
     _, _, ctx = client_context(method, deep_problem(), config)
@@ -90,17 +89,11 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
             width = (0.25, 0.5, 1.0)[next(drawn)]
             count = keep_count(width, 8)
             # Two FLOPs for each weight of a 6-8-8-3 network of that width and for each example, backward twice as many.
-            for units in {count, 8} if distillation else {count}:
-                flops += 3 * 2 * (6 * units + units * units + 3 * units) * batch.size
+            flops += 3 * 2 * (6 * count + count * count + 3 * count) * batch.size
             kept = (torch.arange(8) < count).float()
             hidden = torch.relu(model[0](batch.inputs[0])) * kept
             logits = model[4](torch.relu(model[2](hidden)) * kept)
             loss = torch.nn.functional.cross_entropy(logits, batch.targets)
-            if distillation:
-                whole = model(batch.inputs[0])
-                loss = torch.nn.functional.cross_entropy(whole, batch.targets)
-                if width < 1.0:
-                    loss = loss + torch.nn.functional.cross_entropy(logits, whole.detach().softmax(-1))
             model.zero_grad()
             loss.backward()
             with torch.no_grad():
