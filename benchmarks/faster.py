@@ -2,7 +2,6 @@
 
     python benchmarks/faster.py --out faster.jsonl                  what is not in the file yet, then the tables
     python benchmarks/faster.py --out faster.jsonl --models resnet50 --arms 1 auto --shares 0.5 --batches 8
-    python benchmarks/faster.py --out faster.jsonl --latency        a budget of half of the milliseconds, measured afterwards
     python benchmarks/faster.py --out faster.jsonl --table
 
 Arms are the values of `multiple_of` ("auto" is the default, multiples of 8 or less), and Torch-Pruning at three values of its
@@ -48,11 +47,6 @@ def _transformer(family: str, kind: str, **sizes: Any) -> nn.Module:
     return getattr(transformers, f"{family}{kind}")(getattr(transformers, f"{family}Config")(**sizes))
 
 
-def _llama() -> nn.Module:
-    sizes = {"vocab_size": 10_000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
-    return _transformer("Llama", "ForCausalLM", **sizes, num_attention_heads=8, num_key_value_heads=4, use_cache=False)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": resnet50,
     "vgg16": vgg16,
@@ -63,8 +57,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert-base": lambda: _transformer("Bert", "ForSequenceClassification"),
     "gpt2-small": lambda: _transformer("GPT2", "LMHeadModel", use_cache=False),
     "lstm": NextWordLstm,
-    "llama": _llama,
-    "llama-token": _llama,
 }
 CELL = ("model", "share", "batch")
 RIVAL = "Torch-Pruning"
@@ -72,10 +64,10 @@ KINDS = {"1": "any width", "auto": "auto", "16": "16", "torch-pruning": RIVAL}
 
 
 def example(name: str, batch: int, device: str) -> Tensor:
-    """Images of 224 pixels, tokens, or one token, as in each step of generation."""
+    """Images of 224 pixels, or tokens."""
     generator = torch.Generator().manual_seed(0)
-    if name in ("bert-base", "gpt2-small", "lstm", "llama", "llama-token"):
-        return torch.randint(0, 10_000, (batch, 1 if name == "llama-token" else TOKENS), generator=generator).to(device)
+    if name in ("bert-base", "gpt2-small", "lstm"):
+        return torch.randint(0, 10_000, (batch, TOKENS), generator=generator).to(device)
     return torch.randn(batch, 3, 224, 224, generator=generator).to(device)
 
 
@@ -218,25 +210,6 @@ def measure(options: argparse.Namespace) -> None:
                     add(options.out, row)
 
 
-def measure_latency_budgets(options: argparse.Namespace) -> None:
-    """Cut to a share of the milliseconds of one example, and measure again what came of it."""
-    done = {row["model"] for row in read(options.out) if row["part"] == "latency"}
-    for name in (name for name in options.models if name not in done):
-        torch.manual_seed(0)
-        dense, x = MODELS[name]().eval().to(options.device), example(name, 1, options.device)
-        begun, cpu = time.perf_counter(), time.process_time()
-        row: dict[str, Any] = {"part": "latency", "model": name, "asked": 0.5, "load": os.getloadavg()[0]}
-        try:
-            small = sk.prune(dense, (x,), budget=sk.Budget(latency_ms="50%")).model.eval()
-            row |= {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
-            found = timed({"dense": dense, "small": small}, x, options.seconds)["small"]
-            row |= {"got": 1 / found["faster"], "low": 1 / found["high"], "high": 1 / found["low"]}
-            row["fewer"] = flops_of(dense, x) / flops_of(small, x)
-        except sk.BudgetError as error:
-            row["error"] = str(error)[:200]
-        add(options.out, row)
-
-
 def frame(path: Path) -> pd.DataFrame:
     """A line for each model, share, batch and kind of arm with its gain, time ÷ over FLOPs ÷; the best of Torch-Pruning's."""
     rows = pd.DataFrame([row for row in read(path) if row["part"] == "flops"], columns=[*CELL, "arm", "fewer", "faster"])
@@ -250,12 +223,6 @@ def frame(path: Path) -> pd.DataFrame:
 def tables(path: Path) -> None:
     """Print what is in the file."""
     rows = frame(path)
-    if len(rows):
-        _gains(rows)
-    show((_budget(row) for row in read(path) if row["part"] == "latency"), as_json=False)
-
-
-def _gains(rows: pd.DataFrame) -> None:
     rows["said"] = [
         "cannot" if math.isnan(gain) else f"{gain:.2f} ({round_to})" if kind == RIVAL else f"{gain:.2f}"
         for gain, kind, round_to in zip(rows["gain"], rows["kind"], rows["round_to"])
@@ -275,34 +242,22 @@ def _gains(rows: pd.DataFrame) -> None:
     print()
 
 
-def _budget(row: dict[str, Any]) -> dict[str, str]:
-    line = {"model": row["model"], "asked": f"{row['asked']:.0%}"}
-    if "error" in row:
-        return line | {"cannot": row["error"]}
-    return line | {
-        "measured (quartiles)": f"{row['got']:.1%} ({row['low']:.1%} to {row['high']:.1%})",
-        "FLOPs ÷": f"{row['fewer']:.2f}",
-        "seconds, of processor": f"{row['seconds']:.0f}, {row['cpu_seconds']:.0f}",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
-    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "llama" not in name], choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--seconds", type=float, default=5.0, help="for the turns of a model, share and batch; 5 at least")
     parser.add_argument("--limit", type=int, default=300, help="seconds that an arm may take to cut a model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--latency", action="store_true", help="budgets of milliseconds instead of FLOPs")
     parser.add_argument("--table", action="store_true", help="only print what is in the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if not options.table:
-        (measure_latency_budgets if options.latency else measure)(options)
+        measure(options)
     tables(options.out)
 
 
