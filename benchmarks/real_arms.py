@@ -183,7 +183,7 @@ class Gates:
 
     def __init__(self, model: nn.Module, costs: CostModel, share: float, mask: sk.UnitMask, steps: int) -> None:
         self.model, self.graph, self.costs, self.share, self.steps = model, costs.graph, costs, share, steps
-        self.logits = {name: nn.Parameter(3.0 + keep.float()) for name, keep in mask.items()}
+        self.logits = {name: nn.Parameter(1.0 + 4.0 * keep.float()) for name, keep in mask.items()}
         self.dense, self.step, self.multiplier, self.expected = costs.dense_costs()["flops"], 0, 0.0, 1.0
         self.first: float | None = None
 
