@@ -26,7 +26,6 @@ from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.processes import (
-    Sent,
     check_device,
     device_of,
     end_with_parent,
@@ -86,7 +85,8 @@ class Processes(Checked):
     Args:
         workers: Number of processes that train clients, one torch thread each; 1 trains in this process.
         start_method: How processes start; None: "fork" on Linux for the CPU, where they share data and problem with this
-            process without copying, and "spawn" elsewhere, where both must be picklable.
+            process without copying, and "spawn" elsewhere, where both must be picklable: no lambdas, and no classes of a
+            notebook.
 
     Raises:
         InvalidValueError: a value that is not allowed.
@@ -110,9 +110,7 @@ class Processes(Checked):
             numbers, ids = context.SimpleQueue(), context.SimpleQueue()
             for number in range(self.workers):
                 numbers.put(number)
-            everything: Any = (spec, clients, memories, state)
-            work = everything if context.get_start_method() == "fork" else Sent(everything)
-            pool = ProcessPoolExecutor(self.workers, context, _begin, (work, numbers, ids))
+            pool = ProcessPoolExecutor(self.workers, context, _begin, (spec, clients, memories, state, numbers, ids))
             try:
                 yield lambda requests: _map(pool, spec, state, requests)
             except BaseException:
@@ -131,8 +129,8 @@ def _map(pool: ProcessPoolExecutor, spec: RunSpec, state: StateDict, requests: S
         futures = [pool.submit(_run, encode_request(one, spec.graph, with_state=False)) for one in requests]
     except (TypeError, AttributeError, PicklingError) as error:
         raise InvalidValueError(
-            f"model, data or method cannot be sent to a worker process: {error}; keep locks, open files and generators out of"
-            " them, or run with workers=1 (--workers 1)"
+            f"model, data or method cannot be sent to a worker process: {error}; keep locks, open files, lambdas and classes of"
+            " a notebook out of them, or run with workers=1 (--workers 1)"
         ) from error
     for request, future in zip(requests, futures, strict=True):
         try:
@@ -140,7 +138,7 @@ def _map(pool: ProcessPoolExecutor, spec: RunSpec, state: StateDict, requests: S
         except BrokenProcessPool as error:
             raise WorkerDiedError(
                 f"a worker process died while client {request.client_id} or a later one had its turn in round {request.round};"
-                " often the system is out of memory: try fewer workers"
+                " often the system is out of memory: try fewer workers (1 trains in this process)"
             ) from error
 
 
@@ -148,13 +146,12 @@ _worker: tuple[RunSpec, Mapping[int, Client], Memories, StateDict]
 """Of a worker process: what it works with."""
 
 
-def _begin(work: Any, numbers: Any, ids: Any) -> None:
+def _begin(spec: RunSpec, clients: Mapping[int, Client], memories: Memories, state: StateDict, numbers: Any, ids: Any) -> None:
     """Begin a worker process, which is interrupted by its parent alone, and ends with it."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     ids.put(os.getpid())
-    spec, clients, memories, state = work.value if isinstance(work, Sent) else work
     train_alike()
     if spec.config.deterministic:
         use_exact_arithmetic()

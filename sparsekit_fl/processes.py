@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import io
 import logging
 import multiprocessing
 import os
 import platform
 import signal
 import sys
-from collections import ChainMap
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -79,31 +75,6 @@ def end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Knows what multiprocessing and torch have registered before what cloudpickle knows. Python asks the class alone."""
-
-    dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
-
-
-class Sent:
-    """What a process gets that is spawned: pickled with the classes and functions of a notebook, or of a script, by value.
-
-    Tensors are shared and pipes are handed over, as multiprocessing does.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        buffer = io.BytesIO()
-        _Pickler(buffer).dump(self.value)
-        return _received, (buffer.getvalue(),)
-
-
-def _received(payload: bytes) -> Sent:
-    return Sent(cloudpickle.loads(payload))
 
 
 def devices(device: str) -> list[str]:

@@ -88,7 +88,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engines", "sparsekit_fl.processes"),
-    "cloudpickle": ("sparsekit_fl.processes",),
     "filelock": ("sparsekit_fl.checkpoint", "sparsekit.cli.search"),
     "tensorboard": ("sparsekit_fl.callbacks",),
     "torch_pruning": ("sparsekit.criteria.torch_pruning",),
