@@ -5,7 +5,7 @@ Needs `pip install "sparsekit-torch[fl]"`. In a package of your own, the entry p
     [project.entry-points."sparsekit_fl.engines"]
     timed = "mypackage.timed:Timed"
 
-makes it `--engine timed`. `sparsekit_fl.testing.EngineContract` tests it: same bits as every other engine.
+makes it `--engine timed`.
 """
 
 import time

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_contract import EngineContract
 from torch import nn
 
 import sparsekit as sk
@@ -22,7 +23,7 @@ from sparsekit.testing.allocations import AllocationContract
 from sparsekit.testing.criteria import CriterionContract
 from sparsekit.testing.rules import RuleContract
 from sparsekit_fl.spec import RunSpec
-from sparsekit_fl.testing import EngineContract, MethodContract, tiny_clients
+from sparsekit_fl.testing import MethodContract, tiny_clients
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}

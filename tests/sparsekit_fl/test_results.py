@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_models import OwnModels
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
@@ -16,7 +17,7 @@ from sparsekit_fl.problem.metrics import accuracy, lower_is_better
 from sparsekit_fl.results import KINDS, RoundRecord, RoundScores, over_clients, plain
 from sparsekit_fl.rounds import run
 from sparsekit_fl.stored import SCHEMA_NUMBER
-from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_models import OwnModels
 from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.testing import OwnModels, StopAfter, TinyNet, tiny_config
+from sparsekit_fl.testing import StopAfter, TinyNet, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)

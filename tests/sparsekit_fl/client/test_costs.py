@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_models import OwnModels
 from personal import tiny_run
 from torch import nn
 
@@ -11,7 +12,7 @@ from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops
 from sparsekit_fl.results import cost_dict, cost_of
 from sparsekit_fl.rounds import round_cost
-from sparsekit_fl.testing import OwnModels, tiny_clients
+from sparsekit_fl.testing import tiny_clients
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
 BEST = OwnModels(keep="best")

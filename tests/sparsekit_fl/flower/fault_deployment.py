@@ -104,7 +104,7 @@ class Deployment:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # ten times as often as Flower does by itself
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                [*map(str, (HERE, HERE / "fault_watch", HERE.parents[2])), os.environ.get("PYTHONPATH", "")]
+                [*map(str, (HERE, HERE / "fault_watch", *HERE.parents[1:3])), os.environ.get("PYTHONPATH", "")]
             ),
             "SPARSEKIT_FAULTS": str(self.events),
         }

@@ -13,9 +13,9 @@ from typing import Literal
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from own_models import OwnModels
 
 import sparsekit_fl as fl
-from sparsekit_fl.testing import OwnModels
 
 
 def events() -> Path:

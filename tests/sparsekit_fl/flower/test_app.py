@@ -15,6 +15,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
+from own_models import OwnModels
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
@@ -31,7 +32,7 @@ from sparsekit_fl.models import load_model
 from sparsekit_fl.results import RunResult
 from sparsekit_fl.rounds import run
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.testing import OwnModels, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_options_survive_flowers_run_configuration() -> None:

@@ -13,12 +13,13 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from local_grid import InProcess, gone, planted
+from own_models import OwnModels
 from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.testing import OwnModels, tiny_config
+from sparsekit_fl.testing import tiny_config
 
 ENGINES: dict[str, Callable[[], fl.Engine]] = {"processes": fl.Processes, "flower": lambda: InProcess(nodes=3, devices=True)}
 _left: Counter[tuple[int, int]] = Counter()

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
+from engine_contract import EngineContract, Failing
 from flwr.app import Error, Message
 from local_grid import Fault, InProcess, gone, planted, task_of
 from personal import tiny_run
@@ -21,7 +22,7 @@ from sparsekit_fl.client.packing import pack, unpack
 from sparsekit_fl.flower.wire import content, read, run_of
 from sparsekit_fl.methods.whole_models import Local
 from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.testing import EngineContract, Failing, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class TestInProcess(EngineContract):

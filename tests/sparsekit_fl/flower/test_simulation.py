@@ -77,7 +77,7 @@ def test_a_run_whose_actor_was_killed_leaves_no_process_and_resumes_on_a_cluster
     out, events = tmp_path / "run", tmp_path / "events"
     events.mkdir()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, (HERE, *HERE.parents[1:3])), os.environ.get("PYTHONPATH", "")]))
     there = result_of(f"{LINE} --workers 1")
     spot = f"{there['rounds'][2]['cohort'][0]}-3"
     (events / f"began-{spot}").unlink()

@@ -1,0 +1,29 @@
+"""A method whose clients deploy models of their own."""
+
+from dataclasses import dataclass
+
+from sparsekit.graph import StateDict
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.methods.base import Method
+from sparsekit_fl.methods.client import Keep, Model, Result, Task, keep_model, kept_model, sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModels(Method):
+    """FedAvg whose clients deploy models that they trained themselves.
+
+    Args:
+        keep: Which of them: the "last", the "best" on validation data, or the one of lowest "loss".
+    """
+
+    keep: Keep = "last"
+
+    def train(self, client: ClientContext, task: Task) -> Result:
+        """Train, and keep the model."""
+        result = sgd(client, task)
+        keep_model(client, result, self.keep, task.ratio)
+        return result
+
+    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+        """Return the kept model."""
+        return kept_model(client) or Model(state=state)
