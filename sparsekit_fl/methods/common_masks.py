@@ -35,7 +35,6 @@ _OVERHEAD = 1.27
 class CS(SparseWeights):
     """CS, Complement Sparsification: the server sends the large weights, the clients send back the others.
 
-    Jiang, Borcea: Complement Sparsification: Low-Overhead Model Pruning for Federated Learning, AAAI 2023 (arXiv 2303.06237).
     As in the reference code: the first round is plain FedAvg; then each client trains the whole model from the sparse one and
     uploads the entries that the server had pruned, which are not pruned again; the server adds η times their mean, prunes by
     magnitude per layer, and the pruned model is the global one. Biases and norms are exchanged whole and averaged; the output
@@ -46,7 +45,7 @@ class CS(SparseWeights):
         rate: η, the aggregation ratio; 1.5 in the reference code.
     """
 
-    source = "Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237"
+    source = "Jiang and Borcea, Complement Sparsification: Low-Overhead Model Pruning for FL, AAAI 2023, arXiv 2303.06237"
     note = "Masks of single weights save bytes and not time: a client trains the whole model, whatever the paper's FLOPs say."
 
     ratio: Ratio = 0.5
@@ -82,10 +81,9 @@ class CS(SparseWeights):
 class PruneFL(SparseWeights):
     """One sparse model for all, whose mask is searched for what lowers the loss most per second of a round.
 
-    Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient Federated Learning on Edge Devices, IEEE
-    TNNLS 2022 (arXiv 1909.12326), Algorithm 2. As in the reference code: one client prunes the model first, by itself; from
-    then on all train it, and every few rounds they also send the squares of their summed dense gradients, from which the server
-    reconfigures the mask (`search_weights`). The number of weights that stay is an outcome.
+    As in the reference code: one client prunes the model first, by itself; from then on all train it, and every few rounds they
+    also send the squares of their summed dense gradients, from which the server reconfigures the mask (`search_weights`). The
+    number of weights that stay is an outcome.
 
     What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
     those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a
@@ -98,7 +96,7 @@ class PruneFL(SparseWeights):
             the reference code, it ends before when the density has changed by at most a tenth five times in a row.
     """
 
-    source = "Jiang et al., PruneFL, IEEE TNNLS 2022, arXiv 1909.12326"
+    source = "Jiang et al., Model Pruning Enables Efficient FL on Edge Devices (PruneFL), IEEE TNNLS 2022, arXiv 1909.12326"
 
     every: Count = 5
     initial: NonNegativeCount = 10

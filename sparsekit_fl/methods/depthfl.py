@@ -1,10 +1,8 @@
 """DepthFL: a client trains the first layers, as many as it can afford, with exits that learn from each other.
 
-Kim, Yu, Kim, Moon: DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The server averages each
-entry over the clients that hold it, by the rule of FedDyn (Acar et al., ICLR 2021), and the mean of all exits' outputs
-is the prediction. Constants are those of Flower's baseline, which follows the authors' code. The paper places four exits in a
-ResNet by hand, each with layers of its own. Here a model names the places, and each exit is one linear layer: VGG has one after
-each of its first four pools, the small CNN has three outputs in all and the LSTM two.
+Constants are those of Flower's baseline, which follows the authors' code. The paper places four exits in a ResNet by hand,
+each with layers of its own. Here a model names the places, and each exit is one linear layer: VGG has one after each of its
+first four pools, the small CNN has three outputs in all and the LSTM two.
 """
 
 import copy
@@ -181,12 +179,11 @@ class DepthFL(Method):
     Both concern parameters alone; statistics become the mean. Entries that nobody holds stay. α is 0.1, and
     w_r = exp(−5 (1 − min(r, 0.3·R) / (0.3·R))²), which is 1 after three tenths of the R rounds.
 
-    The attribute `exits_before` of a model names the modules before which it has exits, in forward order.
-
-    Source: Kim et al., ICLR 2023; Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
+    The attribute `exits_before` of a model names the modules before which it has exits, in forward order; the mean of all
+    outputs is the prediction. FedDyn is by Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
     """
 
-    source = "Kim et al., DepthFL, ICLR 2023"
+    source = "Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023"
     note = "The model has exits, one linear layer each, whose work is counted; clients run the first layers only."
     masked = True
 

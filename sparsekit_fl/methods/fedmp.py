@@ -1,10 +1,4 @@
-"""FedMP: a bandit per client picks its ratio, the server prunes the global model by magnitude and restores it afterwards.
-
-Jiang, Xu, Xu, Wang, Qiao, Zhao: FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge Computing,
-ICDE 2022. Its bandit is E-UCB. Its synchronisation, R2SP, adds to each submodel the residual that was pruned and takes
-the mean, which is the mean over all clients with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here
-is the share that stays.
-"""
+"""FedMP: a bandit per client picks its ratio, the server prunes the global model by magnitude and restores it afterwards."""
 
 import math
 from bisect import bisect_right
@@ -98,6 +92,9 @@ class EUCB:
 class FedMP(Submodels):
     """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
 
+    The paper's synchronisation, R2SP, adds to each submodel the residual that was pruned and takes the mean, which is the mean
+    over all clients with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the share that stays.
+
     The bandits, in the server's memory, learn ratios that finish with the others. The reward of a participation is the decrease
     of the client's training loss since the one before, over the relative gap |T − T̄| / T̄ between its simulated seconds and the
     mean of the round. The paper divides by |T − T̄| itself, whose scale depends on the devices while the index of the bandit
@@ -106,11 +103,9 @@ class FedMP(Submodels):
 
     Args:
         low: Least ratio; 0.2 in the comparison of Xue et al., ICDE 2025.
-
-    Source: Jiang et al., ICDE 2022, algorithm E-UCB.
     """
 
-    source = "Jiang et al., FedMP, ICDE 2022"
+    source = "Jiang et al., FedMP: FL through Adaptive Model Pruning in Heterogeneous Edge Computing, ICDE 2022"
     note = "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low."
     criterion = Magnitude()
     over = "all"

@@ -24,19 +24,15 @@ from sparsekit_fl.options import Count, Ratio
 class FjORD(Submodels):
     """Ordered dropout up to the client's capability; nested entries are averaged over the clients that hold them, by examples.
 
-    Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane: FjORD: Fair and Accurate Federated Learning under Heterogeneous
-    Targets with Ordered Dropout, NeurIPS 2021 (arXiv 2102.13451), Algorithm 1. Batch norm statistics are separate per width
-    while training and taken from the client's data for scoring, where the reference code averages those of each width; the
-    widths share scale and shift, as there.
-
     Every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords: the levels from which
     the run draws capabilities, so that the widths of all clients coincide (0.2, 0.4, …, 1 in the paper). The widths are
     physically narrow modules that share the leaves of the widest. One optimiser steps those: its momentum and weight decay also
-    move what the drawn width does not hold, as in the reference code. A client deploys the width that it can run; the global
-    model is scored too. Distillation, which the reference code leaves off unless asked for, is left out.
+    move what the drawn width does not hold, as in the reference code. Batch norm statistics are separate per width while
+    training and taken from the client's data for scoring, where that code averages those of each width. A client deploys the
+    width that it can run. Distillation, which the reference code leaves off unless asked for, is left out.
     """
 
-    source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451"
+    source = "Horváth et al., FjORD: Fair and Accurate FL with Ordered Dropout, NeurIPS 2021, arXiv 2102.13451, Algorithm 1"
     weights = "examples"
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -115,13 +111,11 @@ def _part(leaf: Tensor, axes: Sequence[tuple[int, Tensor, bool]]) -> Tensor:
 class FedP3(Method):
     """Each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
 
-    Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model
-    Heterogeneity, ICLR 2024 (arXiv 2404.09816). The layers are assigned as by "OPU2" in the reference code: two that follow
-    each other, cyclically (by group of clients there, by client here, since its groups are those of a five-layer network); the
-    others come pruned by magnitude, and the head stays with the client. The reference code has no local pruning; of the paper's
-    strategies we take ordered dropout at the client's capability: the paper draws the local pruning at every step, and with one
-    ratio that is the same first units at every step, so the client trains one narrow model. As in the reference code, the
-    weights that arrive as zero train like the others. Each entry is averaged over the clients that send it.
+    The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically (by group of clients
+    there, by client here, since its groups are those of a five-layer network). The others come pruned by magnitude, and their
+    weights that arrive as zero train like the others. The head stays with the client. The reference code has no local pruning;
+    of the paper's strategies we take ordered dropout at the client's capability, which is the same first units at every step,
+    so the client trains one narrow model. Each entry is averaged over the clients that send it.
 
     Args:
         layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code. It owns
@@ -129,7 +123,7 @@ class FedP3(Method):
         kept: Share of the weights of each other layer that is sent.
     """
 
-    source = "Yi et al., FedP3, ICLR 2024, arXiv 2404.09816"
+    source = "Yi et al., FedP3: Federated Personalized and Privacy-friendly Network Pruning, ICLR 2024, arXiv 2404.09816"
     masked = True
     weights = "uniform"
     over = "holders"

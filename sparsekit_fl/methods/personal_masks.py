@@ -121,12 +121,10 @@ def _accuracy(client: ClientContext, task: Task) -> float:
 class LotteryFL(PruneWhenAccurate, SparseWeights):
     """Each client prunes its model step by step to a lottery ticket; entries are averaged over the clients that hold them.
 
-    Li, Sun, Wang, Duan, Li, Chen, Li: LotteryFL: Personalized and Communication-Efficient Federated Learning with Lottery
-    Ticket Hypothesis on Non-IID Datasets (arXiv 2008.03371; SEC 2021). As in the reference code, a client prunes by magnitude
-    within each layer, and rewinds all kept parameters to their initial values when it has pruned. That code decides on test
-    accuracy and reports each client's best; here the client's own validation data decide, and the model of the last round is
-    reported. With rewinding the global model comes late: as long as clients prune, each of their participations begins at
-    round 0 again.
+    As in the reference code, a client prunes by magnitude within each layer, and rewinds all kept parameters to their initial
+    values when it has pruned. That code decides on test accuracy and reports each client's best; here the client's own
+    validation data decide, and the model of the last round is reported. The global model comes late: as long as clients prune,
+    each of their participations begins at round 0 again.
 
     Args:
         threshold: Validation accuracy above which a client prunes. 0.2 is `prune_start_acc` of the reference code, which trains
@@ -135,7 +133,7 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
         target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
     """
 
-    source = "Li et al., LotteryFL, arXiv 2008.03371, SEC 2021"
+    source = "Li et al., LotteryFL: Personalized FL with Lottery Ticket Hypothesis, arXiv 2008.03371, SEC 2021"
     note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
@@ -150,11 +148,10 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
 class Hermes(PruneWhenAccurate):
     """Each client prunes units step by step and trains what is left, physically small, under a group lasso.
 
-    Li, Sun, Li, Pu, Li, Chen: Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients, MobiCom 2021.
     The abstract says that the server averages overlapping parameters only. That can mean the entries that all clients of a
     cohort hold, with the others kept per client (so an implementation in the library Plato), or each entry over its holders.
     With cohorts that change, in the first reading the value of an entry depends on who else was sampled; we take the second, as
-    the method's predecessor LotteryFL does. An entry that one client alone holds is then that client's own value, in both.
+    the method's predecessor LotteryFL does.
 
     The loss of a client has the term lasso · Σ over units ‖weights of the unit‖₂. The weights of a unit are the rows that
     make it, in all its matrices; biases and norms are not penalised.
@@ -166,7 +163,7 @@ class Hermes(PruneWhenAccurate):
         lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
-    source = "Li et al., Hermes, MobiCom 2021"
+    source = "Li et al., Hermes: An Efficient FL Framework for Heterogeneous Mobile Clients, MobiCom 2021"
     needs_units = True
 
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
@@ -233,11 +230,10 @@ def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
 class FedSpa(OwnMasks, SparseWeights):
     """Every client trains a sparse model of its own all along, whose mask moves a little after each participation.
 
-    Huang, Liu, Shen, He, Lin, Tao: Achieving Personalized Federated Learning with Sparse Local Models (arXiv 2201.11380). No
-    code was released with it. What the paper leaves to its precursors is as in the reference code of DisPFL (Dai et al., ICML
-    2022), which trains the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial
-    mask for all clients, a share of each layer pruned by magnitude and regrown by the gradient of one batch. An entry moves by
-    the sum of changes over the number of all clients; a client sends its next mask with its update.
+    No code was released. What the paper leaves open is as in the reference code of DisPFL (Dai et al., ICML 2022), which trains
+    the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial mask for all clients,
+    a share of each layer pruned by magnitude and regrown by the gradient of one batch. An entry moves by the sum of changes
+    over the number of all clients; a client sends its next mask with its update.
 
     Args:
         ratio: Share of the weights that is active; 0.5 in the paper's main comparison.
@@ -245,7 +241,7 @@ class FedSpa(OwnMasks, SparseWeights):
             random masks ("RSM" in the paper).
     """
 
-    source = "Huang et al., FedSpa, arXiv 2201.11380"
+    source = "Huang et al., Achieving Personalized FL with Sparse Local Models (FedSpa), arXiv 2201.11380"
     over = "all"
 
     ratio: Ratio = 0.5

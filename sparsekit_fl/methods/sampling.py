@@ -34,13 +34,10 @@ _BETA = 0.35  # β of the paper
 class Oort(Method):
     """FedAvg with guided sampling: a part of the cohort exploits tried clients of high utility, the rest explores untried ones.
 
-    Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided Participant Selection, OSDI 2021
-    (arXiv 2010.06081), Algorithm 1; the reference code for what the paper leaves open. Over-commitment and the blacklist of
-    often chosen clients are left out: the first would give Oort more clients per round than its rivals, the second would
-    exclude everybody here, where a client trains tens of times.
-
-    Clients report the mean squared loss of single examples in their first epoch; the reference code, too, looks at the first
-    epoch alone.
+    Algorithm 1 of the paper, and the reference code for what it leaves open. Over-commitment and the blacklist of often chosen
+    clients are left out: the first would give Oort more clients per round than its rivals, the second would exclude everybody
+    here, where a client trains tens of times. As in the reference code, clients report the mean squared loss of single examples
+    in their first epoch.
 
     A tried client k with n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to
     [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L); where it takes longer than the preferred time T, times
@@ -52,7 +49,7 @@ class Oort(Method):
         exploration: Share of the cohort that explores, at first; 0.9 in paper and code.
     """
 
-    source = "Lai et al., Oort, OSDI 2021, arXiv 2010.06081"
+    source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
     required = (_SQUARES,)
 
     exploration: Share = 0.9
@@ -177,9 +174,8 @@ def _example(values: Any, place: int) -> Any:
 class REFL(Method):
     """FedAvg that samples first the clients expected to be away next, and ends a round before its stragglers have answered.
 
-    Abdelmoniem, Sahu, Canini, Fahmy: REFL: Resource-Efficient Federated Learning, EuroSys 2023 (arXiv 2111.01108): intelligent
-    participant selection, adaptive participant target and staleness-aware aggregation. The server optimiser of its reference
-    code, YoGi, is left out: the server adds the weighted mean of the changes, as in the other methods.
+    The paper's intelligent participant selection, adaptive participant target and staleness-aware aggregation. The server
+    optimiser of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other methods.
 
     A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
     the next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is
@@ -201,7 +197,7 @@ class REFL(Method):
             0.9, as in the paper.
     """
 
-    source = "Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108"
+    source = "Abdelmoniem et al., REFL: Resource-Efficient Federated Learning, EuroSys 2023, arXiv 2111.01108"
     note = "Its clients are intermittently available; the other methods may ask anybody at any time."
 
     target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8

@@ -103,12 +103,11 @@ class Submodels(Method):
 class HeteroFL(Submodels):
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
 
-    Diao, Ding, Tarokh: HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, ICLR
-    2021 (arXiv 2010.01264). Besides the nested submodels it has a scaler, static batch normalisation, a masked loss, and in its
-    reference code, as in that of FedRolex, gradients clipped at norm 1. Batch norm statistics are those of each client's own
-    data, where the paper takes those of all clients. The masked loss alone is off by default: it is meant to be scored among a
-    client's own classes, while here all methods are scored among all classes. On the digits (two classes per client, 60 rounds,
-    two seeds) it lowers the accuracy from 0.76 to 0.65.
+    Besides the nested submodels the paper has a scaler, static batch normalisation, a masked loss, and in its reference code,
+    as in that of FedRolex, gradients clipped at norm 1. Batch norm statistics are those of each client's own data, where the
+    paper takes those of all clients. The masked loss alone is off by default: it is meant to be scored among a client's own
+    classes, while here all methods are scored among all classes. On the digits (two classes per client, 60 rounds, two seeds)
+    it lowers the accuracy from 0.76 to 0.65.
 
     Args:
         scaler: While training, divide the outputs of every layer that lost units by the ratio, so that the next layers get
@@ -122,7 +121,7 @@ class HeteroFL(Submodels):
             them, and their rows of the output layer do not count in the mean. If targets are not classes, it changes nothing.
     """
 
-    source = "Diao, Ding, Tarokh, HeteroFL, ICLR 2021, arXiv 2010.01264"
+    source = "Diao, Ding, Tarokh, HeteroFL: Computation and Communication Efficient FL, ICLR 2021, arXiv 2010.01264"
 
     scaler: bool = True
     clip: Positive | None = 1.0
@@ -178,13 +177,11 @@ def scaled_outputs(client: ClientContext, ratio: float) -> Iterator[None]:
 class FedRolex(HeteroFL):
     """HeteroFL with a window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J: every unit is trained.
 
-    Alam, Liu, Yan, Zhang: FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction, NeurIPS 2022
-    (arXiv 2212.01548). Its reference code keeps HeteroFL's scaler, static batch normalisation, masked loss and clipping. In
-    that code the window moves towards lower indices and all clients weigh alike; the direction is a matter of numbering, and
-    ours moves upwards. Every layer has its window, and the inputs of a layer are the units that the layer before it kept.
+    Its reference code keeps HeteroFL's scaler, static batch normalisation, masked loss and clipping, and all clients weigh
+    alike. There the window moves towards lower indices; the direction is a matter of numbering, and ours moves upwards.
     """
 
-    source = "Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548"
+    source = "Alam et al., FedRolex: Model-Heterogeneous FL with Rolling Sub-Model Extraction, NeurIPS 2022, arXiv 2212.01548"
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the window {round, …, round + count − 1} modulo the size of each group."""
@@ -201,11 +198,9 @@ class FedRolex(HeteroFL):
 class EFD(HeteroFL):
     """eFD, extended Federated Dropout: random units by capability; entries are averaged over their holders, by examples.
 
-    Defined as a baseline by Horváth et al., FjORD, NeurIPS 2021 (arXiv 2102.13451), which extends Caldas, Konečný, McMahan,
-    Talwalkar: Expanding the Reach of Federated Learning by Reducing Client Resource Requirements (arXiv 1812.07210), which
-    drops the same share everywhere. FjORD also bounds the number of distinct submodels in use ("diversity parameter"); here
-    every client draws its own each round, which is the unbounded case. HeteroFL's scaler is off, and its clipping on; the
-    papers have neither.
+    A baseline of FjORD's paper, which extends Federated Dropout by Caldas et al., where all clients drop the same share. FjORD
+    also bounds the number of distinct submodels ("diversity parameter"); here every client draws its own each round, which is
+    the unbounded case. HeteroFL's scaler is off, and its clipping on; the papers have neither.
     """
 
     source = "Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210"

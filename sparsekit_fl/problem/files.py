@@ -1,4 +1,4 @@
-"""Where the files of a data set are: in the user's directory, or fetched once from the hub; what was decoded is kept."""
+"""Where the files of a data set are: in the user's directory, or fetched once from the hub; decoded images are kept."""
 
 import contextlib
 import hashlib
@@ -33,18 +33,16 @@ def find_folder(name: str, root: Path | str | None, *, aliases: Sequence[str] = 
     """
     if root is None:
         raise DataError(f"{name!r} has no copy on the hub that can be fetched; pass --data-dir DIR with DIR/{layout}")
-    root = Path(root).expanduser()
-    names = (name, *aliases)
-    for candidate in (*(root / spelling for spelling in names), *([root] if root.name in names else [])):
-        if candidate.is_dir():
-            return candidate
-    if not root.exists():
-        raise DataError(f"data directory {str(root)!r} does not exist; it should hold {layout}")
-    inside = sorted(path.name for path in root.iterdir() if path.is_dir())
-    raise DataError(
-        f"data set {name!r} is not in {str(root)!r}: expected {layout}, found the folders {inside[:20] or 'none'};"
-        " correct --data-dir, or put the files there"
-    )
+    root, names = Path(root).expanduser(), (name, *aliases)
+    candidates = [*(root / spelling for spelling in names), *([root] if root.name in names else [])]
+    found = next(filter(Path.is_dir, candidates), None)
+    if found is None:
+        inside = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        raise DataError(
+            f"data set {name!r} is not in {str(root)!r}: expected {layout}, found the folders {inside[:20] or 'none'};"
+            " correct --data-dir, or put the files there"
+        )
+    return found
 
 
 def find_split_files(
@@ -93,26 +91,11 @@ def find_split_files(
 _FORMAT = 1
 
 
-def cache_directory() -> Path:
-    """Return `$SPARSEKIT_CACHE` if set, else the folder where the system keeps caches.
-
-    That is `~/.cache/sparsekit` (or below `$XDG_CACHE_HOME`) on Linux, `~/Library/Caches/sparsekit` on macOS and
-    `%LOCALAPPDATA%\\sparsekit\\Cache` on Windows.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
-    given = os.environ.get("SPARSEKIT_CACHE")
-    if given:
-        return Path(given).expanduser()
-    Path.home()  # raises where there is none, in place of a folder named `~`
-    return platformdirs.user_cache_path("sparsekit", appauthor=False)
-
-
 def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return tensors decoded from files, from the cache if these files were decoded before.
 
-    A cache that cannot be read or written costs time, never the run.
+    The cache is `$SPARSEKIT_CACHE`, or the folder where the system keeps caches. One that cannot be read or written costs
+    time, never the run.
 
     Args:
         name: The beginning of the entry's name.
@@ -124,16 +107,14 @@ def cached_tensors(name: str, files: Sequence[Path], decode: Callable[[], dict[s
     """
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([_FORMAT, name, stats]).encode()).hexdigest()[:20]
+    given = os.environ.get("SPARSEKIT_CACHE") or platformdirs.user_cache_path("sparsekit", appauthor=False)
     try:
-        entry = cache_directory() / f"{name}-{key}.safetensors"
+        entry = Path(given).expanduser() / f"{name}-{key}.safetensors"
     except RuntimeError:  # no home directory
         return decode()
-    try:
+    with contextlib.suppress(OSError, SafetensorError):
         return dict(load_file(entry))
-    except FileNotFoundError:
-        _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
-    except (OSError, SafetensorError) as error:
-        _log.warning("cache entry %s cannot be read (%s); decoding again", entry, error)
+    _log.info("decoding %s (%s), once", name, ", ".join(path.name for path in files))
     tensors = decode()
     staging = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:

@@ -16,7 +16,7 @@ from PIL import Image
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.problem.files import cache_directory, cached_tensors
+from sparsekit_fl.problem.files import cached_tensors
 from sparsekit_fl.problem.images import ImageTransform, digits_loaders
 
 
@@ -160,7 +160,7 @@ def test_files_are_decoded_once_and_again_where_they_or_the_cache_changed(
     read()
     assert len(calls) == 3
 
-    for entry in cache_directory().iterdir():
+    for entry in (tmp_path / "cache").iterdir():
         entry.write_bytes(b"rubbish")
     assert read()["images"].shape == (2, 3)
     assert len(calls) == 4
