@@ -21,12 +21,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -182,7 +181,8 @@ def options_of(owner: Callable[..., Any]) -> dict[str, Option]:
         }
     assert dataclasses.is_dataclass(owner)
     defaults = {one.name: one.default for one in dataclasses.fields(owner) if one.init}
-    return {name: Option(name, annotation_of(owner, name), defaults[name], texts.get(name, "")) for name in defaults}
+    hints = get_type_hints(owner, include_extras=True)
+    return {name: Option(name, hints[name], defaults[name], texts.get(name, "")) for name in defaults}
 
 
 def documented(owner: Callable[..., Any]) -> dict[str, str]:
@@ -198,16 +198,6 @@ def documented(owner: Callable[..., Any]) -> dict[str, str]:
             elif name and line.strip():
                 found[name] += " " + line.strip()
     return found
-
-
-def annotation_of(kind: type, name: str) -> Any:
-    """Return the annotation of a field; None if it names what only a type checker imports, which has no range."""
-    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
-    alone = SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
-    try:
-        return get_type_hints(alone, vars(sys.modules[owner.__module__]), dict(vars(owner)), include_extras=True)[name]
-    except NameError:
-        return None
 
 
 def _notes(hint: Any) -> Iterator[Any]:

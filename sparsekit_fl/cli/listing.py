@@ -18,6 +18,7 @@ from sparsekit_fl.cli.config_file import PARTITION, path_of, text_of
 from sparsekit_fl.cli.options import FRONT, RunOptions, about_of, known_options
 from sparsekit_fl.options import Option, described, options_of
 from sparsekit_fl.paper.presets import DEFAULT, Preset
+from sparsekit_fl.stored import flat
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
@@ -56,30 +57,24 @@ def _list(
 
 def _first(text: str) -> str:
     """Return the first sentence."""
-    return re.split(r"(?<=[.]) ", text, maxsplit=1)[0].rstrip(".")
+    return re.split(r"(?<=[.])\s", text, maxsplit=1)[0].rstrip(".")
 
 
 def _run_rows() -> list[dict[str, str]]:
     """Return path, default, what is allowed, and meaning of each option of a run, of training and of all partitions."""
     from sparsekit_fl.problem.partition import partitions
 
-    table = options_of(RunOptions)
-    rows = [
-        _row(path_of(name), _told_default(about_of(name)), table[name], about_of(name))
-        for name in dict.fromkeys([*FRONT, *table])
-        if path_of(name) in known_options()
-    ]
+    table, rows = options_of(RunOptions), []
+    for name in dict.fromkeys([*FRONT, *table]):
+        if path_of(name) in known_options():
+            # The default that the meaning ends with, if it is one word.
+            told = re.search(r"Default: (?:that of the )?(?!None)(\S+)[.]$", about_of(name))
+            rows.append(_row(path_of(name), told[1] if told else None, table[name], about_of(name)))
     for name in partitions:
         for option in options_of(partitions[name]).values():
             if option.default is not MISSING:
                 rows.append(_row(PARTITION + option.name, option.default, option, f"{option.about} For the partition {name}."))
     return rows
-
-
-def _told_default(about: str) -> str:
-    """Return the default that a meaning ends with, if it is one word."""
-    found = re.search(r"Default: (?:that of the )?(\S+)[.]$", about)
-    return "" if found is None or found[1] == "None" else found[1]
 
 
 def _row(path: str, default: Any, option: Option, about: str) -> dict[str, str]:
@@ -98,70 +93,53 @@ def _describe_name(
     """Describe a method with all its options, an option of a run, or a data set, a criterion or anything else with a name."""
     from sparsekit_fl.methods import make_method, registry
 
+    homes = {kind: load_object(place) for kind, place in KINDS.items() if kind != "methods"}
+    found: list[dict[str, Any]] = [
+        {"kind": kind, "name": name, "about": _about(home[name]), "options": []} for kind, home in homes.items() if name in home
+    ]
     if name.split()[0] in registry or ":" in name:
         method = make_method(name)
         values, options = method.options(), options_of(type(method))  # type: ignore[arg-type]  # classes are hashable
         rows = [_row(one.name, values[one.name], one, one.about) for one in options.values()]
-        if as_json:
-            print_json({"name": method.name, "source": method.source, "note": method.note, "options": rows})
-            return
-        typer.echo(f"{method.name}: {method.source}")
-        print_wrapped(method.note)
-        for row in rows:
-            typer.echo()
-            _print_option(row)
-        return
-    rows = [{"kind": "options", "name": name, **row} for row in _run_rows() if row["path"] in (name, path_of(name))]
-    homes = {kind: load_object(place) for kind, place in KINDS.items()}
-    rows += [
-        {"kind": kind, "name": name, "about": "\n\n".join(filter(None, dict.fromkeys(_texts(home[name]))))}
-        for kind, home in homes.items()
-        if name in home
-    ]
-    if not rows:
-        known = [*dict.fromkeys(one for home in homes.values() for one in home), *known_options()]
+        about = f"{method.source}\n\n{method.note}".strip()
+        found.append({"kind": "methods", "name": method.name, "about": about, "options": rows})
+    if rows := [row for row in _run_rows() if row["path"] in (name, path_of(name))]:
+        found.append({"kind": "options", "name": name, "about": "", "options": rows})
+    if not found:
+        known = [*registry, *dict.fromkeys(one for home in homes.values() for one in home), *known_options()]
         raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows all names")
     if as_json:
-        print_json(rows)
+        print_json(found)
         return
-    for row in rows:
-        if row["kind"] == "options":
-            _print_option(row)
-        else:
-            typer.echo(f"{row['kind']}: {name}\n\n{row['about']}\n")
+    for one in found:
+        typer.echo(f"{one['kind']}: {one['name']}")
+        if one["about"]:
+            typer.echo(f"\n{one['about']}")
+        for row in one["options"]:
+            default = f" Default: {row['default']}." if row["default"] and "Default:" not in row["about"] else ""
+            typer.echo(f"\n--set {row['path']}=VALUE")
+            print_wrapped(f"{row['about']}{default} Allowed: {row['allowed']}.", indent="    ")
 
 
-def _print_option(row: Mapping[str, str]) -> None:
-    """Print path, meaning, default and range of an option, wrapped to the terminal."""
-    default = f" Default: {row['default']}." if row["default"] and "Default:" not in row["about"] else ""
-    typer.echo(f"--set {row['path']}=VALUE")
-    print_wrapped(f"{row['about']}{default} Allowed: {row['allowed']}.", indent="    ")
-
-
-def _texts(found: Any) -> tuple[str, str]:
-    """Return the docstring of the file of an entry, and that of the entry; a preset says what it sets."""
+def _about(found: Any) -> str:
+    """Return the docstring of an entry, or that of its file; a preset says what it sets."""
     if isinstance(found, Preset):
-        options = "".join(f", {option.replace('_', ' ')} {text_of(value)}" for option, value in found.options.items())
-        return "", (
-            f"{found.model} on {found.dataset}, {found.rounds} rounds, {found.cohort} of {found.clients} clients,"
-            f" {found.training.local_epochs} local epochs, batches of {found.training.batch_size}, lr {found.training.lr:g};"
-            f" {found.partition or 'natural'} partition{options}; capability {found.capability}"
-            f"{'; used without --preset and --dataset' if found.name == DEFAULT else ''}"
+        set_ = flat({**vars(found), "training": vars(found.training)})
+        told = ", ".join(
+            f"{path.rpartition('.')[2].replace('_', ' ')} {text_of(value)}" for path, value in set_.items() if value
         )
+        return f"{found.model} on {found.dataset}{', used by default' if found.name == DEFAULT else ''}.\n\n{told}"
     made = found if callable(found) else getattr(found, "build", found)
     made = made.func if isinstance(made, functools.partial) else made
-    return inspect.getdoc(inspect.getmodule(found)) or "", inspect.getdoc(made) or ""
+    return inspect.getdoc(made) or inspect.getdoc(inspect.getmodule(found)) or ""
 
 
 def _line(registry: Mapping[str, Any], name: str) -> str:
-    """Return a first line of documentation of an entry: of its file if that has its name, and else its own."""
+    """Return the first line of the documentation of an entry."""
     try:
-        found = registry[name]
+        return _about(registry[name]).partition("\n")[0]
     except Exception as error:  # noqa: BLE001 - plug-ins are other people's code; a broken one does not spoil the list
         return f"(not available: {error})"
-    home, own = _texts(found)
-    module = getattr(inspect.getmodule(found), "__name__", "").rpartition(".")[2]
-    return (home if home and module == name.replace("-", "_") else own).partition("\n")[0]
 
 
 list_names = command_app(

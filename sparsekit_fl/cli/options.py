@@ -40,9 +40,6 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 """The options whose default is that of the preset."""
 
-_OF_AN_ENGINE = ("workers", "supernodes", "ray_address")
-"""Options of the engine that a file names, which another engine on the command line does not take."""
-
 FRONT = tuple(name for names in FLAGS.values() for name in names)
 """The options that have a flag."""
 
@@ -184,8 +181,6 @@ class RunOptions(_RunFields):
             one = loggers.find(name)()
             if not isinstance(one, Callback):
                 raise InvalidValueError(f"--callback {name} must make a Callback, got {type(one).__name__}")
-            if name == "tensorboard" and self.out is None:
-                raise InvalidValueError("--callback tensorboard needs --out DIR, the folder for its files")
             made.append(one)
         return made
 
@@ -261,8 +256,6 @@ def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, 
         path = path if path.exists() else None
     if path is not None:
         methods, filed, more = read_file(path, known)
-        if given.get("engine", filed.get("engine")) != filed.get("engine"):
-            filed = {name: value for name, value in filed.items() if name not in _OF_AN_ENGINE}
         given, rest = filed | given, more | rest
         if "methods" in own:
             own["methods"] = own["methods"] or methods

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.results import RoundRecord, RunResult
 
 INCOMPLETE = 3
-_MOST_REASONS, _MOST_CLIENTS, _WIDEST = 5, 10, 40
-_BARS = "▁▂▃▄▅▆▇█"
+_MOST_REASONS, _MOST_CLIENTS = 5, 10
 
 
 def _run(method_name: str, options: RunOptions) -> None:
@@ -80,7 +78,6 @@ def _show(result: RunResult, options: RunOptions) -> None:
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
     typer.secho(f"{raw['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {raw['seed']}", bold=True)
     print_lines(numbers(raw))
-    typer.echo(_curve(result))
     _print_clients(result)
     if result.stopped:
         typer.echo(f"stopped after round {result.rounds[-1].round}: {result.stopped}")
@@ -111,22 +108,6 @@ def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         alike = [column for column in values if column.unit == unit]
         told |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
     return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
-
-
-def _curve(result: RunResult) -> str:
-    """Return the primary metric over the rounds as a sparkline, with its first and its last value."""
-    from sparsekit_fl.stored import score_text
-
-    name = result.final.primary_metric
-    scored = [(record.round, record.evaluation.personal) for record in result.rounds if record.evaluation]
-    points = [(round, scores[name]) for round, scores in scored if math.isfinite(scores.get(name, math.nan))]
-    if not points:
-        return ""
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    steps = (len(_BARS) - 1) / (high - low or 1.0)
-    bars = "".join(_BARS[round((value - low) * steps)] for _, value in points[-_WIDEST:])
-    (first, begun), (last, ended) = points[0], points[-1]
-    return f"{score_text(name, begun)} after round {first} {bars} {score_text(name, ended)} after round {last}"
 
 
 def _print_clients(result: RunResult) -> None:

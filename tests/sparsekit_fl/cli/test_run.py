@@ -1,7 +1,6 @@
 """`sparsekit run` and `sparsekit fedlps`: results, files, errors and exit codes."""
 
 import json
-import re
 import shlex
 import signal
 from pathlib import Path
@@ -24,7 +23,6 @@ def test_a_run_prints_a_table_and_says_how_to_keep_it(capsys: pytest.CaptureFixt
     titles = ("personal accuracy", "validation accuracy", "global accuracy", "FLOPs", "sent up", "wall time", "--out DIR")
     assert all(title in captured.out for title in titles)
     assert "accuracy by client" in captured.out
-    assert re.search(r"after round 1 [▁-█]{2} accuracy [\d.]+% after round 2", captured.out)
     # Stderr is not a terminal here: a line per evaluation, as in a log of nohup.
     lines = captured.err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["fedavg round 1/2", "fedavg round 2/2"]
@@ -185,7 +183,7 @@ def test_an_engine_whose_package_is_absent_says_what_to_install(
 @pytest.mark.slow
 @pytest.mark.same_bits
 def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["run", "fedavg", "--rounds", "40", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
+    options = ["run", "fedavg", "--rounds", "40", *SMALL[2:], "--workers", "2", "--eval-every", "40"]
     whole = command(options, capsys)
     out = tmp_path / "run"
     there = (out / "checkpoint.pt").exists

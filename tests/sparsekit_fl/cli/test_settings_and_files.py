@@ -99,17 +99,6 @@ def test_none_is_a_value_and_a_resumed_run_reads_its_own_file_below_the_line(tmp
     assert seen(["--config", str(file)]).replaced(config=None) == changed.replaced(config=None)
 
 
-def test_another_engine_does_not_get_the_options_of_the_one_that_the_file_names(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('engine = "flower"\nworkers = 2\nsupernodes = 3\nray_address = "here:1"\nrounds = 5\n')
-    for given in (["--config", str(file)], ["--resume", "--out", str(tmp_path)]):
-        same = seen([*given, "--engine", "flower"])
-        assert (same.workers, same.supernodes, same.ray_address) == (2, 3, "here:1")
-        other = seen([*given, "--engine", "processes", "--seed", "1"])
-        assert (other.engine, other.workers, other.supernodes, other.ray_address) == ("processes", None, None, None)
-        assert (other.rounds, other.seed) == (5, 1)
-
-
 def test_an_option_of_a_method_with_the_name_of_an_option_of_training_stays_that_of_the_method(tmp_path):
     typed = seen(["--set", "clip=3", "--set", "training.clip=2"])
     (tmp_path / "run.toml").write_text(written("command", typed.given))

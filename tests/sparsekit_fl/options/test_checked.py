@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
@@ -23,9 +23,6 @@ from sparsekit_fl.options import (
     read_keywords,
 )
 
-if TYPE_CHECKING:
-    from nowhere import Unknown
-
 
 class Base(Checked):
     """As a policy's base class: no dataclass itself."""
@@ -43,7 +40,6 @@ class Policy(Base):
     rule: Literal["mean", "median", "krum"] = "mean"
     levels: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (1.0,)
     anything: float = 0.0
-    unknown: Unknown = None
 
 
 @dataclass(frozen=True)
