@@ -1,13 +1,12 @@
-# ruff: noqa: ARG001 - every part takes the same arguments
-"""Everything that wants a GPU, in one command and under 9 minutes; the result is one JSON file.
+"""Everything that wants a GPU, in one command; the result is one JSON file.
 
     python benchmarks/gpu.py --out gpu.json                  on cuda
     python benchmarks/gpu.py --device cuda:1 --parts steps   some parts only
     python benchmarks/gpu.py --device cpu --quick            small versions of all parts, a minute on a CPU
 
 The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
-`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `llama`, 1.2 billion parameters
-traced and pruned, with the memory that it took. `pytest --device cuda` runs the tests on the device.
+`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05). `pytest --device cuda` runs the tests
+on the device.
 
 The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
 error there, and the others run.
@@ -34,15 +33,8 @@ from step import MODELS, build, cross_entropy, plain_step
 from torch import Tensor
 
 from sparsekit import LearnableMask, compact, make_mask, trace_units
-from sparsekit.criteria import Magnitude, Random, ScoringContext
+from sparsekit.criteria import Random, ScoringContext
 from sparsekit_fl.processes import describe_environment
-
-SECONDS = 525
-
-
-def left(end: float) -> float:
-    """Seconds until then, at least 0."""
-    return max(0.0, end - time.perf_counter())
 
 
 def synchronise(device: torch.device) -> None:
@@ -56,7 +48,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def exactness(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
+def exactness(device: torch.device, quick: bool) -> dict[str, Any]:
     """Outputs and gradients of the device against the CPU in float64, and a masked against a compact network there."""
     found: dict[str, Any] = {}
     for name in ["cnn"] if quick else list(MODELS):
@@ -88,7 +80,7 @@ def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> floa
     return (time.perf_counter() - began) / steps
 
 
-def steps(device: torch.device, quick: bool, end: float) -> list[dict[str, Any]]:
+def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
     """The step of a LearnableMask over that of a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
     rows = []
     ratios = (0.5,) if quick else (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -96,9 +88,6 @@ def steps(device: torch.device, quick: bool, end: float) -> list[dict[str, Any]]
     block, repeats = (2, 2) if quick else (10, 15)
     for name, batch in cases:
         for ratio in ratios:
-            if not left(end):
-                rows.append({"model": name, "batch": batch, "ratio": ratio, "skipped": "out of time"})
-                continue
             model, x, y = build(name)
             x, y = (t.repeat(math.ceil(batch / len(t)), *[1] * (t.dim() - 1))[:batch].to(device) for t in (x, y))
             model = model.to(device)
@@ -139,7 +128,7 @@ def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
     places += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
-def crossings(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
+def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
     """What waits for the device, and what is copied between it and the host, in a step whose mask stands. Goal: nothing."""
     found: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")]
@@ -166,63 +155,7 @@ def crossings(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
     return found
 
 
-def llama(device: torch.device, quick: bool, end: float) -> dict[str, Any]:
-    """A Llama of 1.2 billion parameters, random: traced, pruned by magnitude to 70 % of its units, checked and timed."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return {"skipped": "transformers is not installed"}
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **(small if quick else sizes),
-        num_key_value_heads=2 if quick else 8,
-        vocab_size=128 if quick else 128_256,
-        use_cache=False,
-    )
-    began = time.perf_counter()
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.float32 if quick else torch.bfloat16).eval()
-    ids = torch.randint(config.vocab_size, (1, 16), device=device)
-    result: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    result["build_seconds"] = time.perf_counter() - began
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    graph = trace_units(model, example_kwargs={"input_ids": ids, "use_cache": False})
-    synchronise(device)
-    result["trace_seconds"] = time.perf_counter() - began
-    result["groups"], result["units"] = len(graph.groups), graph.units
-    began = time.perf_counter()
-    mask = make_mask(Magnitude(), graph, 0.7, ScoringContext(weights=model.state_dict()))
-    cut = compact(model, graph, mask).eval()
-    synchronise(device)
-    result["prune_seconds"] = time.perf_counter() - began
-    result["parameters_left"] = sum(p.numel() for p in cut.parameters())
-    if device.type == "cuda":
-        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    with torch.no_grad():
-        gates = {name: keep.to(device, model.dtype) for name, keep in mask.items()}
-        state = {**model.state_dict(), **graph.gate(model.state_dict(), gates)}
-        gated = torch.func.functional_call(model, state, kwargs={"input_ids": ids, "use_cache": False}).logits
-        own = cut(input_ids=ids, use_cache=False).logits
-        result["cut_against_gated"] = apart(own, gated)
-        batch = torch.randint(config.vocab_size, (1, 32) if quick else (4, 512), device=device)
-        for label, module in (("dense", model), ("pruned", cut)):
-            module(input_ids=batch, use_cache=False)
-            seconds = _seconds(lambda m=module: m(input_ids=batch, use_cache=False) and None, device, 2 if quick else 5)  # type: ignore[misc]
-            result[f"{label}_tokens_per_second"] = batch.numel() / seconds
-    return result
-
-
-PARTS: dict[str, tuple[float, Callable[[torch.device, bool, float], Any]]] = {
-    "exactness": (20, exactness),
-    "crossings": (20, crossings),
-    "steps": (90, steps),
-    "llama": (60, llama),
-}
-"""Name → (seconds that it may take, function), in the order in which they run. Together under 6 minutes."""
+PARTS: dict[str, Callable[[torch.device, bool], Any]] = {"exactness": exactness, "crossings": crossings, "steps": steps}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -234,7 +167,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together (default {SECONDS})")
     parser.add_argument("--quick", action="store_true", help="small versions, to see that everything runs")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     given = parser.parse_args(arguments)
@@ -249,22 +181,15 @@ def main(arguments: list[str] | None = None) -> int:
         "environment": describe_environment(workers=1, device=str(device)),
         "parts": {},
     }
-    end = time.perf_counter() + given.seconds
     for name in given.parts:
-        share, part = PARTS[name]
         began = time.perf_counter()
         entry: dict[str, Any] = {}
-        # The last part has all that is left.
-        until = end if name == given.parts[-1] else min(end, began + share)
         try:
-            if left(end) < 3:
-                raise TimeoutError("out of time")
-            entry["result"] = part(device, given.quick, until)
+            entry["result"] = PARTS[name](device, given.quick)
         except Exception:  # noqa: BLE001 - a part that fails must not cost the others
             entry["error"] = traceback.format_exc()
         entry["seconds"] = round(time.perf_counter() - began, 2)
         result["parts"][name] = entry
-        result["seconds"] = round(given.seconds - left(end), 1)
         given.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
         print(f"{name:>14} {entry['seconds']:>7.1f} s  {'failed' if 'error' in entry else 'ok'}", file=sys.stderr, flush=True)
     print(json.dumps(result, default=str))
