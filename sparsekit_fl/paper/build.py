@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.registry import load_object
 from sparsekit_fl.options import read_keywords
 from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.problem.data import Capability, Client, ClientData
@@ -24,13 +23,7 @@ _FORMS = "a DataSource, (Problem, DataSource) or (Problem, list of Client)"
 
 
 class Task(NamedTuple):
-    """A problem and its clients.
-
-    Args:
-        problem: Model, loss and metrics.
-        clients: With their data.
-        described: Names of what was built, for the result.
-    """
+    """A problem and its clients, with their data; `described` names what was built, for the result."""
 
     problem: Problem
     clients: list[Client]
@@ -81,8 +74,7 @@ def build_task(
         InvalidValueError: an option out of range, or a client of `ids` that does not exist.
         UnknownNameError: no data set, model or partition of that name, or no such option of the partition.
     """
-    found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed, ids)
-    problem, data = (None, found) if isinstance(found, DataSource) else found
+    problem, data = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed, ids)
     changes: dict[str, Any] = {"model": model if problem else None}
     if not isinstance(data, DataSource):
         changes |= {"clients": clients, "partition": partition, "options": options}
@@ -158,23 +150,17 @@ def _name_of(problem: Problem) -> str:
 
 def _load(
     name: str, root: Path | None, seed: int, ids: Collection[int] | None
-) -> DataSource | tuple[Problem, DataSource | list[Client]]:
-    if ":" not in name:
-        found = datasets[name](root)
-    else:
-        factory = load_object(name)
-        if not callable(factory):
-            raise InvalidValueError(f"{name!r} must be a function, got {type(factory).__name__}; it is called to load the data")
-        accepted = inspect.signature(factory).parameters
-        given = {"root": root, "seed": seed, "ids": ids}
-        found = factory(**{word: value for word, value in given.items() if word in accepted})
-    if isinstance(found, DataSource):
-        return found
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Problem):
-        if isinstance(found[1], DataSource):
-            return found[0], found[1]
-        roster = list(found[1])
-        # A server without data asks for no client.
-        if (roster or ids is not None) and all(isinstance(client, Client) for client in roster):
-            return found[0], roster
+) -> tuple[Problem | None, DataSource | list[Client]]:
+    factory = datasets.find(name)
+    if not callable(factory):
+        raise InvalidValueError(f"{name!r} must be a function, got {type(factory).__name__}; it is called to load the data")
+    accepted = inspect.signature(factory).parameters
+    found = factory(**{word: value for word, value in {"root": root, "seed": seed, "ids": ids}.items() if word in accepted})
+    problem, data = found if isinstance(found, tuple) and len(found) == 2 else (None, found)
+    if isinstance(data, DataSource) and (problem is None or isinstance(problem, Problem)):
+        return problem, data
+    roster = list(data) if isinstance(problem, Problem) else []
+    # A server without data asks for no client.
+    if isinstance(problem, Problem) and (roster or ids is not None) and all(isinstance(one, Client) for one in roster):
+        return problem, roster
     raise InvalidValueError(f"{name!r} must return {_FORMS}, got {type(found).__name__}")

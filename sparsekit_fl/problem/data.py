@@ -81,23 +81,15 @@ class TensorData:
         return (*(tensor[0] for tensor in inputs), targets[0])
 
     def batch(self, positions: Positions = None) -> Batch:
-        """Read examples.
-
-        Args:
-            positions: Which ones, in [0, len(self)); a slice reads without copying where it can.
+        """Read examples; a slice of positions reads without copying where it can.
 
         Returns:
             `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
         """
         rows = self._rows(positions)
-
-        def read(tensor: Tensor) -> Tensor:
-            return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
-
-        inputs = tuple(read(tensor) for tensor in self.inputs)
-        if self.transform is not None:
-            inputs = tuple(self.transform(tensor) for tensor in inputs)
-        return inputs, read(self.targets)
+        tensors = [one[rows] if isinstance(rows, slice) else one.index_select(0, rows) for one in (*self.inputs, self.targets)]
+        inputs = tensors[:-1] if self.transform is None else map(self.transform, tensors[:-1])
+        return tuple(inputs), tensors[-1]
 
     def labels(self) -> Tensor:
         """Return the targets of these examples, `(examples, …)`."""
@@ -110,14 +102,7 @@ class TensorData:
         return replace(self, index=rows)
 
     def materialise(self, device: torch.device | str = "cpu") -> TensorData:
-        """Read all examples once, so that a batch afterwards is one `index_select`.
-
-        Args:
-            device: Where the tensors go.
-
-        Returns:
-            The same examples without index and transform.
-        """
+        """Return the same examples, read once to a device, without index and transform: a batch is then one `index_select`."""
         inputs, targets = self.batch()
         return TensorData(tuple(tensor.to(device) for tensor in inputs), targets.to(device))
 
@@ -131,14 +116,11 @@ class TensorData:
 
 
 def read(split: Any, positions: list[int]) -> Batch:
-    """Read some examples of a client.
+    """Return `(inputs, targets)` of some examples of a client.
 
     Args:
         split: TensorData, or any map-style data set of `(input, …, target)`, of which no other item is read.
         positions: Which ones, in [0, len(split)).
-
-    Returns:
-        `(inputs, targets)`.
 
     Raises:
         DataError: the items cannot be read, or cannot be made into tensors.
@@ -158,15 +140,12 @@ def arranged(tensor: Tensor) -> Tensor:
 
 
 def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
-    """Turn what a user has into TensorData.
+    """Turn what a user has into TensorData, in the same order.
 
     Args:
         dataset: TensorData, a torch `TensorDataset`, a `Subset`, or any map-style data set whose items are
             `(input, …, target)`. Only the last kind is copied.
         what: Names the data set in messages.
-
-    Returns:
-        The examples, in the order of the data set.
 
     Raises:
         DataError: it has no length or no items by index, or items that are not equally shaped tensors or numbers.
@@ -273,9 +252,7 @@ class ClientData:
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
             if len(split) == 0:
                 continue
-            if isinstance(split, TensorDataset) or (
-                isinstance(split, Subset) and isinstance(split.dataset, TensorData | TensorDataset)
-            ):
+            if isinstance(split.dataset if isinstance(split, Subset) else split, TensorData | TensorDataset):
                 object.__setattr__(self, name, as_tensor_data(split, what=name))
 
 
@@ -306,8 +283,7 @@ class Client(Checked):
         sizes = {name: len(getattr(self.data, name)) for name in ("train", "val", "test")}
         for name in ("train", "test"):
             if not sizes[name]:
-                held = [f"{split} has {size} example{'s' * (size != 1)}" for split, size in sizes.items() if size]
                 raise DataError(
-                    f"{name} of client {self.id} is empty, {', '.join(held) or 'as are its other splits'}; every client needs"
-                    " examples to train on and to be scored with (val alone may be None): leave this client out, or deal again"
+                    f"{name} of client {self.id} is empty (numbers of examples: {sizes}); every client needs examples to train"
+                    " on and to be scored with (val alone may be None): leave this client out, or deal again"
                 )

@@ -71,14 +71,7 @@ class ImageTransform:
 
 
 def digits(root: Path | str | None = None) -> DataSource:  # noqa: ARG001 (every data set is loaded with a root)
-    """Load the 1,797 handwritten digits of 8×8 pixels that come with scikit-learn; the last 360 are the test set.
-
-    Args:
-        root: Not used.
-
-    Raises:
-        MissingDependencyError: scikit-learn is not installed.
-    """
+    """Load the 1,797 handwritten digits of 8×8 pixels that come with scikit-learn; the last 360 are the test set."""
     bundle = need("sklearn.datasets", "reading the data", extra="fl").load_digits()
     pixels = np.rint(bundle.images * (255 / 16)).astype(np.uint8)[:, None]
     images, labels = torch.from_numpy(pixels), torch.from_numpy(bundle.target.astype(np.int64))

@@ -21,17 +21,9 @@ Splits are scored in batches, so that a metric that is not a mean over examples 
 """
 
 
-def _check(outputs: Tensor, targets: Tensor) -> None:
-    if outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
-        raise DataError(
-            f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
-            " put the classes last, or write a metric of your own"
-        )
-
-
 @dataclass(frozen=True)
 class TokenAccuracy:
-    """Accuracy of next-token prediction in which some tokens never count as right.
+    """`accuracy` in which some tokens never count as right.
 
     Args:
         never_right: Token ids, such as the one for unknown words: as targets they count as asked for, never as right.
@@ -42,8 +34,11 @@ class TokenAccuracy:
     never_right: tuple[int, ...] = ()
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Count right predictions as `accuracy` does, without the tokens that never count as right."""
-        _check(outputs, targets)
+        if outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
+            raise DataError(
+                f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
+                " put the classes last, or write a metric of your own"
+            )
         right = outputs.argmax(-1) == targets
         for token in self.never_right:
             right = right & (targets != token)
@@ -89,12 +84,10 @@ cross_entropy.weight = _counted  # type: ignore[attr-defined]
 
 
 def loss_weight(loss: Any, targets: Tensor) -> Any:
-    """Return how much the loss of a batch counts next to other batches.
+    """Return how much the loss of a batch of `targets` counts next to other batches.
 
-    Args:
-        loss: A loss with an attribute `weight`, a function of targets, says what its mean is over: `cross_entropy` counts
-            tokens, padding excluded. Any other loss is a mean over examples.
-        targets: Of the batch.
+    A loss with an attribute `weight`, a function of targets, says what its mean is over: `cross_entropy` counts tokens, padding
+    excluded. Any other loss is a mean over examples.
     """
     weight = getattr(loss, "weight", None)
     return weight(targets) if callable(weight) else len(targets)
@@ -103,9 +96,7 @@ def loss_weight(loss: Any, targets: Tensor) -> Any:
 def lower_is_better(name: str, metric: Metric | None = None) -> bool:
     """Return whether small values of a metric are the good ones.
 
-    Args:
-        name: Its name: one that ends with `loss`, `error` or `perplexity` is better when it is lower.
-        metric: The metric; its attribute `lower_is_better`, where it has one, decides alone.
+    Its attribute `lower_is_better` decides, or else its name: one that ends with `loss`, `error` or `perplexity`.
     """
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)
@@ -114,11 +105,8 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
 def whole(metric: Metric) -> Metric:
     """Mark a metric that is called once, with a whole split: AUC or F1, for example, which are not means over batches.
 
-    Args:
-        metric: A function; an object says `whole = True` itself.
-
-    Returns:
-        The same function. It still returns `(sum, weight)`, so `(value * len(targets), len(targets))`.
+    The same function is returned; an object says `whole = True` itself. The metric still returns `(sum, weight)`, so
+    `(value * len(targets), len(targets))`.
     """
     metric.whole = True  # type: ignore[attr-defined]
     return metric

@@ -95,12 +95,7 @@ class ModelSpec:
     def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
         """Return a function without arguments that builds a network, with weights from torch's global generator.
 
-        Args:
-            classes: Number of outputs; for tokens the size of the vocabulary.
-            takes: What the network will be fed.
-
-        Returns:
-            The function; it can be pickled.
+        The function can be pickled. `classes` is the number of outputs; for tokens the size of the vocabulary.
         """
         takes = takes or InputShape(self.kind or "image", self.example)
         words: dict[str, Any] = {"classes": self.classes if classes is None else classes, "shape": takes.shape}
@@ -113,10 +108,7 @@ class ModelSpec:
         return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
-        """Return a network without a data set, and one example for it: what `sparsekit units` shows.
-
-        The example is zeros, or tokens drawn always the same.
-        """
+        """Return a network without a data set, and one example for it: zeros, or tokens that are always the same."""
         model, shape = self.factory()(), (1, *self.example)
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
@@ -124,14 +116,10 @@ class ModelSpec:
 
 
 def factory_spec(name: str, found: Any) -> ModelSpec:
-    """Return the spec of what a name of a model stands for.
-
-    Args:
-        name: The name, for messages.
-        found: A ModelSpec, or a class or function of the user's that returns a module; see `ModelSpec.build` for what it gets.
+    """Return the spec that a name stands for: `found`, or one of the user's class or function that returns a module.
 
     Raises:
-        InvalidValueError: it is neither.
+        InvalidValueError: it is neither; `name` is for the message.
     """
     if isinstance(found, ModelSpec):
         return found
@@ -145,13 +133,7 @@ def factory_spec(name: str, found: Any) -> ModelSpec:
 class Cnn(nn.Module):
     """conv 5×5 (10) – pool – ReLU – conv 5×5 (20) – pool – ReLU – 50 – classes; 21,840 parameters on MNIST.
 
-    Args:
-        classes: Outputs.
-        channels: Number of channels of the images.
-        size: Height and width of the images, at least 16 each.
-
-    Raises:
-        InvalidValueError: the images are too small for two convolutions and two pools.
+    The height and width of the images, `size`, are at least 16 each, or InvalidValueError is raised.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), after the PyTorch MNIST example, without its dropout.
     """
@@ -160,9 +142,9 @@ class Cnn(nn.Module):
 
     def __init__(self, classes: int = 10, channels: int = 1, size: tuple[int, int] = (28, 28)) -> None:
         super().__init__()
-        height, width = (((side - 4) // 2 - 4) // 2 for side in size)
         if min(size) < 16:
             raise InvalidValueError(f"size must be at least (16, 16), got {tuple(size)}; resize the images")
+        height, width = (((side - 4) // 2 - 4) // 2 for side in size)
         self.conv1 = nn.Conv2d(channels, 10, 5)
         self.conv2 = nn.Conv2d(10, 20, 5)
         self.fc1 = nn.Linear(20 * height * width, 50)
@@ -226,16 +208,8 @@ class Vgg(nn.Module):
     """3×3 convolutions with bias, each with batch norm and ReLU, five pools, one linear layer.
 
     The batch norms keep running statistics; with the statistics of a test batch the accuracy would depend on which
-    classes the batch happens to hold.
-
-    Args:
-        depth: 11, 13 or 16.
-        classes: Outputs.
-        channels: Number of channels of the images.
-        size: Height and width of the images, multiples of 32.
-
-    Raises:
-        InvalidValueError: an unknown depth, or a size that five pools do not divide.
+    classes the batch happens to hold. The depth is 11, 13 or 16; the height and width of the images, `size`, are multiples of
+    32, or InvalidValueError is raised.
 
     Source: Simonyan, Zisserman (arXiv 1409.1556), reduced as in Xue et al., ICDE 2025 (arXiv 2412.07216).
     """
@@ -264,19 +238,11 @@ class Vgg(nn.Module):
         return logits
 
 
-def vgg11(classes: int = 10, channels: int = 3, size: tuple[int, int] = (32, 32)) -> Vgg:
-    """Return VGG11; 9.23 million parameters for ten classes at 32×32."""
-    return Vgg(11, classes, channels, size)
-
-
 def _vgg_spec(depth: int, classes: int, side: int) -> ModelSpec:
     shape = (3, side, side)
-    build = partial(Vgg, depth)
-    return ModelSpec(
-        name=f"vgg{depth}", build=build, kind="image", channels=3, multiple=32, minimum=32, example=shape, classes=classes
-    )
+    return ModelSpec(f"vgg{depth}", partial(Vgg, depth), "image", channels=3, multiple=32, example=shape, classes=classes)
 
 
-vgg11_spec = _vgg_spec(11, classes=10, side=32)
+vgg11_spec = _vgg_spec(11, classes=10, side=32)  # 9.23 million parameters
 vgg13_spec = _vgg_spec(13, classes=100, side=32)  # 9.46 million parameters
 vgg16_spec = _vgg_spec(16, classes=200, side=64)  # 15.13 million parameters

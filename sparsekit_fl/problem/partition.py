@@ -31,19 +31,10 @@ partitions = Registry(
 
 
 class Partition(Protocol):
-    """Deals a data set to clients; what it draws, it draws from `rng` alone."""
+    """Deals a data set to clients; what it draws, it draws from `rng` alone. More keywords, with defaults, are its options."""
 
     def __call__(self, source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:
-        """Deal; implementations add keyword options with defaults.
-
-        Args:
-            source: What to deal.
-            clients: Number of clients, at least 1.
-            rng: For every draw.
-
-        Returns:
-            One ClientData per client, all views into the tensors of the source.
-        """
+        """Return one ClientData per client, all views into the tensors of the source."""
         ...
 
 

@@ -102,14 +102,11 @@ def read_leaf(paths: list[Path]) -> dict[str, list[list[str]]]:
 
 
 def reddit(root: Path | str | None = None) -> DataSource:
-    """Return comments by user, for next-word prediction in chunks of ten words, nine of them inputs.
+    """Return comments by user for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
     Args:
         root: Directory with `reddit/**/*.json` in the layout of LEAF; its folders `train`, `val` and `test` are read in this
             order.
-
-    Returns:
-        Tokens int64 `(9,)`, vocabulary 10,000, users as owners.
 
     Raises:
         DataError: the files are not there or not of LEAF's layout.
@@ -123,13 +120,10 @@ def reddit(root: Path | str | None = None) -> DataSource:
 
 
 def speeches(text: str) -> dict[str, list[list[str]]]:
-    """Return who says what.
+    """Return speaker → speeches in order, each a list of lower-case words and punctuation marks.
 
     Args:
         text: Blocks separated by blank lines; the first line of a block is `SPEAKER:`.
-
-    Returns:
-        Speaker → speeches in order, each a list of lower-case words and punctuation marks.
 
     Raises:
         DataError: no block begins with a speaker.
@@ -145,13 +139,10 @@ def speeches(text: str) -> dict[str, list[list[str]]]:
 
 
 def shakespeare(root: Path | str | None = None) -> DataSource:
-    """Return the plays in one file of a million letters, for next-word prediction in chunks of ten words, nine of them inputs.
+    """Return plays for next-word prediction: tokens int64 `(9,)`, vocabulary 10,000, speakers as owners.
 
     Args:
         root: Directory with `shakespeare/input.txt` or `tinyshakespeare/input.txt`.
-
-    Returns:
-        Tokens int64 `(9,)`, vocabulary 10,000, speakers as owners.
 
     Raises:
         DataError: the file is not there.

@@ -15,14 +15,14 @@ from sparsekit_fl.methods import depthfl
 from sparsekit_fl.methods.client import Task
 from sparsekit_fl.methods.depthfl import affordable_depth, depth_entries, depth_flops, distillation_loss, with_exits
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.models import Cnn, NextWordLstm, vgg11
+from sparsekit_fl.problem.models import Cnn, NextWordLstm, Vgg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config
 
 CASES = {
     "cnn": (Cnn, (torch.zeros(2, 1, 28, 28),), ("conv2", "fc1"), (2, 10)),
-    "vgg": (vgg11, (torch.zeros(2, 3, 32, 32),), ("features.4", "features.8", "features.15", "features.22"), (2, 10)),
+    "vgg": (lambda: Vgg(11), (torch.zeros(2, 3, 32, 32),), ("features.4", "features.8", "features.15", "features.22"), (2, 10)),
     "lstm": (lambda: NextWordLstm(50, 20, 30), (torch.zeros(2, 9, dtype=torch.int64),), ("lstm2",), (2, 9, 50)),
 }
 
