@@ -140,6 +140,12 @@ class Read:
         return self.data[place]
 
 
+def write_lines(path, values):
+    """Write a JSON object, a line for each name."""
+    lines = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in values.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
 def equals(count: int = 20):
     """Clients with equally many examples, so that every weighting is one."""
     return tiny_clients(count)[::4]

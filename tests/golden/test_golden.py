@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from personal import tiny_run
+from personal import tiny_run, write_lines
 
 import sparsekit_fl as fl
 from sparsekit_fl.errors import RunInterrupted
@@ -93,4 +93,4 @@ def test_a_run_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_w
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({key_of(run): observed(small_run(*run)) for run in RUNS}, indent=1) + "\n")
+    write_lines(FILE, {key_of(run): observed(small_run(*run)) for run in RUNS})

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import tiny_run
+from personal import tiny_run, write_lines
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
@@ -194,4 +194,4 @@ def test_a_model_without_units_is_refused_before_the_run(method: str) -> None:
 
 
 if __name__ == "__main__":
-    ALLOWED.write_text(json.dumps(allowed(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_lines(ALLOWED, allowed())
