@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -104,6 +103,8 @@ class MethodContract:
     """
 
     def test_workers_and_interruptions_change_no_bit(self, make: Callable[[], Method], tmp_path: Path) -> None:
+        import pytest  # here, since processes that load `tiny_data` need none
+
         method = make()
         before = repr(method)
         whole = _tiny_run(method)

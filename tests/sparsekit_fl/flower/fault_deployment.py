@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ class Deployment:
 
     def _end(self, mark: str) -> None:
         """Kill what has the mark, as a crash of the machine would: nothing is left that could say goodbye."""
-        while left := [pid for pid in _pids() if mark.encode() in _environment(pid)]:
+        while left := marked(mark):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -227,8 +227,10 @@ class Deployment:
                 sys.stderr.write(f"--- {name}\n{path.read_text(errors='replace')[-4000:]}\n")
 
 
-def _pids() -> Iterator[int]:
-    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+def marked(mark: str) -> list[int]:
+    """The processes in whose environment a text was when they started."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if mark.encode() in _environment(pid)]
 
 
 def _environment(pid: int) -> bytes:

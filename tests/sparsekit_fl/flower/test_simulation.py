@@ -1,6 +1,5 @@
 """`--engine flower`: Flower's simulation with real Ray processes, started by the command; the same bits, also after a kill."""
 
-import json
 import os
 import shlex
 import signal
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +17,11 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 if find_spec("ray") is None:  # importing it takes seconds, also where these tests are not run
     pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
 
-from fault_deployment import HERE, free_port, program, until
+from fault_deployment import HERE, free_port, marked, program, until
+from personal import command
 
 from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.cli.simulate import simulate
+from sparsekit_fl.cli.simulate import QUIET, simulate
 from sparsekit_fl.errors import RunInterrupted
 
 DATA = "--dataset sparsekit_fl.testing:tiny_data --cohort 4 --seed 3 --epochs 1 --batch-size 8 --rounds 4 --eval-every 2"
@@ -37,7 +36,8 @@ def cluster() -> Iterator[str]:
     where = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "2"]
     command = [program("ray"), "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats", *where]
     # `ray stop` would end the clusters of other tests too.
-    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {**os.environ, **QUIET}  # without it Ray's processes run at niceness 15, and next to other tests hardly at all
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
     def listens() -> bool:
         assert head.poll() is None, head.communicate()[0]
@@ -59,26 +59,17 @@ def started(line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def result_of(line: str) -> dict[str, Any]:
-    """The result of a run, read from the output of the command."""
-    done = started(f"{line} --json")
-    out, error = done.communicate(timeout=1200)
-    assert done.returncode == 0, error
-    found: dict[str, Any] = json.loads(out)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.flower
 @pytest.mark.same_bits
 def test_a_run_whose_actor_was_killed_leaves_no_process_and_resumes_on_a_cluster_to_the_bits_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, events = tmp_path / "run", tmp_path / "events"
     events.mkdir()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, (HERE, *HERE.parents[1:3])), os.environ.get("PYTHONPATH", "")]))
-    there = result_of(f"{LINE} --workers 1")
+    there = command(shlex.split(f"{LINE} --workers 1"), capsys)
     spot = f"{there['rounds'][2]['cohort'][0]}-3"
     (events / f"began-{spot}").unlink()
     (events / f"hold-{spot}").touch()
@@ -90,10 +81,9 @@ def test_a_run_whose_actor_was_killed_leaves_no_process_and_resumes_on_a_cluster
     assert run.returncode == 1, error
     assert "a process that trains clients failed" in error
     assert "round 2 of 4 was finished" in error
-    found = subprocess.run(["pgrep", "-f", "sparsekit-flower-"], capture_output=True, text=True, check=False)
-    assert found.stdout == ""
+    until(lambda: not marked(str(events)), "no process is left", seconds=30.0)
     with cluster() as address:
-        here = result_of(f"run --resume --out {out} --set ray_address={address}")
+        here = command(shlex.split(f"run --resume --out {out} --set ray_address={address}"), capsys)
     assert here["final"] == there["final"]
     assert [record["evaluation"] for record in here["rounds"]] == [record["evaluation"] for record in there["rounds"]]
     for name in ("uplink_bytes", "downlink_bytes", "flops", "simulated_seconds"):
