@@ -48,19 +48,6 @@ def test_only_named_versions_and_files_of_others_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2-1.pt", "mine.pt"]
 
 
-def test_any_bit_that_flips_in_a_memory_is_found(tmp_path):
-    memories = Memories(tmp_path, durable=False)
-    memories.write(1, 2, MEMORY)
-    path = memories.path(1, 2)
-    whole = path.read_bytes()
-    for position in range(0, len(whole), 7):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << (position % 8)
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match="memory of client 1 of round 2 cannot be read"):
-            memories.read(1, 2)
-
-
 def test_no_file_a_damaged_one_and_that_of_another_client_or_round_are_no_memory_of_this_one(tmp_path):
     memories = Memories(tmp_path, durable=False)
     found = [None, b"damaged"]

@@ -42,16 +42,6 @@ def test_memory_that_was_emptied_stays_empty(tmp_path: Path) -> None:
     assert 2 in asked.values()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_damaged_memory_is_the_same_error_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
-    with pytest.raises(fl.errors.RunInterrupted):
-        tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
-    for path in (tmp_path / "clients").glob("*.pt"):
-        path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from .*checksum"):
-        tiny_run(OwnModels(), out=tmp_path, resume=True, engine=fl.Processes(workers))
-
-
 class Counts(fl.Method):
     """A client counts its participations; what even clients send in round 2 is refused."""
 
@@ -182,15 +172,28 @@ def flipped(path: Path) -> Iterator[int]:
 def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
-    path = tmp_path / name
-    for _ in flipped(path):
+    for _ in flipped(tmp_path / name):
         with pytest.raises(fl.errors.ResumeError, match=re.escape(name)):
             tiny_run(out=tmp_path, resume=True)
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-def test_a_flipped_bit_anywhere_in_the_model_of_a_client_is_found_when_it_is_loaded(tmp_path: Path) -> None:
-    tiny_run("local", out=tmp_path, rounds=2)
+def test_a_flipped_bit_anywhere_in_the_memory_or_the_model_of_a_client_is_found_and_said_by_name(tmp_path: Path) -> None:
+    with pytest.raises(fl.errors.RunInterrupted):
+        tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
+    memories = sorted((tmp_path / "clients").glob("*.pt"))
+    for _ in flipped(memories[0]):
+        with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from"):
+            Memories(tmp_path / "clients", durable=False).read(*map(int, memories[0].stem.split("-")))
+    whole = {path: path.read_bytes() for path in memories}
+    for path, content in whole.items():
+        path.write_bytes(content[:-1])
+    for workers in (1, 2):  # the same error
+        with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from .*checksum"):
+            tiny_run(OwnModels(), out=tmp_path, resume=True, engine=fl.Processes(workers))
+    for path, content in whole.items():
+        path.write_bytes(content)
+    tiny_run(OwnModels(), out=tmp_path, resume=True)
     path = next((tmp_path / "models").glob("client-*.safetensors"))
     client_id = int(path.stem.removeprefix("client-"))
     fl.load_model(tmp_path, client_id, model=TinyNet)

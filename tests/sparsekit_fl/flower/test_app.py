@@ -113,16 +113,12 @@ def _context(run_config: dict[str, Any] | None = None, **node_config: Any) -> An
 RUN = "0123456789abcdef"
 
 
-def test_the_device_of_a_node_is_its_own_and_the_cpu_where_none_is_named() -> None:
-    assert app._node(_context(), RUN).spec.config.device == "cpu"
+def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flower_calls_its_partition() -> None:
+    context = _context()
+    assert (sorted(app._node(context, RUN).clients), app._node(context, RUN).spec.config.device) == ([0, 1], "cpu")
     assert app._node(_context(device="meta"), RUN).spec.config.device == "meta"
     with pytest.raises(InvalidValueError, match="device must be cpu, cuda, cuda:N or mps, or several by commas, got 'gpu1'"):
         app._node(_context(device="gpu1"), RUN)
-
-
-def test_a_node_has_the_clients_that_it_names_or_the_one_that_flower_calls_its_partition() -> None:
-    context = _context()
-    assert sorted(app._node(context, RUN).clients) == [0, 1]
     context.node_config = {"partition-id": 3, "num-partitions": 8, "state-dir": "state"}
     assert sorted(app._node(context, RUN).clients) == [3]
     for missing in ({"state-dir": "state"}, {"clients": "0"}):
@@ -131,11 +127,8 @@ def test_a_node_has_the_clients_that_it_names_or_the_one_that_flower_calls_its_p
             app._node(context, RUN)
     with pytest.raises(InvalidValueError, match="16 hexadecimal digits"):
         app._node(_context(), "../../etc")
-
-
-@pytest.mark.parametrize("options", [{"min-replies": 2}, {"cohort": 9}])
-def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str, Any]) -> None:
-    assert list(app._node(_context(options, clients="3"), RUN).clients) == [3]
+    for several in ({"min-replies": 2}, {"cohort": 9}):  # options that need several clients
+        assert list(app._node(_context(several, clients="3"), RUN).clients) == [3]
 
 
 def test_a_run_that_is_resumed_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:

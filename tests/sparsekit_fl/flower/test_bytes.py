@@ -47,7 +47,7 @@ def _mlp() -> nn.Module:
 
 
 # Whole models, units, single entries, layers, and what goes beside them; the others send one of these.
-@pytest.mark.parametrize("name", ["fedavg", "fedlps", "cs", "fedp3", "depthfl", "prunefl", "refl"])
+@pytest.mark.parametrize("name", ["fedavg", "fedlps", "cs", "fedp3", "prunefl"])
 def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
     problem = fl.Problem(model=_mlp, example_inputs=(torch.zeros(2, 1, 28, 28),))
     images, labels = torch.randn(32, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 10
