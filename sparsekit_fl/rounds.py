@@ -104,7 +104,7 @@ def run(
         state, lines = folder.load(described)
         if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
             saved = load_result(folder.path)
-            if len(saved.rounds) == state.round:  # else it is that of a run which was then given more rounds
+            if len(saved.rounds) == state.round:  # else a callback had stopped it
                 return replace(saved, state=state.model)
         server = Server(spec, roster, state)
         loop = _Loop(server, folder, told, engine, described, [RoundRecord.from_dict(line) for line in lines])

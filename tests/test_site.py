@@ -5,7 +5,6 @@ import importlib.util
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -116,22 +115,6 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path:
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
     if page.parent.name == "tutorials" and page.stem in COMMANDS:
         assert execute(shlex.split(COMMANDS[page.stem])) == 0
-
-
-TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
-"""Pages that show a test, for readers to copy."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", TESTED, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_tests_that_a_page_shows_pass_where_a_reader_copies_them(page: Path, tmp_path: Path) -> None:
-    code = "".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))
-    (tmp_path / "test_copied.py").write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_copied.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
 
 
 def _lines(kind: str) -> list[tuple[str, str]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +27,6 @@ class UnitsOptions(ModelOptions):
         bool,
         typer.Option("--prune-norms", help="Also show units that layer norms average over."),
     ] = False
-    time: Annotated[Literal["eager", "none"], typer.Option(help="Show how long a pass takes; none leaves it out.")] = "eager"
     as_json: AsJson = False
 
 
@@ -38,8 +36,6 @@ def _units(options: UnitsOptions) -> None:
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """
-    from sparsekit.measure.paired import measure_layers
-    from sparsekit.tracing.blocks import is_meta
     from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
     module, args, kwargs = load_with_inputs(options)
@@ -47,10 +43,7 @@ def _units(options: UnitsOptions) -> None:
         # The same facts are in the table.
         warnings.simplefilter("ignore", UnprunableWarning)
         graph = trace_units(module, *args, prune_norms=options.prune_norms, example_kwargs=kwargs)
-    times: dict[str, float] = {}
-    if options.time == "eager" and not is_meta(module):
-        times = measure_layers(module, args, kwargs)
-    report = _describe(options.model, module, graph, times)
+    report = _describe(options.model, module, graph)
     if options.as_json:
         print_json(report)
     else:
@@ -71,15 +64,14 @@ def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
     return total
 
 
-def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the command shows; `times` are milliseconds by module, "" for the whole pass, or nothing."""
+def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
+    """Return what the command shows."""
     # Tied parameters appear once, under their first name.
     parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
     total = sum(parameters.values())
     groups = []
     for group in graph.groups.values():
         count = _entries_of(group, graph, set(parameters))
-        layers = {piece.name.rpartition(".")[0] for piece in group.slices}
         groups.append(
             {
                 "name": group.name,
@@ -87,33 +79,27 @@ def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str
                 "size": group.size,
                 "parameters": count,
                 "share": count / max(1, total),
-                **({"ms": sum(times.get(layer, 0.0) for layer in layers)} if times else {}),
                 "ties": list(group.modules),
             }
         )
     unprunable = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.unprunable]
-    whole = {"ms": times[""]} if times else {}
-    return {"model": name, "parameters": total, "units": graph.units, **whole, "groups": groups, "unprunable": unprunable}
+    return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "unprunable": unprunable}
 
 
 def _print(report: dict[str, Any]) -> None:
-    groups, timed = report["groups"], "ms" in report
+    groups = report["groups"]
     typer.echo(
         f"{report['model']}: {report['units']:,} units in {len(groups)} group{'s' if len(groups) > 1 else ''},"
-        f" {report['parameters']:,} parameters{', {:.3g} ms a pass'.format(report['ms']) if timed else ''}"
+        f" {report['parameters']:,} parameters"
     )
     rows = []
     for group in groups:
         size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
-        time = [f"{group['ms']:.3g}"] if timed else []
         others = ", ".join(name for name in group["ties"] if name != group["name"])
-        rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", *time, others or "–"])
+        rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", others or "–"])
     ties = "ties, besides itself"
-    print_table(("group", "units", "parameters", "share", *(["ms"] if timed else []), ties), rows, texts=[ties])
-    print_wrapped(
-        f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"
-        " more than 100 %."
-    )
+    print_table(("group", "units", "parameters", "share", ties), rows, texts=[ties])
+    print_wrapped("Parameters between two groups count for both, so shares may add up to more than 100 %.")
     if report["unprunable"]:
         typer.echo("\nCannot be pruned:")
         kept = [(item["module"], str(item["size"]), item["reason"]) for item in report["unprunable"]]

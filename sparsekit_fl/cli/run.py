@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekit.cli import command_app, print_json, print_lines, print_table, print_wrapped
+from sparsekit.cli import command_app, print_json, print_lines, print_wrapped
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.results import RoundRecord, RunResult
 
 INCOMPLETE = 3
-_MOST_REASONS, _MOST_CLIENTS = 5, 10
+_MOST_REASONS = 5
 
 
 def _run(method_name: str, options: RunOptions) -> None:
@@ -78,7 +77,6 @@ def _show(result: RunResult, options: RunOptions) -> None:
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
     typer.secho(f"{raw['method']}{where} · {rounds} round{'' if rounds == 1 else 's'} · seed {raw['seed']}", bold=True)
     print_lines(numbers(raw))
-    _print_clients(result)
     if result.stopped:
         typer.echo(f"stopped after round {result.rounds[-1].round}: {result.stopped}")
     if result.failures:
@@ -108,27 +106,6 @@ def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         alike = [column for column in values if column.unit == unit]
         told |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
     return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
-
-
-def _print_clients(result: RunResult) -> None:
-    """Print a row for each of the clients with the worst scores."""
-    from sparsekit_fl.problem.metrics import lower_is_better
-    from sparsekit_fl.results import PARTS
-    from sparsekit_fl.stored import number_text
-
-    name, every = result.final.primary_metric, result.to_dict()["final"]["per_client"]
-    scores = {one["id"]: [one["metrics"].get(part, {}).get(name) for part in PARTS] for one in every}
-    sign = -1 if lower_is_better(name) else 1
-    ranked = sorted(every, key=lambda one: (scores[one["id"]][0] is not None, sign * (scores[one["id"]][0] or 0)))
-    worst = ranked[:_MOST_CLIENTS]
-    trained = Counter(client_id for record in result.rounds for client_id in record.ratios)
-    typer.echo(f"{name} by client" + (f", the {len(worst)} worst of {len(every)}" if len(worst) < len(every) else ""))
-    rows = []
-    for one in worst:
-        texts = [number_text("share" if name == "accuracy" else "number", score) for score in scores[one["id"]]]
-        ratio = "–" if one["ratio"] is None else f"{one['ratio']:.3g}"
-        rows.append([str(one["id"]), *texts, ratio, str(trained[one["id"]]), str(one["examples"])])
-    print_table(["client", "test", "validation", "global model", "ratio", "rounds trained", "test examples"], rows)
 
 
 def _fedlps(*, options: RunOptions) -> None:
@@ -176,7 +153,6 @@ run = command_app(
         "sparsekit run fedprox --set mu=0.1 --set training.momentum=0.5",
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
-        "sparsekit run --resume --out runs/local --rounds 200",
         "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback best --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),

@@ -18,9 +18,7 @@ def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]
     assert cli.execute(["units", "cnn"]) == 0
     out = capsys.readouterr().out
     assert "cnn: 80 units in 3 groups, 21,840 parameters" in out
-    assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output", "ms a pass"))
-    assert cli.execute(["units", "cnn", "--time", "none"]) == 0
-    assert " ms" not in capsys.readouterr().out
+    assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output"))
 
 
 def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
