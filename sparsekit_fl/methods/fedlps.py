@@ -1,15 +1,13 @@
 """FedLPS: learnable personalised sparsification, with a bandit per client that decides the ratio.
 
-Xue, Sun, Liu, Wang, Liu, Wang: Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025
-(arXiv 2412.07216). Three variants fill the paper's gaps: `fedlps` is our reading, `fedlps-local-classes` has what helps
-clients of few classes, `fedlps-paper` is literal where the paper speaks and plain where it is silent. The authors' released
-code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
+Three variants fill the paper's gaps: `fedlps` is our reading, `fedlps-local-classes` has what helps clients of few classes,
+`fedlps-paper` is literal where the paper speaks and plain where it is silent. The authors' released code learns no pattern (no
+task gradient reaches its importance, which stays sorted); that is not copied.
 
 In the ablations of the paper's Table II and of its comparison of sparse patterns, one part is replaced and everything else is
 FedLPS. In the paper's comparison of patterns all clients have one ratio, and heuristic patterns are scored with the global
 model while the learned one is scored with the personal model; here every variant reports both, and `ratios=0.5` gives all
-clients the same. `ratios` and `pattern` are options of every FedLPS: `fedlps-local-classes pattern=ordered` is that variant
-without a learned pattern.
+clients the same.
 """
 
 import inspect
@@ -84,8 +82,7 @@ class FedLPS(Method):
     are read again at every fourth step. Importance learns at a rate of 0.02. `FedLPSPaper` has what the paper writes instead.
 
     Args:
-        ratios: What chooses the ratio of a client: its "bandit", its "capability", or a number: the same ratio for everybody,
-            whatever a client can do.
+        ratios: What chooses the ratio of a client: its "bandit", its "capability", or a number, the same for everybody.
         pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
             "magnitude" in the received model, or "random" ones, drawn again in each round.
         start: What importance starts from at the first participation of a client: the "magnitude" of units in the received
@@ -95,16 +92,15 @@ class FedLPS(Method):
             magnitudes; with `strength=0` it stays where the data put it until the gradients move it.
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
-        high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
-            bound below 1 buys more rounds or more local passes for the same FLOPs; and the less the widths of the clients
-            differ, the more they learn from each other.
+        high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not; and the
+            less the widths of the clients differ, the more they learn from each other.
         threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
         strength: λ.
         mu: μ.
         keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
             "loss" on its validation and training data.
 
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithms 1 and 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
+    Source: Algorithms 1 and 2 of the paper; ξ = R / (K · ε), and I₀, ρ, Δ are not in it.
     """
 
     source = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
@@ -165,12 +161,7 @@ class FedLPS(Method):
         space, horizon = Interval(self.low, self.high), server.rounds / server.cohort_size
         bandit = make_bandit(self.bandit, space, horizon=horizon, rng=np.random.default_rng(seed), **own)
         if "bandit" in memory:
-            state = memory["bandit"]
-            settings = state.get("settings")
-            if isinstance(settings, Mapping) and settings.get("horizon") is not None:
-                # A run that was extended explores as the longer one would.
-                state = {**state, "settings": {**settings, "horizon": horizon}}
-            bandit.load_state_dict(state)
+            bandit.load_state_dict(memory["bandit"])
         return bandit
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:

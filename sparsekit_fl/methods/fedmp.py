@@ -31,10 +31,7 @@ class EUCB:
     once its reward is told; λ is 0.98. A part keeps the rewards that were drawn within it, so one part is empty; it has an
     infinite index and is drawn from next. An arm is not split if a part would be narrower than a twentieth of the interval.
 
-    Args:
-        memory: Where its state lives from round to round: ends of arms, ratios, rewards, and its generator.
-        low: Least ratio.
-        seed: Seeds its generator, the first time.
+    Its state, ends of arms, ratios, rewards and generator, lives in `memory` from round to round; `seed` counts the first time.
 
     Source: Jiang et al., ICDE 2022; the discount is that of Garivier, Moulines, "On Upper-Confidence Bound Policies for
         Switching Bandit Problems", ALT 2011.

@@ -32,15 +32,13 @@ def _bias(graph: UnitGraph) -> str | None:
 class FedLPSLocalClasses(FedLPS):
     """FedLPS whose personal patterns reach the output layer, with means over holders and arms from 1/4 to 0.4.
 
-    A client of few classes would spend its first steps on unlearning all others, in rows of the output layer that the clients
-    of those classes must then learn again; only then would it learn its own task. Here the bias of the classes of which it has
-    no example is lower by 30 while the client trains, so that the softmax is over its own classes, and in the model that it
-    deploys. The upload is as if it had not been lowered: the rows of those classes do not change.
+    A client of few classes would first unlearn all others, in rows of the output layer that their owners must then learn again.
+    Here the bias of the classes of which it has no example is lower by 30, so that the softmax is over its own classes, while
+    the client trains and in the model that it deploys. The rows of those classes are uploaded as they came.
 
-    For clients of few classes each, tested only on their training classes: a client never predicts a class that it
-    had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
-    of `fedlps`. If targets are not one class per example, as with tokens, or if the output layer has no bias of its own or a
-    frozen one, clients train and deploy it with all classes.
+    For clients tested only on their training classes: a client predicts no other, and the global model, whose classes are never
+    trained against each other, may be worse than that of `fedlps`. If targets are not one class per example, as with tokens, or
+    if the output layer has no bias of its own or a frozen one, clients train and deploy it with all classes.
 
     Source: Li and Zhan, FedRS, KDD 2021 (restricted softmax), with a scale of 0; as a part of the personal model it is ours.
     """

@@ -127,9 +127,8 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
     each of their participations begins at round 0 again.
 
     Args:
-        threshold: Validation accuracy above which a client prunes. 0.2 is `prune_start_acc` of the reference code, which trains
-            for 60 local epochs; if a client has two classes and trains for 5, it prunes, and rewinds, nearly every time.
-            0.5 is what the released code of Xue et al., ICDE 2025, runs it with.
+        threshold: Validation accuracy above which a client prunes; 0.5 in the released code of Xue et al., ICDE 2025. The
+            reference code has 0.2 for 60 local epochs, at which a client of two classes and 5 epochs rewinds nearly every time.
         target: Share of weights at which it stops; `prune_end_rate` of the reference code, 0.5. The paper also goes lower.
     """
 

@@ -39,11 +39,11 @@ class Oort(Method):
     here, where a client trains tens of times. As in the reference code, clients report the mean squared loss of single examples
     in their first epoch.
 
-    A tried client k with n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to
-    [0, 1] over the tried clients, plus sqrt(0.1 · ln(round) / L); where it takes longer than the preferred time T, times
-    (T / time)². T is a percentile of the times of all clients; a pacer raises it when utility stops changing. Of
-    those that score at least 0.95 times the score at the edge of the part, the part is drawn in proportion to score.
-    An untried client counts with n, and with the time that its examples and speed let expect.
+    A tried client of n examples, mean squared loss ℓ² and last round L scores n·sqrt(ℓ²), clipped and scaled to [0, 1] over the
+    tried clients, plus sqrt(0.1 · ln(round) / L); if it takes longer than the preferred time T, times (T / time)². T is a
+    percentile of the times of all clients; a pacer raises it when utility stops changing. Of those that score at least 0.95
+    times the score at the edge of the part, the part is drawn in proportion to score. An untried client counts with n, and with
+    the time that its examples and speed let expect.
 
     Args:
         exploration: Share of the cohort that explores, at first; 0.9 in paper and code.
@@ -177,11 +177,11 @@ class REFL(Method):
     The paper's intelligent participant selection, adaptive participant target and staleness-aware aggregation. The server
     optimiser of its reference code, YoGi, is left out: the server adds the weighted mean of the changes, as in other methods.
 
-    A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
-    the next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is
-    there at all, the server asks those who are away, which stands for waiting. One client less is asked for each late update
-    that is expected within an average round. The round ends when the share `target` of
-    its clients has answered, in simulated seconds; the others' updates arrive in the later round in which they are ready.
+    A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in the
+    next round come first, and ties are drawn. If too few have rested, the others are asked too; if nobody is there at all,
+    those who are away, which stands for waiting. One client less is asked for each late update that is expected within an
+    average round. The round ends when the share `target` of its clients has answered, in simulated seconds; the others' updates
+    arrive in the later round in which they are ready.
 
     In the mean, an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)), and a fresh one 1.
     Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
@@ -191,10 +191,9 @@ class REFL(Method):
         target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
             moving average of the lengths themselves would only ever shrink, so it is not used.
         cool_down: Rounds before a client is asked again while others have rested; 5 in the reference code.
-        always_available: Everybody is always there; False: clients come and go. The presence of a client is a two-state chain,
-            which is our stand-in for the traces of the paper: it stays as it was in the round before with a probability of its
-            own, drawn once from 0.5 (a coin toss each round) to 1. The forecast for the next round is right with probability
-            0.9, as in the paper.
+        always_available: Everybody is always there. False stands in for the paper's traces by a two-state chain: a client stays
+            as it was in the round before with a probability of its own, drawn once from 0.5 to 1. The forecast for the next
+            round is right with probability 0.9, as in the paper.
     """
 
     source = "Abdelmoniem et al., REFL: Resource-Efficient Federated Learning, EuroSys 2023, arXiv 2111.01108"

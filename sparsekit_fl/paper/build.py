@@ -109,14 +109,12 @@ def build_task(
 
 
 def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
-    if ids is None:
-        return clients
     known = {client.id: client for client in clients}
-    strangers = sorted(set(ids) - set(known))
+    strangers = sorted(set(ids or ()) - set(known))
     if strangers:
         there = f"the data have the clients {min(known)} to {max(known)}" if known else "the data have no clients"
         raise InvalidValueError(f"{there}, but this node was given {strangers}; correct its option `clients`")
-    return [known[id] for id in ids]
+    return clients if ids is None else [known[id] for id in ids]
 
 
 def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
@@ -134,11 +132,7 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
         example_inputs=examples,
         metrics={"accuracy": TokenAccuracy(source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
-        about={
-            "model": name,
-            "classes": source.classes,
-            "takes": {"kind": takes.kind, "shape": list(takes.shape)},
-        },
+        about={"model": name, "classes": source.classes, "takes": {"kind": takes.kind, "shape": list(takes.shape)}},
     )
     return problem, source
 

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
@@ -17,7 +17,7 @@ DEFAULT = "digits"
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The settings of one experiment.
+    """The settings of one experiment; the levels of devices are those of high heterogeneity, drawn again in every round.
 
     Args:
         name: The value of `--preset`.
@@ -29,8 +29,6 @@ class Preset:
         training: Options of a client's training.
         partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.
         options: Keywords for the partition.
-        capability: Draw the clients' levels in every round, or once.
-        capability_levels: The levels to draw from.
         source: Origin of the numbers.
     """
 
@@ -43,8 +41,6 @@ class Preset:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     partition: str | None = "pathological"
     options: Mapping[str, object] = field(default_factory=dict)
-    capability: Literal["fixed", "dynamic"] = "dynamic"
-    capability_levels: tuple[float, ...] = HETEROGENEITY["high"]
     source: str = ""
 
     def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
@@ -66,8 +62,8 @@ class Preset:
         own: dict[str, Any] = {
             "rounds": self.rounds,
             "cohort": min(self.cohort, clients),
-            "capability": self.capability,
-            "capability_levels": self.capability_levels,
+            "capability": "dynamic",
+            "capability_levels": HETEROGENEITY["high"],
         }
         return RunConfig(training=training, **own | {name: value for name, value in given.items() if name not in trains})
 
@@ -84,10 +80,7 @@ def preset_for(*, preset: str | None = None, dataset: str | None = None) -> Pres
     Args:
         preset: Name of a preset; it decides everything that the caller does not change.
         dataset: Name of a data set, which without a preset selects its own. For a factory or a plug-in: the quick settings
-            with the partition that the data suggest.
-
-    Returns:
-        The preset; with neither argument the quick one.
+            with the partition that the data suggest. With neither argument it is the quick preset.
 
     Raises:
         UnknownNameError: no preset, or no data set, of that name.

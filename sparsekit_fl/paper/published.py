@@ -87,12 +87,11 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_beside(comparison: Comparison) -> Any:
-    """Return pair every published row of the comparison's data set with the runs of its method.
+    """Return a DataFrame that pairs every published row of the comparison's data set with the runs of its method.
 
-    Returns:
-        DataFrame with two rows for each pair, its accuracy and its FLOPs, in published order; None where the protocol is not
-        the paper's or no method has a row. `flagged` is 1 where they differ by more than two deviations, FLOPs also by more
-        than rounding, and `reason` says why.
+    It has two rows for each pair, its accuracy and its FLOPs, in published order. `flagged` is 1 where they differ by more than
+    two deviations, FLOPs also by more than rounding, and `reason` says why. None if the protocol is not the paper's or no
+    method has a row.
     """
     if protocol_difference(comparison):
         return None
