@@ -128,9 +128,21 @@ def read(split: Any, positions: list[int]) -> Batch:
     if isinstance(split, TensorData):
         return split.batch(positions)
     try:
-        return as_tensor_data(Subset(split, positions)).batch()
+        items = [split[position] for position in positions]
     except (TypeError, IndexError, AttributeError, KeyError) as error:
         raise DataError(f"an item of a {type(split).__name__} could not be read: {error!r}") from error
+    if not all(isinstance(item, tuple | list) and len(item) > 1 for item in items):
+        raise DataError(
+            f"every item of a {type(split).__name__} must be (input, …, target); wrap it in a data set of that form"
+        )
+    try:
+        *inputs, targets = (torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the items of a {type(split).__name__} must hold tensors, arrays or numbers of one shape: {error}; convert, resize"
+            " or pad them in the data set's own transform"
+        ) from error
+    return tuple(inputs), targets
 
 
 def arranged(tensor: Tensor) -> Tensor:
@@ -139,43 +151,16 @@ def arranged(tensor: Tensor) -> Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
-def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
-    """Turn what a user has into TensorData, in the same order.
-
-    Args:
-        dataset: TensorData, a torch `TensorDataset`, a `Subset`, or any map-style data set whose items are
-            `(input, …, target)`. Only the last kind is copied.
-        what: Names the data set in messages.
-
-    Raises:
-        DataError: it has no length or no items by index, or items that are not equally shaped tensors or numbers.
-    """
-    if isinstance(dataset, TensorData):
-        return dataset
-    if isinstance(dataset, TensorDataset):
-        if len(dataset.tensors) < 2:
-            raise DataError(f"{what} has {len(dataset.tensors)} tensor; pass TensorDataset(inputs, targets)")
-        return TensorData(tuple(dataset.tensors[:-1]), dataset.tensors[-1])
-    if isinstance(dataset, Subset) and isinstance(dataset.dataset, TensorData | TensorDataset):
-        return as_tensor_data(dataset.dataset, what=what).take(list(dataset.indices))
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"{what} must be TensorData or a map-style data set with a length and items by index, got {type(dataset).__name__}"
-            "; collect an iterable into TensorData(inputs, targets) first"
-        )
-    if len(dataset) == 0:
-        raise DataError(f"{what} is empty; give every client at least one example")
-    items = [dataset[position] for position in range(len(dataset))]
-    if not all(isinstance(item, tuple | list) and len(item) > 1 for item in items):
-        raise DataError(f"every item of {what} must be (input, …, target); wrap it in a data set of that form")
-    try:
-        columns = [torch.stack([_tensor(value) for value in column]) for column in zip(*items, strict=True)]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"the items of {what} must hold tensors, arrays or numbers of one shape: {error}; convert, resize or pad them in"
-            " the data set's own transform"
-        ) from error
-    return TensorData(tuple(columns[:-1]), columns[-1])
+def _shared(split: Any, what: str) -> Any:
+    """Return TensorData in place of a torch data set of tensors, or of a part of one; another split as it is."""
+    if isinstance(split, TensorDataset):
+        if len(split.tensors) < 2:
+            raise DataError(f"{what} has {len(split.tensors)} tensor; pass TensorDataset(inputs, targets)")
+        return TensorData(tuple(split.tensors[:-1]), split.tensors[-1])
+    if isinstance(split, Subset):
+        whole = _shared(split.dataset, what)
+        return whole.take(list(split.indices)) if isinstance(whole, TensorData) else split
+    return split
 
 
 def _tensor(value: Any) -> Tensor:
@@ -250,10 +235,8 @@ class ClientData:
             split = getattr(self, name)
             if not hasattr(split, "__len__"):
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
-            if len(split) == 0:
-                continue
-            if isinstance(split.dataset if isinstance(split, Subset) else split, TensorData | TensorDataset):
-                object.__setattr__(self, name, as_tensor_data(split, what=name))
+            if len(split):
+                object.__setattr__(self, name, _shared(split, name))
 
 
 @dataclass(frozen=True, eq=False)

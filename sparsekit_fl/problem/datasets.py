@@ -76,7 +76,7 @@ class DataSource:
 
     def _check(self, what: str, pool: TensorData) -> None:
         if not isinstance(pool, TensorData):
-            raise DataError(f"{what} of {self.name!r} must be TensorData, got {type(pool).__name__}; see as_tensor_data")
+            raise DataError(f"{what} of {self.name!r} must be TensorData, got {type(pool).__name__}")
         inputs, labels = pool.inputs[0], pool.labels()
         wanted = {"image": "uint8 (rows, C, H, W)", "tokens": "integers (rows, T)"}.get(self.kind)
         fits = inputs.dtype == torch.uint8 if self.kind == "image" else not inputs.is_floating_point()

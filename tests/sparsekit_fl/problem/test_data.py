@@ -3,11 +3,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.problem.data import TensorData, as_tensor_data
+from sparsekit_fl.problem.data import TensorData, read
 
 
 def pool(rows: int = 6) -> TensorData:
@@ -47,10 +47,17 @@ def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised() ->
 
 
 def test_a_map_style_data_set_is_stacked() -> None:
-    data = as_tensor_data(Pairs([(np.ones(3), 1), (np.zeros(3), 0)]))
-    assert data.inputs[0].dtype == torch.get_default_dtype()
-    assert data.labels().tolist() == [1, 0]
-    assert data.targets.dtype == torch.int64
+    inputs, targets = read(Pairs([(np.ones(3), 1), (np.zeros(3), 0)]), [1, 0])
+    assert inputs[0].dtype == torch.get_default_dtype()
+    assert targets.tolist() == [0, 1]
+    assert targets.dtype == torch.int64
+
+
+def test_parts_of_data_sets_of_tensors_share_them() -> None:
+    part = Subset(Subset(TensorDataset(*pool().inputs, pool().targets), [5, 3, 1]), [2, 0])
+    data = fl.ClientData(part, None, part)
+    assert isinstance(data.train, TensorData)
+    assert data.train.labels().tolist() == [1, 5]
 
 
 def test_a_full_device_has_the_figures_of_the_paper_and_speed_follows_the_ratio_unless_it_is_given() -> None:
@@ -68,18 +75,16 @@ def test_validation_data_may_lack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "message"),
+    ("make", "given", "message"),
     [
         (TensorData, [(torch.zeros(3, 1),), torch.zeros(2)], "rows"),
         (TensorData, [(torch.zeros(3),), torch.zeros(3), torch.tensor([3])], r"\[0, 3\)"),
         (TensorData, [(torch.zeros(3),), torch.zeros(3), torch.tensor([0.0])], "int64"),
         (TensorData, [([1, 2],), torch.zeros(2)], "tensors"),
-        (as_tensor_data, [Pairs([])], "empty"),
-        (as_tensor_data, [Pairs([{"x": 1}])], "input, …, target"),
-        (as_tensor_data, [Pairs([(object(), 1)])], "tensors, arrays or numbers"),
-        (as_tensor_data, [Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)])], "of one shape: stack expects"),
-        (as_tensor_data, [iter([1])], "map-style"),
-        (as_tensor_data, [TensorDataset(torch.zeros(2))], "inputs, targets"),
+        (read, [Pairs([{"x": 1}]), [0]], "input, …, target"),
+        (read, [Pairs([(object(), 1)]), [0]], "tensors, arrays or numbers"),
+        (read, [Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)]), [0, 1]], "of one shape: stack expects"),
+        (fl.ClientData, [TensorDataset(torch.zeros(2)), pool(), pool()], "inputs, targets"),
         (fl.Capability, [0], "ratio"),
         (fl.Capability, [1.5], "ratio"),
         (fl.Capability, [float("nan")], "ratio"),
@@ -90,6 +95,6 @@ def test_validation_data_may_lack() -> None:
         (fl.Client, [3, (pool(),) * 3], r"data of client 3 must be ClientData\(train=…, val=…, test=…\), got tuple"),
     ],
 )
-def test_impossible_data_and_devices_are_refused_with_the_reason(read: Any, given: list[Any], message: str) -> None:
+def test_impossible_data_and_devices_are_refused_with_the_reason(make: Any, given: list[Any], message: str) -> None:
     with pytest.raises((DataError, InvalidValueError), match=message):
-        read(*given)
+        make(*given)
