@@ -18,7 +18,7 @@ from sparsekit.surgery import Factory, load_compact, save_compact
 from sparsekit_fl.checkpoint import loads, write_atomically
 from sparsekit_fl.client.packing import pack
 from sparsekit_fl.methods import make_method
-from sparsekit_fl.problem.models import InputShape, factory_spec, models
+from sparsekit_fl.problem.models import factory_spec, models
 from sparsekit_fl.problem.problem import Problem
 
 _log = logging.getLogger(__name__)
@@ -172,9 +172,8 @@ def _factory(recipe: Mapping[str, Any], out: Path) -> Factory:
     about = recipe.get("about", {})
     try:
         if "model" in about:
-            takes = InputShape(about["takes"]["kind"], tuple(about["takes"]["shape"]))
             spec = factory_spec(about["model"], models.find(about["model"]))
-            return spec.factory(classes=about["classes"], takes=takes)
+            return spec.factory(about["kind"], tuple(about["shape"]), about["classes"])
         if recipe.get("factory"):
             return str(recipe["factory"])
     except (KeyError, TypeError) as error:

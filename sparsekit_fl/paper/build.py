@@ -120,19 +120,16 @@ def _only(clients: list[Client], ids: Collection[int] | None) -> list[Client]:
 def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
     """Return the problem of a named model on a source, and the source as the model reads it."""
     spec = factory_spec(name, models.find(name))
-    takes = spec.input_shape(source.kind, tuple(source.shape))
-    examples: tuple[Any, ...] = takes.zeros()
-    if takes.kind == "image":
-        channels, *size = takes.shape
-        source = source.with_transform(ImageTransform(channels, (size[0], size[1]), source.mean, source.std))
-    elif takes.kind == "other":
-        examples = tuple(torch.zeros_like(one) for one in source.train.batch([0])[0])
+    shape = spec.input_shape(source.kind, tuple(source.shape))
+    if source.kind == "image":
+        channels, height, width = shape
+        source = source.with_transform(ImageTransform(channels, (height, width), source.mean, source.std))
     problem = Problem(
-        model=spec.factory(classes=source.classes, takes=takes),
-        example_inputs=examples,
+        model=spec.factory(source.kind, shape, source.classes),
+        example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
         metrics={"accuracy": TokenAccuracy(source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
-        about={"model": name, "classes": source.classes, "takes": {"kind": takes.kind, "shape": list(takes.shape)}},
+        about={"model": name, "kind": source.kind, "shape": list(shape), "classes": source.classes},
     )
     return problem, source
 

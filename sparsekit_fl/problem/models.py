@@ -26,23 +26,6 @@ models = Registry(
 
 
 @dataclass(frozen=True)
-class InputShape:
-    """What a built network takes.
-
-    Args:
-        kind: As in `DataSource`.
-        shape: Of one example of the first input: `(C, H, W)` of images, `(T,)` of tokens.
-    """
-
-    kind: Kind
-    shape: tuple[int, ...]
-
-    def zeros(self) -> tuple[Tensor]:
-        """Return example inputs: one example of zeros."""
-        return (torch.zeros(1, *self.shape, dtype=torch.int64 if self.kind == "tokens" else torch.get_default_dtype()),)
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """A kind of network.
 
@@ -69,8 +52,8 @@ class ModelSpec:
     classes: int = 10
     channels_last: bool = False
 
-    def input_shape(self, kind: Kind, shape: tuple[int, ...]) -> InputShape:
-        """Return what the network takes, after padding or resizing, if it is built for examples of this shape.
+    def input_shape(self, kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of one example that the network takes, after padding or resizing, for data of this shape.
 
         Raises:
             DataError: the network cannot take such data; the message says which it takes.
@@ -82,7 +65,7 @@ class ModelSpec:
                 f"model {self.name!r} takes {named[self.kind]}, the data are {named[kind]}; models for these: {fitting[kind]}"
             )
         if kind != "image":
-            return InputShape(kind, shape)
+            return shape
         channels, height, width = shape
         if self.channels is not None and channels not in (1, self.channels):
             raise DataError(
@@ -90,26 +73,26 @@ class ModelSpec:
                 " only grey images can be turned into others"
             )
         sides = (max(self.minimum, -(-side // self.multiple) * self.multiple) for side in (height, width))
-        return InputShape(kind, (self.channels or channels, *sides))
+        return (self.channels or channels, *sides)
 
-    def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
+    def factory(self, kind: Kind, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
         """Return a function without arguments that builds a network, with weights from torch's global generator.
 
-        The function can be pickled. `classes` is the number of outputs; for tokens the size of the vocabulary.
+        The function can be pickled. `shape` is that of one example, from `input_shape`: (C, H, W) of images, (T,) of tokens.
+        `classes` is the number of outputs; for tokens the size of the vocabulary.
         """
-        takes = takes or InputShape(self.kind or "image", self.example)
-        words: dict[str, Any] = {"classes": self.classes if classes is None else classes, "shape": takes.shape}
-        if takes.kind == "tokens":
-            words["vocabulary"] = words["classes"]
-        elif takes.kind == "image":
-            words |= {"channels": takes.shape[0], "size": takes.shape[1:]}
+        words: dict[str, Any] = {"classes": classes, "shape": shape}
+        if kind == "tokens":
+            words["vocabulary"] = classes
+        elif kind == "image":
+            words |= {"channels": shape[0], "size": shape[1:]}
         accepted = inspect.signature(self.build).parameters
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         return partial(self.build, **{word: value for word, value in words.items() if every or word in accepted})
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
         """Return a network without a data set, and one example for it: zeros, or tokens that are always the same."""
-        model, shape = self.factory()(), (1, *self.example)
+        model, shape = self.factory(self.kind or "image", self.example, self.classes)(), (1, *self.example)
         if self.kind != "tokens":
             return model, (torch.zeros(shape),)
         return model, (torch.randint(self.classes, shape, generator=torch_generator(np.random.default_rng(0))),)

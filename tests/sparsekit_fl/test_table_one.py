@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from sparsekit import make_mask, trace_units
 from sparsekit.criteria import Ordered, ScoringContext
@@ -12,7 +13,7 @@ from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.problem.models import InputShape, models
+from sparsekit_fl.problem.models import models
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10, 180),
@@ -27,9 +28,8 @@ def costed(name: str):
     """(preset, example-passes per run, cost model) of a row of Table I."""
     preset = PRESETS[name]
     shape, classes, examples = SHAPES[name]
-    takes = InputShape("image", shape)
-    model = models[preset.model].factory(classes=classes, takes=takes)()
-    x = takes.zeros()[0]
+    model = models[preset.model].factory("image", shape, classes)()
+    x = torch.zeros(1, *shape)
     graph = trace_units(model, x)
     batches = -(-examples // preset.training.batch_size)
     passes = preset.rounds * preset.cohort * preset.training.local_epochs * batches * preset.training.batch_size
