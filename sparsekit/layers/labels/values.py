@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -101,6 +101,15 @@ class Labels:
     def take(self, positions: IntArray | slice) -> Labels:
         """Return the labels at some positions of the one axis."""
         return Labels(self.nodes[positions], self.sources[positions])
+
+    def at(self, dim: int, rank: int) -> Labels:
+        """Return the labels of one axis with the rank of the tensor."""
+        column = [-1 if d == dim else 1 for d in range(rank)]
+        return Labels(self.nodes.reshape(column), self.sources.reshape(column))
+
+    def flat(self) -> Labels:
+        """Return the labels of the one axis along which units differ."""
+        return Labels(self.nodes.reshape(-1), self.sources.reshape(-1))
 
     def without_zero(self) -> Labels:
         """Return the same units, whose values are no longer zero when gated away."""
@@ -212,21 +221,10 @@ class TensorLabels:
         """Return the same with one axis replaced."""
         return replace(self, axes=tuple(labels if d == dim else axis for d, axis in enumerate(self.axes)))
 
-    def moved(self, axes: Sequence[Labels | None], move: Callable[[IntArray], IntArray]) -> TensorLabels:
-        """Return the labels after axes were moved: `axes` are those of now, `move` does the same to labels of the tensor's
-        rank.
-        """
-        joint = self.joint
-        return replace(self, axes=tuple(axes), joint=joint and Labels(move(joint.nodes), move(joint.sources)))
-
-    def inserted(self, dim: int) -> TensorLabels:
-        """Return the labels with a new axis of size 1 before `dim`."""
-        return self.moved((*self.axes[:dim], None, *self.axes[dim:]), lambda array: np.expand_dims(array, dim))
-
-    def dropped(self, gone: set[int]) -> TensorLabels:
+    def dropped(self, gone: Collection[int]) -> TensorLabels:
         """Return the labels without some axes, along which joint ones do not vary."""
-        left = [axis for d, axis in enumerate(self.axes) if d not in gone]
-        return self.moved(left, lambda array: array.squeeze(tuple(gone)))
+        joint = self.joint and Labels(*(each.squeeze(tuple(gone)) for each in (self.joint.nodes, self.joint.sources)))
+        return replace(self, axes=tuple(axis for d, axis in enumerate(self.axes) if d not in gone), joint=joint)
 
     def collapsed(self) -> TensorLabels:
         """Return the same labels; joint ones that are left with one axis are those of that axis."""
@@ -234,7 +232,7 @@ class TensorLabels:
             return self
         alone = replace(self, joint=None)
         for dim in self.joint.dims:
-            alone = alone.with_axis(dim, Labels(self.joint.nodes.reshape(-1), self.joint.sources.reshape(-1)))
+            alone = alone.with_axis(dim, self.joint.flat())
         return alone
 
     def computed(self) -> TensorLabels:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from sparsekit.tracing.ops import joining, movement, normalisation, pointwise, products, reduction, reshape
+from sparsekit.tracing.ops import joining, movement, normalisation, pointwise, products, reduction
 from sparsekit.tracing.ops.call import HANDLERS, Handler
 
 __all__ = ["MAKE_CONSTANTS", "SAME_IN_TRAIN_MODE", "find_handler"]
 
-del movement, products, reduction, reshape  # whose functions have entered the table
+del movement, products, reduction  # whose functions have entered the table
 
 MAKE_CONSTANTS = joining.CREATORS | {"expand"}
 """Operators that make an axis of equal values even of inputs without labels, and so must always be looked at."""

@@ -10,6 +10,9 @@ from torch import Tensor
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import TensorLabels
 
+MOST_POSITIONS = 1 << 24
+"""Bound on the work for one rearrangement, or for units that differ along several axes."""
+
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
 
 

@@ -1,5 +1,7 @@
 """Operators that fill, join and write tensors: constants, concatenation, padding, moves by index and by patches."""
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def _cat(call: Call) -> Outputs:
     stacked, shape = call.name == "stack", list(call.out.shape)
     dim = call.arg("dim", 0) % len(shape)
     shape[dim] = 1
-    known = [call.tracer.labels(t).inserted(dim) if stacked else call.tracer.labels(t, dim) for t in tensors]
+    known = [_inserted(call.tracer.labels(t), dim) if stacked else call.tracer.labels(t, dim) for t in tensors]
     others = combine(call, [labels.with_axis(dim, None) for labels in known], [shape] * len(known), shape)
     for labels in known:  # a concatenated state entry makes the units at its positions
         for d in range(len(shape)):
@@ -49,6 +51,10 @@ def _cat(call: Call) -> Outputs:
             ]
         ),
     )
+
+
+def _inserted(labels: TensorLabels, dim: int) -> TensorLabels:
+    return replace(labels, axes=(*labels.axes[:dim], None, *labels.axes[dim:]))
 
 
 @handles(

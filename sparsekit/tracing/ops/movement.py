@@ -1,39 +1,29 @@
-"""Operators that rearrange one tensor: views, permutations, slices, splits and every other movement of values."""
+"""Operators that rearrange one tensor. Each runs itself on the numbers of the positions, which shows where every unit goes."""
 
-import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph.index import along
-from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
-from sparsekit.tracing.ops.call import Call, Outputs, handles
-from sparsekit.tracing.ops.reshape import MOST_POSITIONS
+from sparsekit.layers.labels.values import Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
-_POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
+_BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
+_SINGLE = {
+    "unbind": "single units are taken apart",
+    "view_as_complex": "single units are taken apart",
+    "select": "a single unit is selected by its position",
+}
+_RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"})
 
 
 @handles("clone detach alias contiguous lift_fresh _to_copy lift view_as positive")
 def _same(call: Call) -> Outputs:
     return call.joint_labels("self input")
-
-
-@handles("permute transpose t")
-def _permute(call: Call) -> Outputs:
-    labels = call.joint_labels("self")
-    rank = len(labels.axes)
-    order = list(range(rank))
-    if call.name == "permute":
-        order = [d % rank for d in call.arg("dims")]
-    elif call.name == "t":
-        order.reverse()
-    else:
-        a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
-        order[a], order[b] = b, a
-    return labels.moved([labels.axes[d] for d in order], lambda array: array.transpose(order))
 
 
 @handles("as_strided")
@@ -55,152 +45,129 @@ def _restride(call: Call) -> Outputs:
     return labels
 
 
-@handles("unsqueeze")
-def _unsqueeze(call: Call) -> Outputs:
-    labels = call.joint_labels("self")
-    return labels.inserted(call.arg("dim", 0) % (len(labels.axes) + 1))
+def _run(call: Call, numbers: Tensor) -> Any:
+    """Run the operator on other values of the same shape."""
+    if call.name == "view_as_real":
+        return numbers[..., None].expand(call.out.shape)
+    if call.name == "view_as_complex":
+        return numbers[..., 0]
+    if call.name not in _RESHAPES:
+        return call.func(numbers, **{name: value for name, value in call.arguments.items() if name != "self"})
+    after, same = call.outputs[0].shape, 0  # the first axes that stay are most of a batch
+    while same < min(len(after), numbers.dim()) and after[same] == numbers.shape[same] and numbers.stride(same) == 0:
+        same += 1
+    numbers = numbers[(slice(0, 1),) * same]
+    shape = (*[1] * same, *after[same:])
+    return numbers.reshape(shape) if numbers.numel() <= MOST_POSITIONS else numbers.view(shape)
 
 
-@handles("squeeze")
-def _squeeze(call: Call) -> Outputs:
-    labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    given = call.arg("dim")
-    chosen = range(tensor.dim()) if given is None else [given] if isinstance(given, int) else given
-    gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
-    call.tracer.fix([labels.axes[d] for d in gone], "an axis of units is squeezed away")
-    return labels.dropped(gone)
+def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
+    """Labels of the outputs, of the rank of each; None where nothing can be said.
 
-
-def _expanded(call: Call, labels: TensorLabels, before: Sequence[int], after: Sequence[int]) -> TensorLabels:
-    """Labels of a tensor of the shape `before` that is repeated to the shape `after`."""
-    new = len(after) - len(before)
-    axes: list[Labels | None] = [*constant(after[:new])]
-    for axis, own, size in zip(labels.axes, before, after[new:], strict=True):
-        if own == 1 and size > 1:
-            call.tracer.fix(axis, "a single unit is expanded")
-            axis = uniform(size)
-        axes.append(axis)
-    return labels.moved(axes, lambda array: aligned(array, len(after)))
-
-
-@handles("expand")
-def _expand(call: Call) -> Outputs:
-    return _expanded(call, call.joint_labels("self"), call.arguments["self"].shape, call.out.shape)
-
-
-@handles("copy")
-def _copy(call: Call) -> Outputs:
-    return _expanded(call, call.labels("src").computed(), call.arguments["src"].shape, call.arguments["self"].shape)
-
-
-def _cut(call: Call, labels: TensorLabels, dim: int, parts: Sequence[range], reason: str) -> list[TensorLabels]:
-    """Labels of parts of a tensor along an axis: parts of one size lose the same positions, others keep them."""
-    whole = call.arguments["self"].shape[dim]
-    if all(len(part) == whole for part in parts):
-        return [labels] * len(parts)
-    labels = call.tracer.tie(labels, dim)
-    axis, length = labels.axes[dim], len(parts[0])
-    if axis is None:
-        return [labels] * len(parts)
-    if not axis.is_uniform:
-        even = length and all(len(part) == length and part.step == 1 and part.start % length == 0 for part in parts)
-        if even and whole % length == 0:
-            call.tracer.unite_rows(axis.nodes.reshape(-1, length))
-        else:
-            call.tracer.fix(axis, reason)
-    return [labels.with_axis(dim, axis.take(slice(part.start, part.stop, part.step))) for part in parts]
-
-
-@handles("slice")
-def _slice(call: Call) -> Outputs:
-    labels, dim = call.joint_labels("self"), call.dim()
-    whole = call.arguments["self"].shape[dim]
-    part = range(whole)[call.arg("start") : call.arg("end") : call.arg("step", 1)]
-    if labels.parts is not None and len(part) < whole:
-        return _sliced_layers(call, labels.parts[part.start : part.stop : part.step] if dim == 0 else ())
-    return _cut(call, labels, dim, [part], "sliced at fixed positions")[0]
-
-
-def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | None:
-    """Labels of the last states of some layers; those of one layer alone are an ordinary tensor."""
-    if not parts:
-        call.fix_inputs("stacked states of several layers are cut across layers")
+    Args:
+        call: The rearrangement.
+        labels: Labels of the input, of its rank.
+    """
+    tensor = call.arguments["self"]
+    if (
+        not call.func.is_view
+        and call.name not in _RESHAPES
+        and max(t.numel() for t in (tensor, *call.outputs)) > MOST_POSITIONS
+    ):
         return None
-    if all(parts[0].same(part) for part in parts):
-        return TensorLabels((None, *parts[0].axes))
-    return TensorLabels((None,) * call.outputs[0].dim(), parts=tuple(parts))
-
-
-@handles("split split_with_sizes unsafe_split unsafe_split_with_sizes")
-def _split(call: Call) -> Outputs:
-    dim = call.dim()
-    sizes = [part.shape[dim] for part in call.outputs]
-    parts = [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-    return _cut(call, call.joint_labels("self"), dim, parts, f"split into fixed sizes {sizes}")
-
-
-@handles("select unbind")
-def _take_apart(call: Call) -> Outputs:
-    dim, chosen = call.dim(), call.arg("index")
-    labels = call.tracer.tie(call.joint_labels("self"), dim)
-    if labels.parts is not None:
-        if dim == 0:
-            return list(labels.parts) if chosen is None else labels.parts[chosen]
-        call.fix_inputs("stacked states of several layers are cut across layers")
+    where = tensor.device if len(call.tensors) > 1 else None
+    numbers = torch.arange(labels.nodes.size, device=where).reshape(labels.nodes.shape).expand(tensor.shape)
+    try:
+        found = list(tensors_of((_run(call, numbers),)))
+    except RuntimeError:  # a view of too many positions
         return None
-    call.tracer.fix(
-        labels.axes[dim], "single units are taken apart" if chosen is None else "a single unit is selected by its position"
-    )
-    return [labels.dropped({dim})] * len(call.outputs)
+    moved = []
+    for piece in found:
+        if piece.numel() == 0:
+            piece = piece.new_zeros((1,) * piece.dim())
+        line = piece[tuple(slice(0, 1 if stride == 0 else None) for stride in piece.stride())].cpu().numpy()
+        line = without_repeats(line)
+        both = np.stack([labels.nodes.reshape(-1)[line], labels.sources.reshape(-1)[line]])
+        moved.append(Labels(*without_repeats(both, first=1)))
+    return moved
 
 
-@handles("view_as_complex")
-def _as_complex(call: Call) -> Outputs:
-    labels = call.labels("self", -1)
-    last = len(labels.axes) - 1
-    call.tracer.fix(labels.axes[last], "single units are taken apart")
-    return labels.dropped({last})
-
-
-@handles("view_as_real")
-def _as_real(call: Call) -> Outputs:
-    labels = call.joint_labels("self")
-    return labels.inserted(len(labels.axes))
-
-
-@handles("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90")
-def _moved(call: Call) -> Outputs:
-    """Return any other rearrangement of one tensor: run it on the positions of each axis of units and see where they went."""
-    labels, tensor = call.labels("self"), call.arguments["self"]
-    others = []
-    for other in call.tensors:
-        own = call.tracer.labels(other)
-        if other is not tensor and own.entry is not None and not own.entry.is_parameter:
-            call.tracer.fix(own, f"positions for {call.name!r}", quiet=True)
-        elif other is not tensor and own.has_units:
-            others.append(other)
-    if others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
-        call.fix_inputs(f"rearranged by {call.name!r}")
-        return [None] * len(call.outputs)
-    axes: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
-    rest = {name: value for name, value in call.arguments.items() if name != "self"}
-    for dim, axis in enumerate(labels.units):
-        if axis is None:
+def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
+    """Labels of the outputs. Of two axes of units that become one, the first is followed and the other stays whole."""
+    rank, shapes = len(labels.axes), [tensor.shape for tensor in call.outputs]
+    spaces = [] if labels.joint is None else [labels.joint]
+    units = [(dim, axis) for dim, axis in enumerate(labels.axes) if axis is not None and not axis.is_uniform]
+    if labels.entry is not None:
+        units.sort(key=lambda pair: int(pair[1].nodes.max()))  # the first axis of the entry itself
+    spaces += [axis.at(dim, rank) for dim, axis in units]
+    axes: list[list[Labels | None]] = [[None] * len(shape) for shape in shapes]
+    joints: list[Labels | None] = [None] * len(shapes)
+    taken: list[set[int]] = [set() for _ in shapes]
+    for space in spaces:
+        found = _rearranged(call, space)
+        if found is None:
+            call.tracer.fix(space, reason)
             continue
-        positions = along(torch.arange(axis.size, device=tensor.device), dim, tensor.dim())
-        found = call.func(positions.expand(tensor.shape), **rest)
-        for number, piece in enumerate([found] if isinstance(found, Tensor) else found):
-            if piece.numel() == 0:
-                call.tracer.fix(axis, f"rearranged by {call.name!r}")
+        for number, piece in enumerate(found):
+            dims = piece.dims
+            if call.name in _BY_NUMBER and not (len(dims) == 1 and piece.flat().same(space.flat())):
+                call.tracer.fix(space, reason)
                 continue
-            line = _one_axis(call, axis, piece.cpu().numpy())
-            if line is None or axes[number][line[0]] is not None:
-                call.tracer.fix(axis, f"rearranged across units by {call.name!r}")
-            elif call.name in _POSITIONS and not line[1].same(axis):
-                call.tracer.fix(axis, f"rearranged by {call.name!r} at fixed positions")
-            else:
-                axes[number][line[0]] = line[1]
-    return [TensorLabels(tuple(a), labels.entry) for a in axes]
+            if taken[number] & {*dims} or (len(dims) > 1 and joints[number] is not None):
+                if labels.joint is not None:
+                    return _moved(call, call.tracer.settle(labels), reason)
+                call.tracer.fix(space, reason, quiet=labels.entry is not None)
+                continue
+            taken[number] |= {*dims}
+            if call.name in _RESHAPES and _is_laid(space, piece):
+                call.tracer.split(piece.nodes.squeeze() if len(dims) > 1 else space.nodes.reshape(-1))
+            if len(dims) > 1:
+                joints[number] = piece
+            elif dims:
+                axes[number][dims[0]] = piece.flat()
+    for dim, axis in enumerate(labels.axes):
+        if axis is not None and axis.is_uniform:
+            numbers = Labels(np.arange(axis.size, dtype=np.int64), axis.sources)
+            for number, piece in enumerate(_rearranged(call, numbers.at(dim, rank)) or ()):
+                for d in {*piece.dims} - taken[number]:
+                    axes[number][d] = uniform(shapes[number][d], int(axis.sources[0]))
+    return [TensorLabels(tuple(own), labels.entry, joint=joint) for own, joint in zip(axes, joints, strict=True)]
+
+
+def _is_laid(before: Labels, after: Labels) -> bool:
+    """Tell whether units were laid over more axes, or one axis of them is now another."""
+    if len(before.dims) > 1 or len(after.dims) > 1:
+        return len(after.dims) > len(before.dims)
+    return not before.flat().same(after.flat())
+
+
+@handles(
+    "permute transpose t unsqueeze squeeze view_as_real flip unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90 "
+    + " ".join(sorted(_RESHAPES))
+)
+def _rearrange(call: Call) -> Outputs:
+    """Return what follows the sizes of the tensor, so that units may go."""
+    tensor = call.arguments["self"]
+    if 0 in tensor.shape or call.func.name() == "aten::view.dtype":
+        call.fix_inputs("reinterpreted memory or an empty tensor")
+        return None
+    reason = f"rearranged across units by {call.name!r}"
+    if call.name in _RESHAPES:
+        reason = f"reshaped across units ({list(tensor.shape)} to {list(call.outputs[0].shape)})"
+    return _moved(call, call.joint_labels("self"), reason)
+
+
+@handles(" ".join(sorted(_BY_NUMBER)))
+def _by_number(call: Call) -> Outputs:
+    tracer, tensor, reason = call.tracer, call.arguments["self"], f"rearranged by {call.name!r}"
+    labels, others = call.labels("self"), {id(other): tracer.labels(other) for other in call.tensors if other is not tensor}
+    for own in others.values():
+        if own.entry is not None and not own.entry.is_parameter:
+            tracer.fix(own, f"positions for {call.name!r}", quiet=True)
+        elif own.has_units:
+            call.fix_inputs(reason)
+            return None
+    return _moved(call, labels, f"{reason} at fixed positions")
 
 
 @handles("channel_shuffle native_channel_shuffle")
@@ -210,32 +177,64 @@ def _channel_shuffle(call: Call) -> Outputs:
     axis = labels.units[1]
     if axis is not None:
         call.tracer.unite_rows(axis.nodes.reshape(groups, -1))
-    return _moved(call)
+    return _moved(call, labels, f"rearranged by {call.name!r}")
 
 
-def _one_axis(call: Call, axis: Labels, positions: IntArray) -> tuple[int, Labels] | None:
-    """Return the axis of the result along which units differ, and its labels; None if there is no such axis.
+@handles("slice split split_with_sizes unsafe_split unsafe_split_with_sizes select unbind view_as_complex")
+def _take_apart(call: Call) -> Outputs:
+    """Return parts along an axis: those of one size lose the same positions, others keep them."""
+    tensor, labels = call.arguments["self"], call.joint_labels("self")
+    dim = tensor.dim() - 1 if call.name == "view_as_complex" else call.dim()
+    if labels.parts is not None:
+        return _layers_apart(call, labels.parts, dim)
+    if any(out.dim() == tensor.dim() and out.shape[dim] == tensor.shape[dim] for out in call.outputs):
+        return _moved(call, labels, f"taken apart by {call.name!r}")
+    labels = call.tracer.tie(labels, dim)
+    axis = labels.units[dim]
+    if axis is not None:
+        numbers = Labels(np.arange(axis.size, dtype=np.int64), axis.sources).at(dim, tensor.dim())
+        parts = [part.nodes.reshape(-1) for part in _rearranged(call, numbers) or ()]
+        length = parts[0].size
+        if call.name in _SINGLE:
+            call.tracer.fix(axis, _SINGLE[call.name])
+        elif axis.size % length or any((part != part[0] // length * length + np.arange(length)).any() for part in parts):
+            reason = "sliced at fixed positions" if call.name == "slice" else f"split into fixed sizes {[*map(len, parts)]}"
+            call.tracer.fix(axis, reason)
+        else:
+            call.tracer.unite_rows(axis.nodes.reshape(-1, length))
+    return _moved(call, labels, f"taken apart by {call.name!r}")
 
-    Args:
-        call: The rearrangement.
-        axis: The units before it.
-        positions: Of each element of the result, where it was along `axis`.
-    """
-    line = without_repeats(positions)
-    dims = [dim for dim, size in enumerate(line.shape) if size > 1]
-    if len(dims) == 1:
-        return dims[0], axis.take(line.reshape(-1))
-    # Or that whose positions draw on disjoint sets of units (pixel shuffle: r² channels give one); those become one.
-    for dim in range(positions.ndim):
-        rows = np.moveaxis(positions, dim, 0).reshape(positions.shape[dim], -1)
-        sets = [np.unique(row) for row in rows]
-        sizes = {s.size for s in sets}
-        if len(sets) < 2 or len(sizes) > 1 or np.unique(np.concatenate(sets)).size != sum(s.size for s in sets):
-            continue
-        first, *others = (axis.take(column) for column in np.stack(sets, axis=1))
-        for other in others:
-            call.tracer.unite(first.nodes, other.nodes)
-            if (first.sources != other.sources).any():
-                call.tracer.fix(first, f"rearranged across units by {call.name!r}")
-        return dim, first
-    return None
+
+def _layers_apart(call: Call, layers: Sequence[TensorLabels], dim: int) -> Outputs:
+    """Labels of the last states of some layers; those of one layer alone are an ordinary tensor."""
+    if call.name == "slice":
+        part = slice(call.arg("start"), call.arg("end"), call.arg("step", 1))
+        whole = call.outputs[0].shape[dim] == call.arguments["self"].shape[dim]
+        layers = layers if whole else layers[part] if dim == 0 else ()
+        if layers and not whole and all(layers[0].same(layer) for layer in layers):
+            return TensorLabels((None, *layers[0].axes))
+    elif dim == 0:
+        return list(layers) if call.name == "unbind" else layers[call.arguments["index"]]
+    else:
+        layers = ()
+    if not layers:
+        call.fix_inputs("stacked states of several layers are cut across layers")
+        return None
+    return TensorLabels((None,) * call.out.dim(), parts=tuple(layers))
+
+
+@handles("expand copy")
+def _expand(call: Call) -> Outputs:
+    """Return a tensor repeated along axes of one position: the source of a copy, too, which may be of another dtype."""
+    source = call.arguments["src"] if call.name == "copy" else call.arguments["self"]
+    labels = call.labels("src").computed() if call.name == "copy" else call.joint_labels("self")
+    before, after = source.shape, call.arguments["self"].shape if call.name == "copy" else call.out.shape
+    new = len(after) - len(before)
+    axes: list[Labels | None] = [*constant(after[:new])]
+    for axis, own, size in zip(labels.axes, before, after[new:], strict=True):
+        if own == 1 and size > 1:
+            call.tracer.fix(axis, "a single unit is expanded")
+            axis = uniform(size)
+        axes.append(axis)
+    joint = labels.joint and Labels(*(aligned(each, len(after)) for each in (labels.joint.nodes, labels.joint.sources)))
+    return replace(labels, axes=tuple(axes), joint=joint)

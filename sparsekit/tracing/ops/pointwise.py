@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels, aligned
-from sparsekit.tracing.ops.call import Call, Outputs, handles
-from sparsekit.tracing.ops.reshape import MOST_POSITIONS
+from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles
 
 _SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
 _JOINS = frozenset({"cat", "stack", "concat"})
