@@ -48,6 +48,7 @@ class Tracer:
         norms: (module, number of the call in a forward pass of it) → what each such call averaged over; None where no units.
         used: Numbers of the entries that some operator has met.
         answers: What handlers have said: call → (labels of its inputs, labels of its outputs), for another pass over the code.
+        rearranged: What rearranging operators do to the numbers of positions, for later calls on the same shapes.
         watching: False while an opaque layer runs, whose rule says what its operators do.
     """
 
@@ -69,6 +70,7 @@ class Tracer:
         self.norms: dict[tuple[str, int], list[NormNote | None]] = {}
         self.used: set[int] = set()
         self.answers: dict[tuple[Any, ...], tuple[Any, list[TensorLabels | None]]] = {}
+        self.rearranged: dict[Any, list[IntArray]] = {}
         self._entry_labels: dict[int, TensorLabels] = {}
         self._sources: list[frozenset[tuple[int, int]]] = [frozenset(), frozenset()]
         self._source_ids: dict[frozenset[tuple[int, int]], int] = {}
@@ -92,6 +94,7 @@ class Tracer:
     def end(self) -> None:
         """Release the tensors of the last pass: the hooks of its model refer to the tracer, and would keep them alive."""
         self.alive, self._known, self.numbers, self._model = [], {}, {}, nn.Module()
+        self.rearranged.clear()
 
     def follow(self, model: nn.Module) -> None:
         """Keep `modules` up to date while `model`, a private copy, runs."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.layers.labels.values import Labels, TensorLabels, aligned, constant, uniform, without_repeats
+from sparsekit.layers.labels.values import IntArray, Labels, TensorLabels, aligned, constant, uniform, without_repeats
 from sparsekit.tracing.ops.call import MOST_POSITIONS, Call, Outputs, handles, tensors_of
 
 _BY_NUMBER = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
@@ -61,35 +61,42 @@ def _run(call: Call, numbers: Tensor) -> Any:
     return numbers.reshape(shape) if numbers.numel() <= MOST_POSITIONS else numbers.view(shape)
 
 
-def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
-    """Labels of the outputs, of the rank of each; None where nothing can be said.
+def _numbers(call: Call, shape: Sequence[int]) -> list[IntArray] | None:
+    """Return of each output the numbers of the positions that it shows, of size 1 along axes along which they are the same.
 
-    Args:
-        call: The rearrangement.
-        labels: Labels of the input, of its rank.
+    None where there are too many. `shape`: that of the input, of size 1 along axes that share their numbers.
     """
-    tensor = call.arguments["self"]
-    if (
-        not call.func.is_view
-        and call.name not in _RESHAPES
-        and max(t.numel() for t in (tensor, *call.outputs)) > MOST_POSITIONS
-    ):
+    tensor, rest = call.arguments["self"], {name: value for name, value in call.arguments.items() if name != "self"}
+    key = (call.func, tensor.shape, *shape, str(rest)) if len(call.tensors) == 1 else None
+    if key in call.tracer.rearranged:
+        return call.tracer.rearranged[key]
+    copies = not call.func.is_view and call.name not in _RESHAPES
+    if copies and max(t.numel() for t in (tensor, *call.outputs)) > MOST_POSITIONS:
         return None
-    where = tensor.device if len(call.tensors) > 1 else None
-    numbers = torch.arange(labels.nodes.size, device=where).reshape(labels.nodes.shape).expand(tensor.shape)
+    where = tensor.device if key is None else None
+    numbers = torch.arange(math.prod(shape), device=where).reshape(shape).expand(tensor.shape)
     try:
-        found = list(tensors_of((_run(call, numbers),)))
+        pieces = list(tensors_of((_run(call, numbers),)))
     except RuntimeError:  # a view of too many positions
         return None
-    moved = []
-    for piece in found:
+    found = []
+    for piece in pieces:
         if piece.numel() == 0:
             piece = piece.new_zeros((1,) * piece.dim())
-        line = piece[tuple(slice(0, 1 if stride == 0 else None) for stride in piece.stride())].cpu().numpy()
-        line = without_repeats(line)
-        both = np.stack([labels.nodes.reshape(-1)[line], labels.sources.reshape(-1)[line]])
-        moved.append(Labels(*without_repeats(both, first=1)))
-    return moved
+        line = piece[tuple(slice(0, 1 if stride == 0 else None) for stride in piece.stride())]
+        found.append(without_repeats(line.cpu().numpy()))
+    if key is not None:
+        call.tracer.rearranged[key] = found
+    return found
+
+
+def _rearranged(call: Call, labels: Labels) -> list[Labels] | None:
+    """Labels of the outputs, of the rank of each, from those of the input; None where there are too many positions."""
+    lines = _numbers(call, labels.nodes.shape)
+    if lines is None:
+        return None
+    both = np.stack([labels.nodes.reshape(-1), labels.sources.reshape(-1)])
+    return [Labels(*without_repeats(both[:, line], first=1)) for line in lines]
 
 
 def _moved(call: Call, labels: TensorLabels, reason: str) -> list[TensorLabels]:
@@ -192,8 +199,8 @@ def _take_apart(call: Call) -> Outputs:
     labels = call.tracer.tie(labels, dim)
     axis = labels.units[dim]
     if axis is not None:
-        numbers = Labels(np.arange(axis.size, dtype=np.int64), axis.sources).at(dim, tensor.dim())
-        parts = [part.nodes.reshape(-1) for part in _rearranged(call, numbers) or ()]
+        found = _numbers(call, [axis.size if d == dim else 1 for d in range(tensor.dim())])
+        parts = [part.reshape(-1) for part in found or ()]
         length = parts[0].size
         if call.name in _SINGLE:
             call.tracer.fix(axis, _SINGLE[call.name])
