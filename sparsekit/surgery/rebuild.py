@@ -49,8 +49,11 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
         for held in vars(module).values():
+            if type(held) in _ATOMS:
+                continue
             if type(held) in (dict, OrderedDict, set) and not held:
                 memo[id(held)] = type(held)()  # hooks that a module has not: most of what copying it would look at
+                continue
             for value in held if isinstance(held, list) else (held,):
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
@@ -66,11 +69,19 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     for module, twin in twins:
         state = cast(Mapping[str, Any], module.__getstate__())  # without what torch.compile has made of the module
         owner = type(module).__name__
-        twin.__setstate__({name: v if type(v) in _ATOMS else _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
+        twin.__setstate__({name: _copied(v, memo, f"{owner}.{name}") for name, v in state.items()})
     return cast(nn.Module, _copied(model, memo, type(model).__name__))
 
 
 def _copied(value: object, memo: dict[int, object], what: str) -> object:
+    if type(value) in _ATOMS or (type(value) is tuple and all(type(item) in _ATOMS for item in value)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) is dict and all(type(key) is str and (type(v) in _ATOMS or id(v) in memo) for key, v in value.items()):
+        # Parameters, buffers and children, which deepcopy would come to one by one.
+        twin = memo[id(value)] = {key: memo.get(id(item), item) for key, item in value.items()}
+        return twin
     try:
         return copy.deepcopy(value, memo)
     except UnsupportedModelError:

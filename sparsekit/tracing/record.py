@@ -7,7 +7,7 @@ values. Verification therefore compares every value on which the outputs depend 
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from sparsekit.tracing.passes import ReadOnly, arguments_of
 
 _WHOLE = 65_536  # a value of more numbers is sampled at once, so that a record takes little memory
 _SAMPLE = 4_096  # numbers of a value that are compared
+_NOTHING = torch.empty(0)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Uninitialised memory differs from pass to pass. Circular padding, for example, allocates its result with new_empty.
 _UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -160,6 +161,12 @@ class PassRecord(DispatchMode):
     def has_operators_of(self, other: "PassRecord") -> bool:
         """Tell whether two passes have run the same operators in the same order."""
         return [op.name for op in self._ops] == [op.name for op in other._ops]
+
+    def only_shapes(self) -> "PassRecord":
+        """Return a record of the same pass without its values, for `compare_only_shapes_of`."""
+        found = PassRecord()
+        found._ops = [replace(op, values=[replace(value, tensor=_NOTHING) for value in op.values]) for op in self._ops]
+        return found
 
     def compare_only_shapes_of(self, other: "PassRecord", *, loosely: bool = False) -> None:
         """Leave out values that have another shape in another pass of the same code, or no counterpart in it.

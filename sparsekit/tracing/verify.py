@@ -57,6 +57,7 @@ class Verifier:
         self._refusal: str | None = None
         self._schedule = MANY if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else FEW
         self._by_module = False  # whether passes are recorded by module, since operators differ somewhere
+        self._halves: dict[tuple[str, ...], PassRecord] = {}  # groups that were halved → shapes of the values of that pass
         self._masks = Masks(self._generator)
         self._prepare(entries, torch.float64, self.lean)
         self._calls = [inputs.prepared(torch.float64, self._generator) for inputs in self._drawn()]
@@ -139,6 +140,7 @@ class Verifier:
         # What fails is often all of one kind, and is found sooner if it is together.
         units = sorted(graph.tied_sets, key=lambda names: graph.groups[names[0]].kind)
         self.trials = 0
+        self._halves.clear()
         for trial in self._schedule:
             if trial != self._schedule[0]:
                 self._state.redraw(self._generator, positive=trial.positive)
@@ -220,28 +222,40 @@ class Verifier:
             self._find_inputs()
             return self._compare(graph, trial, names)
         self._is_accepted = True
+        put_back = _keep_buffers(small)
         try:
             found = self._record(small, trial.training)
         except Exception as error:  # noqa: BLE001
             return self._told(graph, trial, names, f"the compacted model fails: {_described(error)}", exact=False)
         if not self._by_module and not expected.has_operators_of(found):
             self._by_module = True
+            self._halves.clear()
             return self._compare(graph, trial, names)
+        if trial == HALF:
+            self._halves[tuple(names)] = found.only_shapes()
         if trial.moves_alone:
             # In both models, values with an axis of units have the same shape, but different orders.
             try:
-                half = narrow_module(self._dense, graph, self._masks.draw(graph, set(names), HALF)[1], self.rules)
-                expected.compare_only_shapes_of(self._record(half), loosely=bool(graph.norms))
+                expected.compare_only_shapes_of(self._halved(graph, names), loosely=bool(graph.norms))
             except Exception as error:  # noqa: BLE001
                 return f"the compacted model fails: {_described(error)}", False
         undefined = trial.is_least and any(
             is_undefined(a) and is_undefined(b) for a, b in zip(expected.outputs, found.outputs, strict=False)
         )
-        reason, exact = self._judge(graph, trial, names, expected, found)
+        put_back()  # a pass in train mode changes statistics
+        reason, exact = self._judge(graph, trial, small, expected, found)
         if undefined and reason is None:
             # Statistics of one unit are not defined, and say nothing of the others.
             return self._compare(graph, HALF._replace(rest=trial.rest, training=trial.training, mixed=trial.mixed), names)
         return self._told(graph, trial, names, reason, exact)
+
+    def _halved(self, graph: UnitGraph, names: Sequence[str]) -> PassRecord:
+        """Return a pass of the model with half of the units of some groups, of which the shapes of the values count."""
+        key = tuple(names)
+        if key not in self._halves:
+            half = narrow_module(self._dense, graph, self._masks.draw(graph, set(names), HALF)[1], self.rules)
+            self._halves[key] = self._record(half).only_shapes()
+        return self._halves[key]
 
     def _told(
         self, graph: UnitGraph, trial: Trial, names: Sequence[str], reason: str | None, exact: bool
@@ -272,7 +286,7 @@ class Verifier:
         return keep, narrow_module(between, graph, keep, self.rules, indices)
 
     def _judge(
-        self, graph: UnitGraph, trial: Trial, names: Sequence[str], expected: PassRecord, found: PassRecord
+        self, graph: UnitGraph, trial: Trial, small: nn.Module, expected: PassRecord, found: PassRecord
     ) -> tuple[str | None, bool]:
         if [t.shape for t in expected.outputs] != [t.shape for t in found.outputs]:
             return "removing units changes the shape of the output", False
@@ -286,7 +300,7 @@ class Verifier:
         floor = rounding_floor(a for a, _ in inside)
         if _are_equal(outside, [0.0] * len(outside), is_output=True) and _are_equal(inside, [floor] * len(inside)):
             return None, True
-        noise = self._noise(graph, trial, names, expected, found, defined)
+        noise = self._noise(graph, trial, small, expected, found, defined)
         if noise is not None:
             outer = [_NOISE_FACTOR * size for size in noise[0]]
             inner = [max(floor, _NOISE_FACTOR * size) for size in noise[1]]
@@ -315,7 +329,7 @@ class Verifier:
         self,
         graph: UnitGraph,
         trial: Trial,
-        names: Sequence[str],
+        small: nn.Module,
         expected: PassRecord,
         found: PassRecord,
         defined: Sequence[bool],
@@ -329,7 +343,6 @@ class Verifier:
         if self._is_lean:
             return None
         loosely = bool(graph.norms)
-        _, small = self._cut(graph, trial, names)  # a pass in train mode has changed the statistics of the other one
         with torch.no_grad():
             for entry in named_entries(small).values():
                 if entry.is_floating_point():
@@ -374,6 +387,19 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
+
+
+def _keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Return what gives all buffers of a model the values again that they have now."""
+    homes = [(buffers_of(module), name) for module in model.modules() for name in buffers_of(module)]
+    kept = [(home, name, home[name]) for home, name in homes]
+    before = {id(buffer): buffer.clone() for _, _, buffer in kept if buffer is not None}
+
+    def put_back() -> None:
+        for home, name, buffer in kept:
+            home[name] = None if buffer is None else before[id(buffer)]  # a record may hold the other one
+
+    return put_back
 
 
 def _convert_loose_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
