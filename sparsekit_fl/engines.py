@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pickle import PicklingError
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
@@ -84,17 +84,14 @@ class Processes(Checked):
 
     Args:
         workers: Number of processes that train clients, one torch thread each; 1 trains in this process.
-        start_method: How processes start; None: "fork" on Linux for the CPU, where they share data and problem with this
-            process without copying, and "spawn" elsewhere, where both must be picklable: no lambdas, and no classes of a
-            notebook.
+            On Linux and the CPU they are forked and share data and problem with this process without copying. Elsewhere they
+            are spawned, and both must be picklable: no lambdas, and no classes of a notebook.
 
     Raises:
         InvalidValueError: a value that is not allowed.
     """
 
     workers: Count = 1
-    _: KW_ONLY
-    start_method: Literal["fork", "forkserver", "spawn"] | None = None
 
     @contextmanager
     def open(self, spec: RunSpec, clients: Mapping[int, Client], memories: Memories) -> Iterator[RunClients]:
@@ -106,7 +103,7 @@ class Processes(Checked):
                 yield lambda requests: (answer(here, clients[one.client_id], one, memories) for one in requests)
                 return
             state = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
-            context: Any = multiprocessing.get_context(self.start_method or start_method(spec.config.device))
+            context: Any = multiprocessing.get_context(start_method(spec.config.device))
             numbers, ids = context.SimpleQueue(), context.SimpleQueue()
             for number in range(self.workers):
                 numbers.put(number)

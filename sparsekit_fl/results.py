@@ -340,18 +340,6 @@ class RunResult:
         reasons = {client_id: reason for record in self.rounds for client_id, reason in record.dropped}
         return {client_id: reasons[client_id] for client_id in sorted(set(reasons) - trained)}
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences about scores that are not numbers; a run logs them when it ends."""
-        found = []
-        for part in PARTS:
-            for name, value in self.final.over(part, "mean").items():
-                if not math.isfinite(value):
-                    values = [value_of(_parts_of(one).get(part), name) for one in self.final.per_client]
-                    bad = sum(one is not None and not math.isfinite(one) for one in values)
-                    found.append(f"the final {part} {name} is {value}: {bad} of {len(values)} clients report no finite value")
-        return tuple(found)
-
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with a row per round and its number as the index; columns as `RoundRecord.numbers` says.
 

@@ -345,8 +345,6 @@ class _Loop:
             fingerprint={"sparsekit": __version__, "data": self.described["clients"]["data"]},
             stopped=self.view.stopped,
         )
-        for sentence in result.warnings:
-            _log.warning("%s", sentence)
         if self.folder.durable:
             (out / "models").mkdir(exist_ok=True)
             save_whole(model_path(out, "global"), self._model())

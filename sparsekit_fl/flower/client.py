@@ -70,7 +70,6 @@ def train_submodel(
     *,
     capability: float = 1.0,
     arrays_key: str = "arrays",
-    regularizer: ImportanceRegularizer | None = None,
 ) -> Iterator[Submodel]:
     """Give the part of the model that the server asks this client to train.
 
@@ -92,7 +91,6 @@ def train_submodel(
         example_inputs: A tensor, or a tuple of positional inputs, with which the model is called once to find its units.
         capability: Largest ratio that this device can train, in (0, 1]. If a learned mask's ratio would be larger, it is cut.
         arrays_key: Name of the ArrayRecord in the message.
-        regularizer: Pulls a learned importance towards the weights' magnitudes; None takes that of `fedlps`.
 
     Raises:
         InvalidValueError: the message is not from a `SubmodelStrategy`, or `capability` is outside (0, 1].
@@ -107,8 +105,7 @@ def train_submodel(
     if mask is None and asked["learned"]:
         model.load_state_dict(state)
         ratio = min(ratio, capability)
-        term = regularizer or ImportanceRegularizer(target="standardised")
-        learning = sk.GradientImportance(regularizer=term)
+        learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardised"))  # that of `fedlps`
         learned = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
         if _IMPORTANCE in context.state:
             learned.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())

@@ -12,6 +12,7 @@ from personal import tiny_run
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
+from sparsekit_fl import engines
 from sparsekit_fl.engines import Processes
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
@@ -111,12 +112,14 @@ def test_a_device_that_is_not_there_is_refused_before_anything_starts(
 
 @pytest.mark.slow
 @pytest.mark.same_bits
-def test_a_spawned_worker_gives_the_same_bits() -> None:
-    spawned = tiny_run(rounds=2, engine=Processes(2, start_method="spawn"))
+def test_a_spawned_worker_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "start_method", lambda device: "spawn")
+    spawned = tiny_run(rounds=2, engine=Processes(2))
     assert spawned.final.state_sha256 == tiny_run(rounds=2).final.state_sha256
 
 
-def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
+def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "start_method", lambda device: "spawn")
     problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lambda.*workers=1"):
-        tiny_run(problem=problem, engine=Processes(2, start_method="spawn"))
+        tiny_run(problem=problem, engine=Processes(2))

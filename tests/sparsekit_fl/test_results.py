@@ -122,16 +122,3 @@ def test_the_frame_of_rounds_has_every_mean_of_every_metric(finished: fl.RunResu
     assert frame.loc[4, "flops"] == finished.cost.flops
     frame = replace(finished, rounds=()).to_frame()
     assert (len(frame), frame.index.name) == (0, "round")
-
-
-def test_a_final_score_that_is_not_a_number_is_remarked(finished: fl.RunResult, caplog: pytest.LogCaptureFixture) -> None:
-    assert finished.warnings == ()
-
-    def broken(outputs: Any, targets: Any) -> Any:
-        # The two examples of the check before round 1 pass.
-        return outputs.sum() * (math.nan if len(targets) > 2 else 1.0), len(targets)
-
-    problem = replace(tiny_problem(), metrics={"accuracy": accuracy, "odd": broken})
-    result = run(fl.methods.fedavg(), problem, tiny_clients(), tiny_config(rounds=1))
-    assert "the final personal odd is nan: 8 of 8 clients report no finite value" in result.warnings
-    assert set(result.warnings) <= set(caplog.messages)
