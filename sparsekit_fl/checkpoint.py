@@ -27,7 +27,7 @@ from sparsekit_fl.errors import FolderInUseError, MemoryStateError, ResumeError
 if TYPE_CHECKING:
     from torch import Tensor  # drawing a report writes files too, and needs no torch
 
-_CHECKPOINT, _BEGUN, _RECORDS = "checkpoint.pt", "run.json", "rounds.jsonl"
+_CHECKPOINT, _RECORDS = "checkpoint.pt", "rounds.jsonl"
 _MEMORY_FILE = re.compile(r"\d+-\d+\.pt")
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
 _HASH_BYTES = 32
@@ -230,11 +230,11 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 def holds_run(path: Path) -> bool:
     """Tell whether a folder holds a run that can be resumed, perhaps from its first round on."""
-    return any((path / name).exists() for name in (_CHECKPOINT, _BEGUN))
+    return (path / _CHECKPOINT).exists()
 
 
 class RunFolder:
-    """The files of a run: `run.json`, `checkpoint.pt`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
+    """The files of a run: `checkpoint.pt`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
 
     No two runs write to one folder: a lock is held from here to `close`. The folder is made if absent, unless the run is to be
     resumed. A fresh run deletes nothing that was there before.
@@ -253,7 +253,7 @@ class RunFolder:
         self.path, self.durable = path, durable
         self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
-        self._written = hashlib.sha256()  # of what is in the file of records
+        self._size, self._written = 0, hashlib.sha256()  # of what is in the file of records
         self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
         if resume and not holds_run(path):
             raise ResumeError(f"no run to resume in {path}; check the path, or omit resume=True (--resume) to start one there")
@@ -266,9 +266,6 @@ class RunFolder:
                 " folder"
             )
         self.memories = Memories(path / "clients", durable=durable)
-        if durable and not self._checkpoint.exists():
-            # From now on there is something to resume, whatever happens before the first round is saved.
-            write_atomically(path / _BEGUN, b"{}")
 
     @staticmethod
     @contextlib.contextmanager
@@ -283,11 +280,12 @@ class RunFolder:
             stack.callback(folder._lock.release)
             yield folder
 
-    def load(self, described: Mapping[str, Any]) -> tuple[State | None, list[dict[str, Any]]]:
-        """Return the state and the records of the last saved round; no state for a run that begins.
+    def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
+        """Return the state and the records of the last saved round.
 
         Args:
             described: All that must be equal for a run to be resumed, as plain JSON values.
+            fresh: The state of a run that begins; it is saved, so that the first round can be resumed too.
 
         Raises:
             ResumeError: an option, the model or the data changed, or a file is damaged.
@@ -295,14 +293,10 @@ class RunFolder:
         self._run = {"sparsekit": __version__, **described}
         for left_over in (*self.path.glob(".*.tmp"), *(self.path / "models").glob(".*.tmp")):
             left_over.unlink()
-        state: State | None = None
-        records: list[dict[str, Any]] = []
-        if self._checkpoint.exists():
-            state, records = self._read(described)
-            self._versions = state.versions
-        elif self.durable:
-            self._records.unlink(missing_ok=True)  # of a first round that was cut off
-            write_atomically(self.path / _BEGUN, (json.dumps(self._run, indent=1) + "\n").encode())
+        state, records = self._read(described) if self._checkpoint.exists() else (fresh, [])
+        self._versions = state.versions
+        if state is fresh:
+            self._save_state(state)
         self.clean()
         return state, records
 
@@ -311,26 +305,26 @@ class RunFolder:
             saved = loads(self._checkpoint.read_bytes())
             state = State(**saved["state"])
             changed = differences({name: saved["run"][name] for name in described}, dict(described))
-            records = self._read_records(saved["records_bytes"], saved["records_sha256"], state.round)
+            if changed:
+                raise ResumeError(
+                    f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it"
+                    " was started with, or another folder. For a longer run, start another with init=FOLDER (--init FOLDER)"
+                )
+            return state, self._read_records(saved["records_bytes"], saved["records_sha256"], state.round)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"
             ) from error
-        if changed:
-            raise ResumeError(
-                f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it was"
-                " started with, or another folder. To train for longer, start a new run with init=FOLDER (--init FOLDER)"
-            )
-        return state, records
 
     def _read_records(self, size: int, sha256: str, round: int) -> list[dict[str, Any]]:
-        if not self._records.exists() or self._records.stat().st_size < size:
+        self._records.touch()
+        if self._records.stat().st_size < size:
             raise ResumeError(
                 f"{self._records} is shorter than the checkpoint of round {round} says; restore it or start afresh"
             )
         with self._records.open("rb+") as file:
             written = file.read(size)
-            self._written = hashlib.sha256(written)
+            self._size, self._written = size, hashlib.sha256(written)
             if self._written.hexdigest() != sha256:
                 raise ResumeError(
                     f"{self._records} is damaged: its checksum is not that of round {round}; restore a copy of the folder, or"
@@ -349,21 +343,20 @@ class RunFolder:
         if self.durable:
             self.memories.sync()
             line = (json.dumps(record, allow_nan=False) + "\n").encode()
+            self._size += len(line)
             self._written.update(line)
             with self._records.open("ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-        self.save_state(state)
+        self._save_state(state)
         self.memories.remove({id: round for id, round in self._versions.items() if state.versions.get(id) != round})
         self._versions = state.versions
 
-    def save_state(self, state: State) -> None:
-        """Write the checkpoint, atomically."""
-        if not self.durable:
-            return
-        saved = {"run": self._run, "records_bytes": self._records.stat().st_size, "records_sha256": self._written.hexdigest()}
-        write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
+    def _save_state(self, state: State) -> None:
+        if self.durable:
+            saved = {"run": self._run, "records_bytes": self._size, "records_sha256": self._written.hexdigest()}
+            write_atomically(self._checkpoint, dumps({**saved, "state": {**vars(state)}}))
 
     def clean(self) -> None:
         """Remove memories that the checkpoint does not name, as those of a round that was cut off."""
@@ -371,10 +364,6 @@ class RunFolder:
 
 
 def _files_of_a_run(path: Path) -> list[str]:
-    """Return the files that a fresh run would write over; a run that was cut off in its first round leaves none that counts."""
-    if (path / _CHECKPOINT).exists():
-        return [_CHECKPOINT]
-    if (path / _BEGUN).exists():
-        return ["result.json"] if (path / "result.json").exists() else []
-    folders = [name for name in ("clients", "models") if (path / name).is_dir() and any((path / name).iterdir())]
-    return [name for name in (_RECORDS, "result.json") if (path / name).exists()] + [f"{name}/" for name in folders]
+    """Return the files and folders that a fresh run would write over."""
+    files = [name for name in (_CHECKPOINT, _RECORDS, "result.json") if (path / name).exists()]
+    return files + [f"{name}/" for name in ("clients", "models") if any((path / name).glob("*"))]

@@ -17,9 +17,9 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
-from sparsekit_fl.checkpoint import RunFolder
+from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
-from sparsekit_fl.client.packing import digest
+from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
@@ -101,7 +101,7 @@ def run(
     with RunFolder.open(out, resume=resume) as folder:
         spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         described = plain(spec.describe(roster, experiment or {}))
-        state, lines = folder.load(described)
+        state, lines = folder.load(described, State(0, clone(spec.initial)))
         if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
             saved = load_result(folder.path)
             if len(saved.rounds) == state.round:  # else a callback had stopped it

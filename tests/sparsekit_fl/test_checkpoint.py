@@ -84,12 +84,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 
 
 DESCRIBED = {"config": {"rounds": 9}}
+FRESH = State(0, {})
 
 
 def saved_rounds(folder, rounds=(1, 2)):
     """Save rounds in which client 1 writes a memory, and return the state."""
     state = State(0, {"w": torch.zeros(2)}, memory={"drawn": 5})
-    folder.load(DESCRIBED)
+    folder.load(DESCRIBED, state)
     for round in rounds:
         folder.memories.write(1, round, {"seen": round})
         state.round, state.versions = round, {1: round}
@@ -141,7 +142,7 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         with pytest.raises(FolderInUseError):
             RunFolder(tmp_path, resume=True)
     with RunFolder.open(tmp_path, resume=True) as folder:
-        state, records = folder.load(DESCRIBED)
+        state, records = folder.load(DESCRIBED, FRESH)
         assert same(vars(state), {**vars(saved), "model": state.model})
         assert same(state.model, saved.model)
         assert records == [{"round": 1}, {"round": 2}]
@@ -151,9 +152,9 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         folder.save(State(3, {"w": torch.zeros(2)}), {"round": 3})
         assert not list((tmp_path / "clients").iterdir()), "a version that no checkpoint names any more goes"
     with RunFolder.open(tmp_path, resume=True) as folder:
-        assert folder.load(DESCRIBED)[1] == [{"round": 1}, {"round": 2}, {"round": 3}]
+        assert folder.load(DESCRIBED, FRESH)[1] == [{"round": 1}, {"round": 2}, {"round": 3}]
     with RunFolder.open(tmp_path, resume=True) as folder, pytest.raises(ResumeError, match=r"config.lr: was null, now 1"):
-        folder.load({"config": {"rounds": 9, "lr": 1}})
+        folder.load({"config": {"rounds": 9, "lr": 1}}, FRESH)
 
 
 def test_a_folder_that_is_not_kept_holds_memories_until_its_run_ends():

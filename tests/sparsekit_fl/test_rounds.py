@@ -13,6 +13,7 @@ import pytest
 from personal import tiny_run
 
 import sparsekit_fl as fl
+from sparsekit_fl.checkpoint import holds_run
 from sparsekit_fl.client.packing import digest
 from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
@@ -157,8 +158,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
     tiny_run(rounds=1)  # imports are not to be counted
     whole, calls = count_calls(lambda: half_run(tmp_path / "whole", resume=False, workers=workers))
     dice, kills = random.Random(workers), 0
-    for attempt in range(14):
-        options = {"resume": attempt > 0, "workers": workers}
+    for _ in range(14):
+        options = {"resume": holds_run(tmp_path / "killed"), "workers": workers}
         moment = dice.randrange(calls // 12, calls // 7)
         target = multiprocessing.get_context("fork").Process(
             target=half_run_until, args=(moment, tmp_path / "killed"), kwargs=options
