@@ -38,6 +38,7 @@ def server_context(
     rng=0,
     graph=GRAPH,
     costs=None,
+    parameters=(),
 ):
     """A server's, on the model of three numbers; all draws are from one generator, seeded with `rng`."""
     return fl.ServerContext(
@@ -50,6 +51,7 @@ def server_context(
         graph=graph,
         state=state,
         costs=costs,
+        parameters=frozenset(parameters),
     )
 
 

@@ -163,7 +163,6 @@ class PruneFL(SparseWeights):
             mask = mask if isinstance(mask, WeightMask) else _whole(server.graph)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
             examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
-            assert server.costs is not None, "the server of a run knows the costs"
             seconds = weight_seconds(server.costs, server.graph.shapes, tuple(mask), examples)
             share = _SHARE * 0.5 ** (server.round / server.rounds)
             mask = search_weights(state, mask, squares, seconds, share=share, overhead=_OVERHEAD)

@@ -193,7 +193,6 @@ class DepthFL(Method):
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Send the first layers and exits; everything at full depth."""
-        assert server.costs is not None, "the server of a run knows the costs"
         ratio = server.roster[client_id].capability.ratio
         entries = depth_entries(server.graph)
         depth = affordable_depth(server.graph, server.costs, ratio)

@@ -75,7 +75,7 @@ class ServerContext:
         memory: State of the method, which lives from round to round.
         graph: The units of the model.
         state: The shared global state at the start of the round.
-        costs: FLOPs of the model; None in a context that no run made.
+        costs: FLOPs of the model.
         parameters: State-dict keys of the shared entries that train; the others are buffers.
     """
 
@@ -87,8 +87,8 @@ class ServerContext:
     memory: Memory
     graph: UnitGraph
     state: StateDict
-    costs: CostModel | None = None
-    parameters: frozenset[str] = frozenset()
+    costs: CostModel
+    parameters: frozenset[str]
 
 
 Weights = Literal["examples", "uniform"]
