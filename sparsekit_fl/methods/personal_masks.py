@@ -91,8 +91,8 @@ class PruneWhenAccurate(OwnMasks):
         problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the mask that keeps `ratio` of each layer or group, inside `mask`. To be overridden."""
-        raise AssertionError(f"{type(self).__name__} must override prune")
+        """Return the mask that keeps `ratio` of each layer or group, inside `mask`."""
+        raise NotImplementedError
 
     def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
         """Train under the mask of the task, by default by SGD; `pruned` says whether the client has just changed it."""
@@ -156,10 +156,10 @@ class Hermes(PruneWhenAccurate):
     make it, in all its matrices; biases and norms are not penalised.
 
     Args:
-        threshold: Validation accuracy above which a client prunes. Xue et al., ICDE 2025, run it with 0.5 on MNIST, 0.45 on
-            CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit, in their released code.
+        threshold: Validation accuracy above which a client prunes; in the released code of Xue et al., ICDE 2025, 0.5 on MNIST,
+            0.45 on CIFAR-10, 0.25 on CIFAR-100, 0.06 on Tiny-ImageNet and 0.15 on Reddit.
         target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
-        lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
+        lasso: λ; 0.001 there, where its gradient is lost on the way.
     """
 
     source = "Li et al., Hermes: An Efficient FL Framework for Heterogeneous Mobile Clients, MobiCom 2021"

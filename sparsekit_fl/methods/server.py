@@ -95,7 +95,7 @@ Weights = Literal["examples", "uniform"]
 """How much a client counts: by its number of training examples, or equally."""
 
 Over = Literal["all", "holders", "changed"]
-"""The clients that an entry's mean is over: all, where an untrained entry counts as unchanged, or others; see `mean`."""
+"""The clients that an entry's mean is over; see `mean`."""
 
 
 def mean(
@@ -106,13 +106,11 @@ def mean(
     Args:
         server: The server's context.
         updates: The valid updates of the round.
-        weights: By the number of examples, or equal, or a number for each update. "uniform" over the holders is HeteroFL and
-            FedRolex, "examples" FjORD.
+        weights: By the number of examples, or equal, or a number for each update.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
             trained the entry; what nobody trained stays. "changed": the same, but a client holds only those rows of the output
-            layer that it changed. A client that leaves out the classes of which it has no example sends their rows back
-            unchanged; averaging these in would slow down what the owners of the classes learn. The server is told nothing more:
-            the changed rows are in the update.
+            layer that it changed. A client sends the rows of classes of which it has no example back unchanged; averaging these
+            in would slow down what the owners of the classes learn.
 
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.

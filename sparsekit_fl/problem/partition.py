@@ -79,11 +79,9 @@ def pathological(
     """Deal shards of one class each to clients.
 
     The training examples of every class are cut, in their order, into shards of `images_per_class`; a remainder is left
-    out, so that no shard straddles two classes. Each client draws `classes_per_client` shards without replacement, with
-    `distinct` of different classes as long as enough classes have shards left: a class is drawn with a chance in
-    proportion to its shards left. The last tenth of each shard is held out for validation. A client is tested on
-    `images_per_class` test examples, drawn again for each client, of each class it owns, or on all there are if the class
-    has fewer.
+    out. Each client draws `classes_per_client` shards without replacement, each class with a chance in proportion to its
+    shards left. The last tenth of each shard is held out for validation. A client is tested on `images_per_class` test
+    examples, drawn again for each client, of each class it owns, or on all there are if the class has fewer.
 
     Args:
         source: With one label per example and a test set.
@@ -92,23 +90,19 @@ def pathological(
         classes_per_client: Shards per client.
         images_per_class: Examples per shard. Where there are too few shards, they are as much smaller as it takes, with a
             warning.
-        distinct: Whether the classes of a client differ. False draws each shard from all that are left, as the authors'
-            released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
-            in ten has a single class.
+        distinct: Whether the classes of a client differ, as long as enough classes have shards left. False draws each shard
+            from all that are left, as the authors' released code does: with 2 of 10 classes, about one client in ten has a
+            single class.
         lack_classes: Let every client lack exactly this many of the classes: its `classes_per_client` · `images_per_class`
             examples are cut into shards of all other classes, so that the level changes what a client sees and not how much,
             which the paper leaves open. Shards are then distinct.
-
-    Returns:
-        One ClientData per client.
 
     Raises:
         InvalidValueError: more classes per client than there are, or no class left.
         DataError: too few examples for shards of two.
 
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
-        class borders; here a shard has one class.
-        `lack_classes` is that of Effect of Heterogeneity (Q3): "each client lacks x classes".
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216); `lack_classes` is from Effect of Heterogeneity (Q3). Their released code
+        cuts the label-sorted data without regard to class borders; here a shard has one class.
     """
     rows, tests = _rows_by_class(source, "pathological")
     if lack_classes is not None:
@@ -171,21 +165,18 @@ _ATTEMPTS = 200
 
 
 def dirichlet(source: DataSource, *, clients: int, rng: np.random.Generator, alpha: Positive = 0.5) -> list[ClientData]:
-    """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution.
+    """Deal each class to the clients in shares drawn from a symmetric Dirichlet distribution; each example is dealt once.
 
-    A client that already has its even part of all examples gets no more, as is usual, so that nobody has nearly all. The
-    test examples of a class are dealt in the same shares as its training examples. A draw that gives a client less than ten
-    training and validation examples together, or no test example, is repeated. A tenth of each client's training examples, at
-    random, is held out for validation.
+    A client that already has its even part of all examples gets no more, as is usual. The test examples of a class are dealt in
+    the same shares as its training examples. A draw that gives a client less than ten training and validation examples
+    together, or no test example, is repeated. A tenth of each client's training examples, at random, is held out for
+    validation.
 
     Args:
         source: With one label per example and a test set.
         clients: Number of clients.
         rng: For every draw.
         alpha: Concentration; the smaller, the fewer classes per client: 0.1 is very uneven, 100 nearly even.
-
-    Returns:
-        One ClientData per client; every training and test example is dealt exactly once.
 
     Raises:
         DataError: no draw gave every client enough.
@@ -233,13 +224,12 @@ def _deal(
 def natural(source: DataSource, *, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG001 - draws nothing
     """Make clients of the users or speakers with most examples; each splits its own 80/10/10, the latest for testing.
 
+    Clients are in the order of the source.
+
     Args:
         source: With owners; a test set of its own is not used.
         clients: Number of owners that take part; of equal ones, those that are listed first.
         rng: Not used.
-
-    Returns:
-        One ClientData per chosen owner, in the order of the source.
 
     Raises:
         DataError: the source has no owners, or too few with ten examples.
