@@ -89,7 +89,7 @@ REGISTRIES = {
     "sparsekit/criteria": (
         "sparsekit.criteria",
         "registry",
-        {"base", "batches", "by_name", "gate_gradients"},
+        {"base", "batches", "by_name", "experts", "gate_gradients"},
     ),
     "sparsekit/allocation": (
         "sparsekit.allocation", "registry", {"limits", "masks", "problem", "saliency", "schedule", "walk"},

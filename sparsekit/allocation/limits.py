@@ -42,8 +42,8 @@ class PreferredMultiple:
 
 
 Multiples = int | Mapping[str, int] | PreferredMultiple
-"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units; or a
-preference."""
+"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head", "expert") or group name →
+units; or a preference."""
 
 
 def check_limits(limits: Limits) -> None:
@@ -82,6 +82,8 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
     """
     if isinstance(multiple_of, Mapping):
         return multiple_of.get(group.name, multiple_of.get(group.kind, 1))
+    if group.kind == "expert":
+        return 1  # no kernel is faster for it
     if isinstance(multiple_of, PreferredMultiple):
         width = group.size * _span(group)
         step = multiple_of.step if width >= 8 * multiple_of.step else multiple_of.step // 2
@@ -101,7 +103,7 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
 
     Args:
         graph: The groups.
-        limits: Least and largest share by group name; groups left out may keep 1 to all of their units.
+        limits: Least and largest share by group name; groups left out may keep `UnitGroup.least` to all of their units.
         multiple_of: What the numbers are multiples of. Keeping all units is always allowed, whatever their number.
 
     Returns:
@@ -121,11 +123,11 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
     for groups in graph.tied_sets:
         size = min(graph.groups[name].size for name in groups)
-        least, largest = 1, size
+        least, largest = max(graph.groups[name].least for name in groups), size
         for name in groups:
             low, high = limits.get(name, (0.0, 1.0))
             least = max(least, math.ceil(low * graph.groups[name].size - 1e-9))
-            largest = min(largest, max(1, math.floor(high * graph.groups[name].size + 1e-9)))
+            largest = min(largest, max(graph.groups[name].least, math.floor(high * graph.groups[name].size + 1e-9)))
         told = ", ".join(map(repr, groups))
         if least > largest:
             raise InvalidValueError(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.base import ScoringContext
 from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
+from sparsekit.criteria.experts import routed_outputs
 from sparsekit.criteria.gate_gradients import inputs_of, sum_up, unit_readers
 from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
@@ -18,10 +19,12 @@ from sparsekit.graph.index import wide
 class Activation(DataDriven):
     """Σ |w|·‖x‖ over the weights w that read a unit, ‖x‖ the root mean square of what they read.
 
+    An expert of a mixture scores gate · ‖output‖, averaged over the tokens that are routed to it; 0 without any.
+
     No loss and no target is needed; a tuple's last item and a mapping's labels are not looked at.
 
     Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for
-        single weights.
+        single weights; for experts Lasby et al., REAP the Experts, arXiv 2510.13999.
     """
 
     def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
@@ -31,7 +34,7 @@ class Activation(DataDriven):
         counts: dict[nn.Module, int] = {}
         readers = unit_readers(model, graph)
         axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
-        with self._passes(model) as passes:
+        with self._passes(model) as passes, routed_outputs(model, graph) as routed:
             for batch in passes:
                 args, kwargs, _ = split_batch(batch, keep_target=False)
                 with inputs_of(axes) as calls:
@@ -45,6 +48,10 @@ class Activation(DataDriven):
         sizes = {layer: (total / counts[layer]).sqrt() for layer, total in squares.items()}
         found = {}
         for name, each in readers.items():
+            if name in routed:
+                total, count = routed[name]
+                found[name] = check_finite(name, (total / count.clamp(min=1)).cpu().double(), "Activation")
+                continue
             if not each or not all(layer in sizes for layer, _, _ in each):
                 raise InvalidValueError(
                     f"the units of group {name!r} are not the input of a linear layer or an ungrouped convolution, so that"

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["channel", "feature", "cell", "head"]
+Kind = Literal["channel", "feature", "cell", "head", "expert"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +56,14 @@ class UnitGroup:
         size: Number of units.
         kind: What a unit is.
         slices: Every tensor axis that holds the units.
+        least: How many must stay, such as the number of experts that each token takes.
     """
 
     name: str
     size: int
     kind: Kind
     slices: tuple[UnitSlice, ...]
+    least: int = 1
 
     @property
     def modules(self) -> tuple[str, ...]:

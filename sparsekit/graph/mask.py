@@ -74,11 +74,11 @@ class UnitMask(_Mask):
         return UnitMask({name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()})
 
     def check(self, graph: UnitGraph) -> None:
-        """Raise unless the mask belongs to `graph` and keeps at least one unit of each group.
+        """Raise unless the mask belongs to `graph` and keeps enough units of each group.
 
         Raises:
             ForeignMaskError: the groups or their sizes differ.
-            InvalidValueError: a group would lose all its units, or tied groups keep different numbers.
+            InvalidValueError: a group would keep fewer units than its `least`, or tied groups keep different numbers.
         """
         given = tuple((name, keep.numel()) for name, keep in self.items())
         expected = graph.fingerprint()
@@ -89,8 +89,9 @@ class UnitMask(_Mask):
                 " make it with make_mask(criterion, graph, ratio, context) or UnitMask.full(graph)"
             )
         for name, kept in self.counts().items():
-            if kept < 1:
-                raise InvalidValueError(f"the mask keeps no unit of group {name!r}; at least one must stay")
+            if kept < (least := graph.groups[name].least):
+                number = "one" if least == 1 else least
+                raise InvalidValueError(f"the mask keeps {kept or 'no'} unit of group {name!r}; at least {number} must stay")
         graph.check_counts(self.counts())
 
     def density(self, graph: UnitGraph) -> float:

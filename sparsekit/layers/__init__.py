@@ -38,6 +38,8 @@ rules = Registry(
         "transformer-encoder": "sparsekit.layers.attention:TransformerEncoderRule",
         "weight-norm": "sparsekit.layers.parametrised:WeightNormRule",
         "whole-weight": "sparsekit.layers.parametrised:WholeWeightRule",
+        "router": "sparsekit.layers.experts:RouterRule",
+        "experts": "sparsekit.layers.experts:ExpertsRule",
         "recurrent": "sparsekit.layers.recurrent:RecurrentRule",
     },
     group="sparsekit.rules",

@@ -29,6 +29,9 @@ class LayerRule:
     type_names: ClassVar[tuple[str, ...]] = ()
     """The same as "package.module.Class", for packages that may not be installed."""
 
+    in_order_of_units: ClassVar[bool] = False
+    """Whether its operators work through the units in their order, so that the verification compares its outputs alone."""
+
     @property
     def opaque(self) -> bool:
         """Whether `trace` describes the layer instead of its operators: whether a rule has one of its own."""

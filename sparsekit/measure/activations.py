@@ -55,8 +55,8 @@ def measure_shrinkage(
     """
     if not graph.groups:
         return {}
-    first, sizes = _widths(graph)
-    counts = {name: _half(sizes[home]) for name, home in first.items()}
+    first, sizes, lost = _widths(graph)
+    counts = {name: sizes[home] - lost[home] for name, home in first.items()}
     try:
         narrow = record_pass(narrow_module(model, graph, _first_units(graph, counts)), args, kwargs)
     except TraceError:  # such as a normalisation that refuses so little; then nothing is known
@@ -121,12 +121,12 @@ def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], 
         The shapes, of tied groups by the name of the first.
     """
     dense = list(run(model))
-    first, sizes = _widths(graph)
+    first, sizes, lost = _widths(graph)
     leaders = list(sizes)
 
     def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
         """Return by how much each axis of each shape is shorter where some widths are halved."""
-        halves = {name: _half(sizes[home]) for name, home in first.items() if home in halved}
+        halves = {name: sizes[home] - lost[home] for name, home in first.items() if home in halved}
         try:
             found = list(run(narrow_module(model, graph, _first_units(graph, halves))))
         except (RuntimeError, ValueError, TypeError, IndexError):
@@ -135,16 +135,15 @@ def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], 
             return None
         return [tuple(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(dense, found, strict=True)]
 
-    spans = _decoded(dense, leaders, sizes, shrinks)
+    spans = _decoded(dense, leaders, lost, shrinks)
     if spans is None:
         spans = [[{} for _ in shape] for shape in dense]
         for leader in leaders:
-            lost = sizes[leader] - _half(sizes[leader])
-            less = shrinks({leader}) if lost else None
+            less = shrinks({leader}) if lost[leader] else None
             for place, axes in enumerate(less or ()):
                 for dim, each in enumerate(axes):
                     if each > 0:
-                        spans[place][dim][leader] = each / lost
+                        spans[place][dim][leader] = each / lost[leader]
     whole = {name: group.size for name, group in graph.groups.items()}
     return tuple(
         tuple((size - _length((0, own), whole), own) for size, own in zip(shape, axes, strict=True))
@@ -152,25 +151,26 @@ def probe_shapes(model: nn.Module, graph: UnitGraph, run: Callable[[nn.Module], 
     )
 
 
-def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int]]:
-    """Group → the first of its tied groups; that one → units of the least of them."""
+def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
+    """Group → the first of its tied groups; that one → units of the least of them, and how many of these half a width lacks."""
     first = {name: tied[0] for tied in graph.tied_sets for name in tied}
-    return first, {tied[0]: min(graph.groups[name].size for name in tied) for tied in graph.tied_sets}
+    sizes: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    for tied in graph.tied_sets:
+        size = sizes[tied[0]] = min(graph.groups[name].size for name in tied)
+        # Two stay where there are more: with a single one a copy may become a view.
+        lost[tied[0]] = size - max(min(2, size - 1), size // 2, *(graph.groups[name].least for name in tied))
+    return first, sizes, lost
 
 
 def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tensor]:
     return {name: torch.arange(group.size) < counts.get(name, group.size) for name, group in graph.groups.items()}
 
 
-def _half(size: int) -> int:
-    """Return about half of the units, and two where there are more: with a single one a copy may become a view."""
-    return max(min(2, size - 1), size // 2, 1)
-
-
 def _decoded(
     dense: Sequence[tuple[int, ...]],
     leaders: Sequence[str],
-    sizes: Mapping[str, int],
+    lost: Mapping[str, int],
     shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
 ) -> list[list[dict[str, float]]] | None:
     """Return the same from few passes, where no axis follows more than one width; None where one does.
@@ -198,5 +198,5 @@ def _decoded(
             if code not in codes or len({less[place] for place in code}) > 1:
                 return None
             leader = codes[code]
-            spans[shape][dim][leader] = less[code[0]] / (sizes[leader] - _half(sizes[leader]))
+            spans[shape][dim][leader] = less[code[0]] / lost[leader]
     return spans

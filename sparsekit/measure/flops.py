@@ -14,6 +14,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
+from sparsekit.layers import find_rule
+from sparsekit.layers.experts import ExpertsRule
 from sparsekit.surgery.rebuild import named_entries
 
 _aten = torch.ops.aten
@@ -86,9 +88,25 @@ class Recorder(DispatchMode):
         self.calls.append(Call(key, flops, tuple(lengths)))
 
 
+def _recurrent_calls(module: nn.Module, x: Any, keys: Mapping[int, str]) -> Iterator[Call]:
+    """Yield a use of each weight matrix of a recurrent layer, once per example and time step."""
+    x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
+    for name, weight in module.named_parameters(recurse=False):
+        if name.startswith("weight"):
+            flops = 2 * weight.numel() * math.prod(x.shape[:-1])
+            yield Call(keys[storage_id(weight)], flops, tuple(x.shape[:-1]))
+
+
+def _expert_calls(module: nn.Module, index: Tensor) -> Iterator[Call]:
+    """Yield the products of a mixture of experts, of one expert for each entry of `index`, however many experts there are."""
+    for weight in module.parameters(recurse=False):
+        lengths = (index.numel(), *weight.shape[1:])
+        yield Call(None, 2 * math.prod(lengths), lengths)
+
+
 @contextmanager
-def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Count each weight matrix of recurrent layers, whose kernels hide their products, once per example and time step.
+def _calls_of_modules(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
+    """Count recurrent layers and experts as a whole: their kernels hide their products, or what runs depends on values.
 
     Only what the module itself runs is skipped, not what hooks on it do.
     """
@@ -98,12 +116,9 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if recorder.inside == 0:
-                x = args[0] if args else kwargs["input"]
-                x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
-                for name, weight in module.named_parameters(recurse=False):
-                    if name.startswith("weight"):
-                        flops = 2 * weight.numel() * math.prod(x.shape[:-1])
-                        recorder.calls.append(Call(keys[storage_id(weight)], flops, tuple(x.shape[:-1])))
+                x, *others = (*args, *kwargs.values())
+                own = _recurrent_calls(module, x, keys) if isinstance(module, _RECURRENT) else _expert_calls(module, others[0])
+                recorder.calls.extend(own)
             recorder.inside += 1
             try:
                 return forward(*args, **kwargs)
@@ -112,7 +127,8 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
 
         return counted
 
-    wrapped = [module for module in model.modules() if isinstance(module, _RECURRENT)]
+    modules = model.modules()
+    wrapped = [m for m in modules if isinstance(m, _RECURRENT) or isinstance(find_rule(m), ExpertsRule)]
     own = [vars(module).get("forward") for module in wrapped]
     try:
         for module in wrapped:
@@ -144,7 +160,7 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
     attention = sdpa_kernel(SDPBackend.MATH)
-    with told_failure(), torch.no_grad(), without_fast_path(), attention, _recurrent_terms(model, recorder, keys), recorder:
+    with told_failure(), torch.no_grad(), without_fast_path(), attention, _calls_of_modules(model, recorder, keys), recorder:
         model(*args, **kwargs)
     return recorder
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import wide
+from sparsekit.graph.index import along, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class NormCall:
     """A call that averages over some axes of a tensor.
 
     Args:
-        name: Name of the function: layer_norm, rms_norm, group_norm, mean, var, std, var_mean or std_mean.
+        name: Name of the function: layer_norm, rms_norm, group_norm, softmax, mean, var, std, var_mean or std_mean.
         x: What is averaged over.
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.
@@ -142,11 +142,23 @@ def _average(function: Callable[..., Any]) -> Callable[..., NormCall]:
     return read
 
 
+def _softmax(input: Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> NormCall:
+    dim = dim % max(input.dim(), 1)
+
+    def over(axis: int, kept: Tensor) -> Tensor:
+        gone = torch.ones(input.shape[axis], dtype=torch.bool, device=input.device).index_fill(0, kept, False)
+        left = input.masked_fill(along(gone, axis, input.dim()), float("-inf"))
+        return torch.softmax(left, dim, dtype=dtype)
+
+    return NormCall("softmax", input, (dim,), None, None, over)
+
+
 _READERS: dict[Any, Callable[..., NormCall | None]] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
+    F.softmax: _softmax,
     F.group_norm: _group_norm,
     torch.group_norm: _group_norm,
     **{

@@ -197,7 +197,7 @@ class BlockVerifier:
 
     def _shapes(self, graph: UnitGraph, names: list[str]) -> str | None:
         keep = {
-            name: torch.arange(group.size) < (max(1, group.size // 2) if name in names else group.size)
+            name: torch.arange(group.size) < (max(group.least, group.size // 2) if name in names else group.size)
             for name, group in graph.groups.items()
         }
         try:

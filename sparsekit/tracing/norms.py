@@ -23,6 +23,8 @@ class NormRecorder(NormMode):
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Take a note; label the results if exactly one axis of units is averaged over."""
+        if call.name == "softmax":  # the rules of layers take notes of those over units
+            return plain()
         tracer = self.tracer
         labels = tracer.joint_labels(call.x) if tracer.watching else None
         dim = None if labels is None else _unit_axis(labels, call.dims)

@@ -71,9 +71,12 @@ class PassRecord(DispatchMode):
     Args:
         guard: What operators may not write to.
         model: Follow the calls of its modules too, so that passes whose operators differ somewhere can be compared elsewhere.
+        unordered: Modules that work through units in their order: what they return is compared, what is inside them is not.
     """
 
-    def __init__(self, guard: ReadOnly | None = None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, guard: ReadOnly | None = None, model: nn.Module | None = None, unordered: Iterable[nn.Module] = ()
+    ) -> None:
         super().__init__()
         self._guard = guard
         self.outputs: list[Tensor] = []
@@ -85,6 +88,10 @@ class PassRecord(DispatchMode):
         self._frames: list[tuple[str, int]] = [("", 0)]
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
+        self._unseen = 0  # how many of `unordered` run
+        for module in unordered:
+            self._hooks.append(module.register_forward_pre_hook(functools.partial(self._look_away, 1), prepend=True))
+            self._hooks.append(module.register_forward_hook(functools.partial(self._look_away, -1), always_call=True))
         for name, module in model.named_modules() if model is not None else ():
             enter = functools.partial(self._enter, name)
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -97,12 +104,16 @@ class PassRecord(DispatchMode):
             hook.remove()
         self._hooks, self._held = [], {}
 
+    def _look_away(self, more: int, *_: Any) -> None:
+        self._unseen += more
+
     def _enter(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._calls[name] = self._calls.get(name, 0) + 1
         self._frames.append((name, self._calls[name]))
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        values = [self._value(tensor) for tensor in find_tensors(output) if _is_compared(tensor)]
+        found = () if self._unseen else find_tensors(output)
+        values = [self._value(tensor) for tensor in found if _is_compared(tensor)]
         self._ops.append(_Op("return", self._frames[-1], (), (), values))
         if len(self._frames) > 1:
             self._frames.pop()
@@ -131,7 +142,8 @@ class PassRecord(DispatchMode):
                 self._numbers[storage] = self._next
                 self._next += 1
             writes.append(self._number(storage))
-            if not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED and _is_compared(tensor):
+            made = not func.is_view and func.overloadpacket.__name__ not in _UNINITIALISED
+            if made and not self._unseen and _is_compared(tensor):
                 values.append(self._value(tensor))
         self._ops.append(_Op(func.name(), self._frames[-1], reads, tuple(writes), values))
         return result

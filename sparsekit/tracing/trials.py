@@ -70,6 +70,7 @@ class Masks:
         keep: dict[str, Tensor] = {}
         for name, group in graph.groups.items():
             dropped = self._dropped(name, group.size, trial) if name in names else torch.zeros(0, dtype=torch.int64)
+            dropped = dropped[: group.size - group.least]
             first[name], keep[name] = (torch.ones(group.size, dtype=torch.bool) for _ in range(2))
             first[name][dropped[: len(dropped) // 2]] = False
             keep[name][dropped] = False

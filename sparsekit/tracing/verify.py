@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, persistent_buffers
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.layers import LayerRule
+from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.labels.values import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
@@ -107,7 +107,8 @@ class Verifier:
 
     def _record(self, model: nn.Module, training: bool = False, seed: int = 0) -> PassRecord:
         guard, calls = self._calls[0].guard, self._calls
-        record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self._by_module else None)
+        unordered = [m for m in model.modules() if (rule := find_rule(m, self.rules)) is not None and rule.in_order_of_units]
+        record = PassRecord(guard if isinstance(guard, ReadOnly) else None, model if self._by_module else None, unordered)
         if training:
             train_without_dropout(model)
             calls = [calls[number].doubled() if doubled else calls[number] for number, doubled in self.training]

@@ -40,6 +40,7 @@ class Tracer:
         columns: Nodes of parameter axes that multiply the units which they read.
         reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
         tied: Runs of nodes that must keep equally many units.
+        least: (nodes, number) of runs of which so many units must stay.
         unsure: Nodes whose values are not certain to be zero when gated, because they start from a state passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         splits: Where code lays units over several axes.
@@ -62,6 +63,7 @@ class Tracer:
         self.columns: list[IntArray] = []
         self.reads: list[tuple[IntArray, IntArray, Cause | None]] = []
         self.tied: list[tuple[IntArray, ...]] = []
+        self.least: list[tuple[IntArray, int]] = []
         self.unsure: list[IntArray] = []
         self.heads: list[IntArray] = []
         self.splits: list[Split] = []

@@ -1,0 +1,180 @@
+"""Experts of mixtures go whole, with their rows of the router: exactly, never below what a token takes, scored as REAP does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laws import check_nothing_is_lost, random_mask, run_gated, trace
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation.shares import ratio_counts
+from sparsekit.criteria import Activation, ScoringContext
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.edit import only
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.cost import measure_costs
+from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.rebuild import named_entries
+
+transformers: Any = None  # importing it takes seconds, also where these tests are not run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    globals()["transformers"] = pytest.importorskip("transformers", minversion="5", reason="pip install transformers")
+
+
+_SIZES = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "Mixtral": {"num_local_experts": 6},
+    "Olmoe": {"num_experts": 6},
+    "Qwen2Moe": {"num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 12, "head_dim": 8},
+}
+
+
+def _model(name: str = "Mixtral", implementation: str = "grouped_mm", layers: int = 1, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **MODELS[name], "num_hidden_layers": layers, **more})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for entry in model.parameters():
+        entry.data += 0.3 * torch.randn(entry.shape)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def _ids() -> Tensor:
+    return torch.randint(17, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+def _experts(graph: UnitGraph) -> list[str]:
+    return [name for name, group in graph.groups.items() if group.kind == "expert"]
+
+
+def _check(model: nn.Module, graph: UnitGraph, mask: UnitMask, *, tolerance: float) -> Any:
+    """Fail unless the model under the mask equals the narrow one, in outputs and in the gradients of all that is kept."""
+    small = compact(model, graph, mask)
+    expected, found = run_gated(model, graph, mask, (_ids(),), {"use_cache": False})[0], small(_ids(), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for outputs in (expected, found):
+        outputs.sin().sum().backward()
+    indices, dense = graph.kept_indices(mask), dict(model.named_parameters())
+    for key, own in small.named_parameters():
+        gathered = dense[key].grad
+        for dim, index in indices.get(key, {}).items():
+            gathered = gathered.index_select(dim, index)
+        torch.testing.assert_close(own.grad, gathered, rtol=10 * tolerance, atol=10 * tolerance)
+    check_nothing_is_lost(model, graph, mask)
+    return small
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_go_with_their_rows_of_the_router(name: str) -> None:
+    model = _model(name)
+    graph, _ = trace(model, _ids())
+    (found,) = _experts(graph)
+    group = graph.groups[found]
+    assert (found, group.size, group.least) == ("model.layers.0.mlp.experts", 6, 2)
+    assert {(piece.name.split("mlp.")[1], piece.dim, piece.side) for piece in group.slices} == {
+        ("experts.gate_up_proj", 0, "out"),
+        ("experts.down_proj", 0, "in"),
+        ("gate.weight", 0, "out"),
+    }
+    small = _check(model, graph, random_mask(graph, 0.5, 0), tolerance=1e-4)
+    block = small.model.layers[0].mlp
+    assert (block.gate.num_experts, block.experts.num_experts, tuple(block.gate.weight.shape)) == (3, 3, (3, 16))
+
+
+def test_inner_features_and_the_width_go_where_the_products_take_any() -> None:
+    model = _model(implementation="eager").double()
+    graph, _ = trace(model, _ids(), prune_norms=True)
+    assert {"feature", "head", "expert"} == {group.kind for group in graph.groups.values()}
+    assert graph.groups["model.layers.0.mlp.experts#2"].size == 12
+    # The router casts to float32.
+    small = _check(model, graph, random_mask(graph, 0.6, 1), tolerance=1e-6)
+    block = small.model.layers[0].mlp.experts
+    assert (block.num_experts, block.hidden_dim, block.intermediate_dim) == (4, 10, 7)
+
+
+def test_as_many_experts_stay_as_a_token_takes() -> None:
+    model = _model()
+    graph, _ = trace(model, _ids())
+    (name,) = _experts(graph)
+    full = UnitMask.full(graph)
+    with pytest.raises(InvalidValueError, match="at least 2 must stay"):
+        compact(model, graph, UnitMask({**full, name: torch.arange(6) < 1}))
+    pruned = sk.prune(model, (_ids(),), graph=graph, allocation="uniform", budget={"params": "70%"}, multiple_of=1)
+    assert pruned.mask.counts()[name] >= 2
+    counts = {key: group.least for key, group in graph.groups.items()}
+    assert ratio_counts(graph, 0.01) == counts
+    whole, _ = trace(_model(num_experts_per_tok=6), _ids())
+    assert not _experts(whole)
+    assert any("takes 6 of 6 experts" in item.reason for item in whole.unprunable)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_a_token_costs_the_same_however_many_experts_there_are(implementation: str) -> None:
+    model = _model(implementation=implementation)
+    graph, _ = trace(model, _ids())
+    costs = measure_costs(model, (_ids(),), {}, graph)
+    kept = random_mask(graph, 0.5, 0)
+    mask = UnitMask({name: kept[name] if group.kind == "expert" else kept[name] | True for name, group in graph.groups.items()})
+    small = compact(model, graph, mask)
+    assert costs.costs(mask.counts()) == measure_costs(small, (_ids(),), {}, None).dense_costs()
+    router = 2 * 8 * 3 * 16  # all that a token of eight saves: three of six rows of 16
+    assert costs.dense_costs()["flops"] - costs.costs(mask.counts())["flops"] == router
+
+
+def test_the_score_is_that_of_reap() -> None:
+    model = _model(layers=2)
+    graph, _ = trace(model, _ids())
+    batches = [_ids(), _ids().flip(1)]
+    scores = Activation(batches).scores(graph, ScoringContext(model=model))
+    for number, name in enumerate(_experts(graph)):
+        experts, sums, counts = model.model.layers[number].mlp.experts, torch.zeros(6), torch.zeros(6)
+        seen: list[tuple[Tensor, ...]] = []
+        hook = experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args))
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+        hook.remove()
+        for x, index, gates in seen:
+            for token, chosen, gate in zip(x, index, gates, strict=True):
+                for expert, weight in zip(chosen.tolist(), gate, strict=True):
+                    first, second = (experts.gate_up_proj[expert] @ token).chunk(2)
+                    output = experts.down_proj[expert] @ (nn.functional.silu(first) * second)
+                    sums[expert] += (weight * output.norm()).item()
+                    counts[expert] += 1
+        torch.testing.assert_close(scores[name].float(), sums / counts.clamp(min=1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cut_mixture_is_pruned_saved_and_loaded(tmp_path: Path) -> None:
+    model = _model(layers=2)
+    batches = [{"input_ids": _ids(), "labels": _ids()}, {"input_ids": _ids().flip(1), "labels": _ids().flip(1)}]
+    pruned = sk.prune(model, {"input_ids": _ids()}, budget={"params": "70%"}, batches=batches)
+    assert "experts" in str(pruned.report)
+    assert pruned.report.after["params"] <= 0.7 * pruned.report.before["params"]
+    sk.save_pretrained(pruned.model, tmp_path / "any")
+    expected = pruned.model(_ids()).logits
+    torch.testing.assert_close(sk.load_pretrained(tmp_path / "any")(_ids()).logits, expected)
+    graph = only(pruned.graph, _experts(pruned.graph))
+    mask = random_mask(graph, 0.5, 0)
+    small = compact(model, graph, mask)
+    assert sk.fit_config(small, graph, mask) == {"num_local_experts": 3}
+    small.save_pretrained(tmp_path / "own")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    torch.testing.assert_close(loaded(_ids()).logits, small(_ids()).logits)
+    assert named_entries(loaded)["model.layers.0.mlp.gate.weight"].shape == (3, 16)
