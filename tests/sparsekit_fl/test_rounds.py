@@ -168,7 +168,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
         target.join()
         kills += target.exitcode == -signal.SIGKILL
     assert kills >= 10
-    resumed = half_run(tmp_path / "killed", resume=True, workers=workers)
+    resumed = half_run(tmp_path / "killed", resume=holds_run(tmp_path / "killed"), workers=workers)
     assert resumed.final == whole.final
     assert [record.loss for record in resumed.rounds] == [record.loss for record in whole.rounds]
     assert resumed.cost.flops == whole.cost.flops

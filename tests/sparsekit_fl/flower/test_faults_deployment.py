@@ -48,7 +48,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         os.kill(int(deployment.event("began-2-2")), signal.SIGKILL)
         deployment.event("began-4-2")
         deployment.kill("killed")
-        # Flower notices after two heartbeats that a process is gone; see fault_watch.
+        # Flower notices after 60 to 70 seconds that a process is gone.
         deployment.event("began-0-3")
         deployment.start_node("killed", NODES["killed"], key=2)
         until(lambda: "Node ID" in deployment.log("killed"), "the SuperNode that was killed is known again")

@@ -1,15 +1,10 @@
-"""Python imports this at its start: every process of a deployment under test writes down whom it contacts outside.
-
-Flower takes a process for dead after two heartbeats, which are 30 seconds apart; here they are 20 seconds apart.
-"""
+"""Python imports this at its start: every process of a deployment under test writes down whom it contacts outside."""
 
 import ipaddress
 import os
 import sys
 from pathlib import Path
 from typing import Any
-
-import flwr.common.constant
 
 
 def _outside(host: Any) -> bool:
@@ -38,4 +33,3 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_watch)
-flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = 20  # type: ignore[misc]
