@@ -1,4 +1,4 @@
-"""The server: a bad update is refused with its reason and changes nothing; updates that are sent in bfloat16."""
+"""Messages and the server: lossless, counted to the byte, also in bfloat16; a bad update is refused and changes nothing."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,15 @@ from personal import watched
 
 import sparsekit_fl as fl
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.client.messages import update_bytes
-from sparsekit_fl.client.packing import digest
+from sparsekit_fl.client.messages import (
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    request_bytes,
+    update_bytes,
+)
+from sparsekit_fl.client.packing import Kept, digest
 from sparsekit_fl.methods import registry
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
@@ -96,6 +103,73 @@ def test_a_bad_update_is_refused_and_a_good_one_counts(server, name):
     assert digest(server.state.model) == before
     server.aggregate([server.validate(second, reply(good(server, second)))])
     assert digest(server.state.model) != before
+
+
+MASKS = {
+    "none": None,
+    "unit": UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])}),
+    "weight": WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0}),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_update_survives_the_wire_and_its_bytes_are_counted_exactly_whatever_its_cost(spec, name):
+    scoring = 7 if name == "unit" else 0
+    work = fl.WorkCost(
+        flops=10**15 + 1,
+        uplink_bytes=5,
+        seconds=0.1,
+        wall_seconds=1e-9,
+        flops_scoring=scoring,
+        scoring_seconds=scoring / fl.Capability().flops_per_second,
+    )
+    update = fl.Update(
+        round=3,
+        client_id=5,
+        examples=17,
+        delta=Kept(spec.graph, MASKS[name]).gather_all(spec.initial),
+        mask=MASKS[name],
+        ratio=0.1 + 0.2,
+        extra={"x": torch.tensor([1, 2])},
+        metrics={"loss": 1 / 3, "accuracy": 0.5},
+        cost=work,
+    )
+    again = decode_reply(encode_reply(reply(update)), fl.Request(round=3, client_id=5, state={}), spec.graph).update
+    for one in ("round", "client_id", "examples", "ratio", "mask", "metrics", "cost"):
+        assert getattr(again, one) == getattr(update, one), one
+    assert torch.equal(again.extra["x"], update.extra["x"])
+    assert sorted(again.delta) == sorted(update.delta)
+    assert all(torch.equal(again.delta[key], update.delta[key]) for key in update.delta)
+    size = len(encode_reply(reply(update)))
+    assert update_bytes(update) < size < update_bytes(update) + 150, "what a reply says beside its update is not counted"
+    for cost in (fl.WorkCost(), fl.WorkCost(flops=10**17, uplink_bytes=123, seconds=1 / 3)):
+        other = replace(update, cost=replace(cost, flops_scoring=scoring))
+        assert (update_bytes(other), len(encode_reply(reply(other)))) == (update_bytes(update), size)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_request_carries_what_its_mask_keeps(spec, name):
+    mask = MASKS[name]
+    request = fl.Request(
+        round=2,
+        client_id=1,
+        state=spec.initial,
+        mask=mask,
+        ratio=0.3,
+        extra={"y": torch.ones(2)},
+        capability=fl.Capability(0.25),
+    )
+    payload = encode_request(request, spec.graph)
+    # What is counted leaves out which task it is, and where the client's memory is.
+    assert request_bytes(request, spec.graph) < len(payload) < request_bytes(request, spec.graph) + 120
+    again = decode_request(payload, spec.graph)
+    assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
+    assert again.capability == fl.Capability(0.25)
+    kept = Kept(spec.graph, mask)
+    for key, tensor in spec.initial.items():
+        assert torch.equal(kept.gather(key, again.state[key]), kept.gather(key, tensor))
+    if mask is not None:
+        assert len(payload) < request_bytes(fl.Request(round=2, client_id=1, state=spec.initial), spec.graph) + 600
 
 
 def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
