@@ -29,7 +29,8 @@ def check_seeds(seeds: Iterable[int]) -> tuple[Counter[Any], list[Any]]:
     for seed in seeds:
         model, x = fuzz.build(seed)
         try:
-            graph, _ = laws.trace(model, x)
+            # Not verified: that nothing is refused of honest graphs is a law of its own, and most of a trace.
+            graph, _ = laws.trace(model, x, verify=False)
         except NoUnitsError:
             continue
         rng = np.random.default_rng([7, seed])

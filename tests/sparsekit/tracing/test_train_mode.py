@@ -15,26 +15,24 @@ def net(run: Callable[..., Any]) -> nn.Module:
     return zoo.Lambda(run, a=nn.Linear(3, 6), b=nn.Linear(3, 5), c=nn.Linear(6, 2), d=nn.Linear(5, 2))
 
 
-def test_a_penalty_on_hidden_values_that_training_returns_keeps_them_whole() -> None:
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [
+        (lambda out, h: (out, h.mean()), ""),
+        (lambda out, h: out / h.shape[1], "in training, removing units changes the output"),
+    ],
+    ids=["a penalty on hidden values", "a size that only the verification sees"],
+)
+def test_what_only_training_does_with_units_keeps_them_whole(trained: Callable[..., Any], told: str) -> None:
     def run(m: nn.Module, x: Tensor) -> Any:
         h = F.relu(m.a(x))
         out = m.c(h) + m.d(F.relu(m.b(x)))
-        return (out, h.mean()) if m.training else out
+        return trained(out, h) if m.training else out
 
     graph, messages = trace(net(run), torch.randn(4, 3))
     assert list(graph.groups) == ["b"]
     assert len(messages) == 1
-
-
-def test_a_size_that_only_training_reads_is_found_by_the_verification() -> None:
-    def run(m: nn.Module, x: Tensor) -> Any:
-        h = F.relu(m.a(x))
-        out = m.c(h) / (h.shape[1] if m.training else 1.0)
-        return out + m.d(F.relu(m.b(x)))
-
-    graph, messages = trace(net(run), torch.randn(4, 3))
-    assert list(graph.groups) == ["b"]
-    assert "in training, removing units changes the output" in messages[0]
+    assert told in messages[0]
 
 
 def dropped_paths(m: nn.Module, x: Tensor) -> Tensor:
