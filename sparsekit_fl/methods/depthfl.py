@@ -109,21 +109,30 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
     """
     model = build()
     places, name = tuple(getattr(model, "exits_before", ())), type(model).__name__
-    if not places:
+    unknown = sorted(set(places).difference(dict(model.named_modules(remove_duplicate=False))))
+    if unknown or not places:
         raise InvalidValueError(
-            f"{name} names no place for an exit; set its attribute exits_before to the names of the modules before which a weak"
-            " client may stop, in forward order, as in exits_before = ('conv2', 'fc1')"
+            f"{name} {f'has no module {unknown[0]!r}' if unknown else 'names no place for an exit'}; set its attribute"
+            " exits_before to the names of the modules before which a weak client may stop, in forward order, as in"
+            " exits_before = ('conv2', 'fc1')"
         )
-    heads = [nn.Identity() for _ in places]
+    trial, read = copy.deepcopy(model).eval(), list[tuple[str, Any]]()
+
+    def note(place: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+        read.append((place, args[0] if args else None))
+
+    for place in places:
+        trial.get_submodule(place).register_forward_pre_hook(partial(note, place))
     with torch.no_grad():
-        *read, outputs = WithExits(copy.deepcopy(model).eval(), places, heads).outputs(*inputs)
-    if len(read) != len(places) or not all(isinstance(one, Tensor) and one.is_floating_point() for one in (*read, outputs)):
+        outputs = trial(*inputs)
+    called, features = [place for place, _ in read], [one for _, one in read]
+    if called != [*places] or not all(isinstance(one, Tensor) and one.is_floating_point() for one in (*features, outputs)):
         raise InvalidValueError(
-            f"exits need a model that gives one tensor (N, …, outputs), and in which each module in {places} is called once"
-            f" with a tensor of features; {name} is not one"
+            f"exits need a model that gives one tensor (N, …, outputs), and in which each module in {places} is called once, in"
+            f" this order, with a tensor of features; {name} is not one"
         )
     convolution = [is_convolution(model.get_submodule(place)) for place in places]
-    sizes = zip(read, convolution, strict=True)
+    sizes = zip(features, convolution, strict=True)
     return WithExits(model, places, [ExitHead(one.shape, outputs.shape[-1], convolution=conv) for one, conv in sizes])
 
 
