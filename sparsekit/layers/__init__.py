@@ -40,6 +40,7 @@ rules = Registry(
         "whole-weight": "sparsekit.layers.parametrised:WholeWeightRule",
         "router": "sparsekit.layers.experts:RouterRule",
         "experts": "sparsekit.layers.experts:ExpertsRule",
+        "mamba2": "sparsekit.layers.mamba:Mamba2Rule",
         "recurrent": "sparsekit.layers.recurrent:RecurrentRule",
     },
     group="sparsekit.rules",

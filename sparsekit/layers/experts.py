@@ -53,15 +53,16 @@ class RouterRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_experts` and `hidden_dim`."""
-        module.num_experts, module.hidden_dim = module.get_parameter("weight").shape  # type: ignore[assignment]
+        router: Any = module
+        router.num_experts, router.hidden_dim = router.weight.shape
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Label the scores with the experts; what was chosen for a token tells the experts whose rows these are."""
         outputs = run(*args, **kwargs)
-        (x,), weight, top_k = _given(module, args, kwargs), module.weight, int(module.top_k)  # type: ignore[arg-type]
-        assert isinstance(weight, Tensor)
+        router: Any = module
+        (x,), weight, top_k = _given(module, args, kwargs), router.weight, int(router.top_k)
         labels = tracer.labels(weight)
         experts = labels.axes[0]
         tracer.contract(_hidden(tracer, x), 0, labels, 1)
@@ -90,7 +91,8 @@ class ExpertsRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_experts`, `hidden_dim` and `intermediate_dim`."""
-        module.num_experts, module.hidden_dim, module.intermediate_dim = module.get_parameter("down_proj").shape  # type: ignore[assignment]
+        experts: Any = module
+        experts.num_experts, experts.hidden_dim, experts.intermediate_dim = experts.down_proj.shape
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

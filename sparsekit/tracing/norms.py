@@ -23,15 +23,15 @@ class NormRecorder(NormMode):
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Take a note; label the results if exactly one axis of units is averaged over."""
-        if call.name == "softmax":  # the rules of layers take notes of those over units
-            return plain()
         tracer = self.tracer
-        labels = tracer.joint_labels(call.x) if tracer.watching else None
-        dim = None if labels is None else _unit_axis(labels, call.dims)
+        if call.name == "softmax" or not tracer.watching:  # the rules of layers take notes of those over units
+            return plain()
+        labels = tracer.joint_labels(call.x)
+        dim = _unit_axis(labels, call.dims)
         scales = [t for t in (call.weight, call.bias) if t is not None]
         if dim is not None and any(tracer.joint_labels(t).axes[call.axis_of_scale(dim)] is None for t in scales):
             dim = None
-        if labels is None or dim is None:
+        if dim is None:
             tracer.norms.setdefault((module, number), []).append(None)
             return plain()
         axis = labels.axes[dim]

@@ -182,8 +182,7 @@ class _Builder:
             for key in holder.names:
                 pieces.append((when, UnitSlice(key, dim, index, side, gated)))  # type: ignore[arg-type]
         pieces.sort(key=lambda pair: pair[0])
-        mine = set(roots)
-        least = [number for run, number in self.tracer.least if not mine.isdisjoint(self.root[run].tolist())]
+        least = [number for run, number in self.tracer.least if not set(roots).isdisjoint(self.root[run].tolist())]
         return UnitGroup(name, len(roots), kind, tuple(piece for _, piece in pieces), max([1, *least]))
 
     def fixed(self) -> tuple[tuple[Unprunable, Cause], ...]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from laws import check_nothing_is_lost, random_mask, run_gated, trace
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, trace
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -64,21 +64,10 @@ def _experts(graph: UnitGraph) -> list[str]:
     return [name for name, group in graph.groups.items() if group.kind == "expert"]
 
 
-def _check(model: nn.Module, graph: UnitGraph, mask: UnitMask, *, tolerance: float) -> Any:
-    """Fail unless the model under the mask equals the narrow one, in outputs and in the gradients of all that is kept."""
-    small = compact(model, graph, mask)
-    expected, found = run_gated(model, graph, mask, (_ids(),), {"use_cache": False})[0], small(_ids(), use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    for outputs in (expected, found):
-        outputs.sin().sum().backward()
-    indices, dense = graph.kept_indices(mask), dict(model.named_parameters())
-    for key, own in small.named_parameters():
-        gathered = dense[key].grad
-        for dim, index in indices.get(key, {}).items():
-            gathered = gathered.index_select(dim, index)
-        torch.testing.assert_close(own.grad, gathered, rtol=10 * tolerance, atol=10 * tolerance)
+def _check(model: nn.Module, graph: UnitGraph, mask: UnitMask, dtype: torch.dtype, tolerance: float) -> Any:
     check_nothing_is_lost(model, graph, mask)
-    return small
+    kwargs = {"use_cache": False}
+    return check_masked_equals_compact(model, (_ids(),), kwargs, graph, mask, dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,18 +82,18 @@ def test_experts_go_with_their_rows_of_the_router(name: str) -> None:
         ("experts.down_proj", 0, "in"),
         ("gate.weight", 0, "out"),
     }
-    small = _check(model, graph, random_mask(graph, 0.5, 0), tolerance=1e-4)
+    small = _check(model, graph, random_mask(graph, 0.5, 0), torch.float32, 1e-4)
     block = small.model.layers[0].mlp
     assert (block.gate.num_experts, block.experts.num_experts, tuple(block.gate.weight.shape)) == (3, 3, (3, 16))
 
 
 def test_inner_features_and_the_width_go_where_the_products_take_any() -> None:
-    model = _model(implementation="eager").double()
+    model = _model(implementation="eager")
     graph, _ = trace(model, _ids(), prune_norms=True)
     assert {"feature", "head", "expert"} == {group.kind for group in graph.groups.values()}
     assert graph.groups["model.layers.0.mlp.experts#2"].size == 12
     # The router casts to float32.
-    small = _check(model, graph, random_mask(graph, 0.6, 1), tolerance=1e-6)
+    small = _check(model, graph, random_mask(graph, 0.6, 1), torch.float64, 1e-6)
     block = small.model.layers[0].mlp.experts
     assert (block.num_experts, block.hidden_dim, block.intermediate_dim) == (4, 10, 7)
 
