@@ -24,8 +24,7 @@ from sparsekit_fl.cli.flower_app import AppOptions, client_ids
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
-from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of
-from sparsekit_fl.flower.wire import content, read, run_of
+from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read, run_of
 from sparsekit_fl.models import model_path, save_whole, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, SparsekitError
@@ -17,7 +19,6 @@ from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
 from sparsekit_fl.client.packing import pack
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.flower.wire import content, read
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec, short_digest
@@ -25,6 +26,7 @@ from sparsekit_fl.spec import RunSpec, short_digest
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
+_TYPE = "sparsekit.raw"  # of the array in a message
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
 _MAX_CLIENTS, _MAX_EXAMPLES, _MAX_NAMED = 1_000_000, 2**40, 20
@@ -209,6 +211,48 @@ class GridEngine:
     def _note(self, text: str) -> None:
         _log.warning(text)
         self._notes.append(text)
+
+
+def content(*parts: bytes, run: str = "") -> RecordDict:
+    """Return the content of a message: payloads, one after the other in one array, with their lengths, and the id of the run.
+
+    In one array, because each costs Flower several requests; as bytes of our own, because their number is what a run reports,
+    and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
+    """
+    body = b"".join(parts)
+    array = Array(dtype="uint8", shape=(len(body),), stype=_TYPE, data=body)
+    about = ConfigRecord({"run": run, "sizes": [len(part) for part in parts]})
+    return RecordDict({"about": about, "body": ArrayRecord({"body": array})})
+
+
+def run_of(message: Message) -> str:
+    """Return the id of the run that a message belongs to."""
+    return str(message.content["about"].get("run", ""))
+
+
+def read(message: Message | str, count: int | None = None) -> list[bytes]:
+    """Undo `content`.
+
+    Args:
+        message: A message, whoever sent it, or the reason why there is none.
+        count: Number of payloads that it must have; None: any.
+
+    Raises:
+        DataError: there is no message, it is an error of Flower, or not a message of this package; says which.
+    """
+    if isinstance(message, str):
+        raise DataError(message)
+    if message.has_error():
+        raise DataError(f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})")
+    try:
+        sizes: Any = message.content["about"]["sizes"]
+        array: Any = message.content["body"]["body"]
+        data, ends = bytes(array.data), list(accumulate(sizes, initial=0))
+        if array.stype != _TYPE or min(sizes, default=0) < 0 or ends[-1] != len(data) or count not in (None, len(sizes)):
+            raise ValueError(f"{len(sizes)} payloads of {len(data)} bytes, expected {'any number' if count is None else count}")
+        return [data[begin:end] for begin, end in pairwise(ends)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"not a message of this package: {error!r}") from error
 
 
 def _dropped(request: Request, reason: str) -> Reply:

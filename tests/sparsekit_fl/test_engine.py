@@ -1,4 +1,4 @@
-"""Processes: the contract for one and several workers; workers that die or cannot start, and what spawned ones take."""
+"""Processes: several workers have the results of one; workers that die or cannot start, and what spawned ones take."""
 
 import os
 import signal
@@ -18,12 +18,6 @@ from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import TinyNet, tiny_problem
-
-
-class TestOneWorker(EngineContract):
-    @pytest.fixture
-    def engine(self):
-        return Processes()
 
 
 class TestThreeWorkers(EngineContract):

@@ -19,8 +19,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.flower import engine as module
-from sparsekit_fl.flower.engine import GridEngine, describe_clients, identity_of, read_clients
-from sparsekit_fl.flower.wire import content
+from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read_clients
 from sparsekit_fl.problem.data import Capability, Client, ClientData
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem

@@ -19,7 +19,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import encode_reply
 from sparsekit_fl.client.packing import pack, unpack
-from sparsekit_fl.flower.wire import content, read, run_of
+from sparsekit_fl.flower.engine import content, read, run_of
 from sparsekit_fl.methods.whole_models import Local
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem

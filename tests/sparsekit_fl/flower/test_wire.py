@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from local_grid import over_the_wire
 
 from sparsekit.errors import DataError
-from sparsekit_fl.flower.wire import content, read, run_of
+from sparsekit_fl.flower.engine import content, read, run_of
 
 pytestmark = pytest.mark.flower
 
