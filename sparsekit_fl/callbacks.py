@@ -139,13 +139,6 @@ class Callbacks:
                 stack.callback(one.on_run_end, *arguments)
 
 
-_NEVER_SCORED = {
-    "validation": "no client has validation data; give clients `val`, or monitor another part",
-    "global": "the global model is scored at the end only; set eval_global_every (--set eval_global_every=N)",
-    "personal": "no client has test data",
-}
-
-
 class _Monitor(Callback):
     """Follows one number: the mean over clients."""
 
@@ -167,7 +160,8 @@ class _Monitor(Callback):
             raise InvalidValueError(f"no metric {self._name!r} to monitor; {nearest(self._name, run.metrics)}")
         if self._part not in run.parts:
             raise InvalidValueError(
-                f"{type(self).__name__} cannot monitor {self._part}.{self._name}: {_NEVER_SCORED[self._part]}"
+                f"{type(self).__name__} cannot monitor {self._part}.{self._name}, which is not scored before the end;"
+                " validation needs clients with validation data, global needs eval_global_every (--set eval_global_every=N)"
             )
         self._sign = -1 if self._name in run.lower else 1
 

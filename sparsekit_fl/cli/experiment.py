@@ -126,11 +126,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
         given = {"capability": "fixed", **given, "capability_levels": None}
     elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
-    config = preset.config(given, clients)
-    if config.cohort > clients:
-        there = "is 1 client" if clients == 1 else f"are {clients} clients"
-        raise InvalidValueError(f"--cohort is {config.cohort}, but there {there}; lower it, or raise --clients")
-    return config
+    return preset.config(given, clients)
 
 
 def _engine(options: RunOptions) -> Engine:
