@@ -1,4 +1,4 @@
-"""Data, losses and metrics that a command line names."""
+"""Data and losses that a command line names, and the score on validation data."""
 
 from __future__ import annotations
 
@@ -75,35 +75,22 @@ def find_loss(text: str) -> Callable[..., Any] | None:
     return found  # type: ignore[no-any-return]
 
 
-def find_metric(
-    text: str | None, batches: Iterable[Any] | None, loss: Callable[..., Any] | None
-) -> Callable[[nn.Module], float] | None:
-    """Return what a model is scored with: a function with a name, larger is better; None without validation data.
+def metric_of(batches: Iterable[Any] | None, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
+    """Return what a model is scored with on validation data, larger is better: accuracy for cross_entropy, else minus the loss.
 
-    Args:
-        text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
-        batches: Those of validation.
-        loss: The loss that "loss" stands for.
+    Its name is the title of the score. None without validation data.
     """
-    if text is not None and ":" in text:
-        found = load_object(text)
-        if not callable(found):
-            raise InvalidValueError(f"--metric {text} must be a function of the model, got {type(found).__name__}")
-        return _named(text.rpartition(":")[2], lambda model: ran(f"--metric {text}", lambda: float(found(model))))
-    if text not in (None, "accuracy", "loss"):
-        raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
     if batches is None:
-        if text is not None:
-            raise InvalidValueError(f"--metric {text} needs validation data; let the loader return (training, validation)")
         return None
-    if text == "accuracy" or (text is None and getattr(loss, "__name__", "") == "cross_entropy"):
-        return _named("accuracy", lambda model: _mean(model, batches, _right))
-    return _named("minus loss", lambda model: -_mean(model, batches, functools.partial(_loss, loss=loss)))
 
+    def accuracy(model: nn.Module) -> float:
+        return _mean(model, batches, _right)
 
-def _named(name: str, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
-    function.__name__ = name
-    return function
+    def minus_loss(model: nn.Module) -> float:
+        return -_mean(model, batches, functools.partial(_loss, loss=loss))
+
+    minus_loss.__name__ = "minus loss"
+    return accuracy if getattr(loss, "__name__", "") == "cross_entropy" else minus_loss
 
 
 def _mean(model: nn.Module, batches: Iterable[Any], score: Callable[[nn.Module, Any], tuple[float, int]]) -> float:
@@ -132,7 +119,7 @@ def _right(model: nn.Module, batch: Any) -> tuple[float, int]:
     if found.shape != target.shape:  # which would broadcast
         raise DataError(
             f"accuracy needs the index of a class for each of {tuple(found.shape)} outputs, got targets {tuple(target.shape)};"
-            " pass --metric loss, or package.module:metric"
+            " pass another --loss"
         )
     return int((found == target).sum()), target.numel()
 

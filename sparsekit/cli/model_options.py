@@ -95,10 +95,6 @@ class PruneOptions(ModelOptions):
         str,
         _data(help="cross_entropy, mse_loss, …, package.module:loss, or outputs if the model computes its own loss."),
     ] = "cross_entropy"
-    metric: Annotated[
-        str | None,
-        _data(help="Validation metric: accuracy, loss, or package.module:metric, a function of the model; larger is better."),
-    ] = None
     calibration_batches: Annotated[
         int,
         _data(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sparsekit.cli.data_source import find_loss, find_metric, load_data
+from sparsekit.cli.data_source import find_loss, load_data, metric_of
 from sparsekit.cli.model_options import PruneOptions, read_runtimes, takes
 from sparsekit.cli.model_source import load_with_inputs
 from sparsekit.cli.output import command_app, print_json, print_table
@@ -95,7 +95,7 @@ class PruneJob:
         self.model, self.args, self.kwargs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
         self.train, validation = load_data(options)
-        self.metric = find_metric(options.metric, validation, self.loss)
+        self.metric = metric_of(validation, self.loss)
         self.epochs: dict[str, int] = {}
 
     def decide(self, *, dry_run: bool = False) -> Pruned:

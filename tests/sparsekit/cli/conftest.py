@@ -69,8 +69,6 @@ def once():
 def meta():
     return [(torch.randn(4, 1, 8, 8, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))]
 
-NUMBER = 5
-
 def soft():
     pairs = [(torch.randn(3, 1, 8, 8), torch.full((3, 3), 1 / 3))]
     return pairs, pairs

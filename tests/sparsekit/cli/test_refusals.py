@@ -80,12 +80,6 @@ LINES = {
         ("--dataset imagenet", "unknown data set"),
         ("--dataset nets.py:bachtes", "did you mean 'batches'"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
-        ("--metric f1", "--metric must be"),
-        ("--metric nets.py:NUMBER", "must be a function of the model, got int"),
-        (
-            "--dataset nets.py:batches --metric nets.py:needs",
-            "'--metric nets.py:needs' failed with TypeError: float() argument",
-        ),
         ("--seed -1", "--seed must be an integer >= 0, got -1"),
         ("--dataset nets.py:batches --epochs 1 --lr -1", "--lr must be a finite number >= 0, got -1.0"),
     ],
