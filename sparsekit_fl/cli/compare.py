@@ -162,11 +162,12 @@ def _ended(method: Method, options: RunOptions, home: Path | None, number: str) 
     name = re.sub(r"[^\w.+-]+", "_", "-".join(names))
     folder = None if home is None else home / f"{name}-seed{options.seed}"
     quiet, began = options.quiet or options.as_json, time.monotonic()
+    found: Mapping[str, Any] | Failure
     try:
         experiment, resume = _experiment(options), folder is not None and holds_run(folder)
         with LiveProgress(quiet=quiet, label=label) as progress:
             callbacks = [progress, *options.callbacks()]
-            result = experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
+            found = result = experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
     except (FolderInUseError, ResumeError, RunInterrupted):
         raise
     except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
@@ -175,7 +176,7 @@ def _ended(method: Method, options: RunOptions, home: Path | None, number: str) 
     else:
         accuracy = result["final"]["personal"].get("accuracy")
         score = "" if accuracy is None else f"{score_text('accuracy', accuracy)}, "
-        told, found = f"finished, {score}{number_text('seconds', time.monotonic() - began)}", result
+        told = f"finished, {score}{number_text('seconds', time.monotonic() - began)}"
     if not quiet:
         typer.echo(f"{label}: {told}", err=True)
     return found
