@@ -177,7 +177,7 @@ def learning_of(rule: str, steps: int) -> Learning:
 def train(bench: Bench, share: float, rule: str, seed: int, rate: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     """Equal training of each rule, from the same cut, on the same batches, with the dense model as teacher."""
     network, steps, pruned = bench.network, STEPS[bench.name], bench.pruned(share)
-    rate = rate or (3e-4 if network.loss is None else 0.004)
+    rate = rate or (1e-4 if network.loss is None else 0.004)
     batches = list(network.training)
     np.random.default_rng(seed).shuffle(batches)
     stream = iter(cycle(batches))
