@@ -12,6 +12,7 @@ from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.grouping.build import components
+from sparsekit.tracing.ops import movement
 
 
 class Traced:
@@ -109,6 +110,15 @@ def test_zero_survives_what_maps_zero_to_zero(run: Callable[[Tensor], Tensor], i
     axis = Traced((2, 3), run).labels.axes[-1]
     assert axis is not None
     assert bool((axis.sources != NOT_ZERO).all()) is is_zero
+
+
+@pytest.mark.parametrize("run", [lambda x: x.repeat(1, 2), lambda x: x[:, :, None].expand(2, 3, 2).reshape(2, 6)])
+def test_units_stay_where_too_many_positions_are_rearranged(
+    run: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not Traced((2, 3), run).fixed
+    monkeypatch.setattr(movement, "MOST_POSITIONS", 2)
+    assert Traced((2, 3), run).fixed
 
 
 def heads(x: Tensor) -> Tensor:
