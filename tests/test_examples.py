@@ -316,7 +316,7 @@ def test_robust_mean(printed: Callable[..., str]) -> None:
     out = printed("robust_mean", ROUNDS=5)
     scores = {name: float(share) for name, share in re.findall(r"^([a-z ]+?) +accuracy ([\d.]+)%", out, re.M)}
     assert "mean          accuracy stopped" in out or scores["mean"] < min(scores["median"], scores["trimmed mean"])
-    assert min(scores["median"], scores["trimmed mean"]) > 50
+    assert min(scores["median"], scores["trimmed mean"]) > 40
 
 
 @pytest.mark.slow
