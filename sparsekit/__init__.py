@@ -58,10 +58,8 @@ if TYPE_CHECKING:
     from sparsekit.surgery.pretrained_config import fit_config as fit_config
     from sparsekit.surgery.saving import load_compact as load_compact, load_mask as load_mask, save_compact as save_compact
     from sparsekit.tracing.trace import trace_units as trace_units
-    from sparsekit.training.rules import GradientImportance as GradientImportance
+    from sparsekit.training.importance import GradientImportance as GradientImportance
     from sparsekit.training.learnable import LearnableMask as LearnableMask
-    from sparsekit.training.loss_importance import LossImportance as LossImportance
-    from sparsekit.training.moving_average import MovingAverage as MovingAverage
     from sparsekit.training.narrow_model import NarrowModel as NarrowModel
 
 _HOMES = {
@@ -85,10 +83,8 @@ _HOMES = {
     "sparsekit.surgery.pretrained_config": "fit_config",
     "sparsekit.surgery.saving": "load_compact load_mask save_compact",
     "sparsekit.tracing.trace": "trace_units",
-    "sparsekit.training.rules": "GradientImportance",
+    "sparsekit.training.importance": "GradientImportance",
     "sparsekit.training.learnable": "LearnableMask",
-    "sparsekit.training.loss_importance": "LossImportance",
-    "sparsekit.training.moving_average": "MovingAverage",
     "sparsekit.training.narrow_model": "NarrowModel",
 }
 __all__, __getattr__ = lazy_names(__name__, _HOMES)

@@ -4,22 +4,25 @@ import dataclasses
 import json
 import random
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import DispatchMode, tree_leaves
+from sparsekit._torch import DispatchMode, buffers_of, eager, parameters_of, reset_flat_weights, tree_leaves
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
+from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
-from sparsekit.training.exploration import DenseModel
 
 __all__ = [
+    "DenseModel",
     "Operators",
     "as_text",
     "check_masked_equals_compact",
@@ -71,13 +74,47 @@ def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
     return UnitMask(keep)
 
 
+class DenseModel:
+    """A dense model as a function of its state.
+
+    The state of a call stays in place until the next call, so that checkpointed parts, which run again in the backward
+    pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
+    """
+
+    def __init__(self, module: nn.Module, graph: UnitGraph) -> None:
+        empty = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(module).items()}
+        self._module = copy_with(module, empty)
+        self._norms = KeptNorms(self._module, graph)
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        for name in graph.shapes:
+            owner_name, _, attribute = name.rpartition(".")
+            self._places[name] = modules[owner_name], attribute
+        for owner, attribute in self._places.values():
+            parameters_of(owner).pop(attribute, None)
+            buffers_of(owner).pop(attribute, None)
+
+    def call(self, state: StateDict, mask: UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model on a gated state, whose buffers are written to; `like` has the training modes."""
+        for own, other in zip(self._module.modules(), like.modules(), strict=True):
+            own.training = other.training
+        for name, (owner, attribute) in self._places.items():
+            owner.__dict__[attribute] = state[name]
+        for module in self._module.modules():
+            if isinstance(module, nn.RNNBase):
+                reset_flat_weights(module)
+        self._norms.set_mask(mask, device=next(iter(state.values())).device)
+        with eager():
+            return self._module(*args, **kwargs)
+
+
 def run_gated(model: nn.Module, graph: UnitGraph, mask: UnitMask, args: Any, kwargs: Any) -> list[Tensor]:
     """Outputs of the dense model under a mask."""
     dtype = next(model.parameters()).dtype
     gated = graph.gate(named_entries(model), {name: keep.to(dtype) for name, keep in mask.items()})
     # Statistics are updated in place; the copies keep those of the model as they are.
     gated = {k: v if v.requires_grad else v.clone() for k, v in gated.items()}
-    return find_tensors(DenseModel(model, graph, UnitMask.full(graph)).call(gated, mask, model, args, kwargs))
+    return find_tensors(DenseModel(model, graph).call(gated, mask, model, args, kwargs))
 
 
 def check_masked_equals_compact(

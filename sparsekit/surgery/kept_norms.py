@@ -243,11 +243,9 @@ class KeptNorms(NormMode):
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
-    def set_mask(self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None, *, device: torch.device) -> None:
-        """Set what is kept, group name → bool (units,), of the units that the model has: `within` if it is not dense."""
+    def set_mask(self, keep: Mapping[str, Tensor], *, device: torch.device) -> None:
+        """Set what is kept, group name → bool (units,)."""
         found = {key: site.stays(keep) for key, site in self._sites.items()}
-        if within is not None:
-            found = {key: stays[self._sites[key].stays(within)] for key, stays in found.items()}
         # Asked and copied here: at each call, a device would have to be waited for.
         self._kept = {
             key: (stays.numel(), stays.nonzero().reshape(-1).to(device))

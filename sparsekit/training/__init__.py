@@ -1,16 +1,7 @@
-"""Train a sparse model that is physically narrow, and learn which units stay."""
+"""Train a sparse model that is physically narrow, under a mask that stays or that is learned."""
 
+from sparsekit.training.importance import GradientImportance, ImportanceRegularizer
 from sparsekit.training.learnable import LearnableMask
-from sparsekit.training.loss_importance import LossImportance
-from sparsekit.training.moving_average import MovingAverage
 from sparsekit.training.narrow_model import NarrowModel
-from sparsekit.training.rules import GradientImportance, ImportanceRegularizer
 
-__all__ = [
-    "GradientImportance",
-    "ImportanceRegularizer",
-    "LearnableMask",
-    "LossImportance",
-    "MovingAverage",
-    "NarrowModel",
-]
+__all__ = ["GradientImportance", "ImportanceRegularizer", "LearnableMask", "NarrowModel"]

@@ -1,4 +1,4 @@
-"""LearnableMask: wraps any module, trains it sparse and physically small, and learns which units stay.
+"""LearnableMask: wraps any module and trains it physically small; with `GradientImportance` it learns which units stay.
 
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
 """
@@ -13,53 +13,48 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from sparsekit._torch import in_transform, is_exporting, is_followed, outside_compiler
+from sparsekit._torch import identity, in_transform, is_exporting, is_followed, outside_compiler
 from sparsekit.allocation.masks import mask_from_scores
-from sparsekit.allocation.shares import check_ratio
+from sparsekit.allocation.shares import check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import StateDict
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
 from sparsekit.pruning.result import Pruned
-from sparsekit.surgery.compaction import expand
 from sparsekit.surgery.optimizer_state import HasState
-from sparsekit.training.exploration import WidePasses
-from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.importance import (
+    GradientImportance,
+    ImportanceRegularizer,
+    ImportanceSteps,
+    UnitVectors,
+    set_importance,
+    split_units,
+)
 from sparsekit.training.narrow_model import NarrowModel, Rules
 from sparsekit.training.optimizers import OptimizerSet, watch
-from sparsekit.training.rules import Learning, MaskedModule, Rule, Widths
 from sparsekit.training.start import (
-    OWN,
-    RULE,
-    check_model,
-    costs_of,
+    UNCOMPILED,
+    begin,
+    check_arguments,
     first_cut,
     graph_of,
-    importance_of,
-    learning_of,
     load_entries,
+    refuse_export,
+    save_entries,
     warn_without_data,
 )
-from sparsekit.training.unit_vectors import UnitVectors, split_units
-
-_EXPORT_INSTEAD = (
-    "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
-    " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
-)
-_UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(MaskedModule):
-    """Train a narrow copy of a model, and learn during training which units it keeps.
+class LearnableMask(nn.Module):
+    """Train a narrow copy of a model, under a mask that stays or that is learned.
 
     Use it in place of the model in your own training loop: steps run on a physically narrow network,
-    so they are cheap, and `parameters()` are its weights, for any torch optimiser. Some steps also try
-    dropped units, which replace kept ones if that is estimated to lower the loss, until the mask has
-    `converged`. The wrapped model is copied, and the weights of dropped units are remembered.
+    so they are cheap, and `parameters()` are its weights, for any torch optimiser. By default the mask
+    stays as it begins: with `batches`, as the cut that `prune` would make. With `learning`, the mask
+    changes during training. The wrapped model is copied, and the weights of dropped units are remembered.
 
     ```python
     import torch
@@ -91,22 +86,16 @@ class LearnableMask(MaskedModule):
         prune_norms: Also prune units that a layer norm averages over, as in `trace_units`.
         ratio: Share of units kept in each group, in (0, 1].
         budget: Upper limits for the narrow model in place of one ratio, such as `Budget(flops="25%")` or
-            "flops=25%". The first widths are those at which the groups lose least; `LossImportance`
-            changes them as it learns. Needs example inputs.
+            "flops=25%". The widths are those that `prune` would choose. Needs example inputs.
         batches: Training data, as for `prune`. The mask then begins with the cut that `prune` would make,
             reconstructed and recalibrated. Pass them for every trained network. Without them, units
             of the largest weight magnitude stay.
         loss: `loss(outputs, target)`, the mean over the examples of a batch. None takes `outputs.loss`.
-        explore: Share of extra FLOPs, in [0, 1], spent on trying dropped units. The outputs are the same.
-            0 keeps the first mask. Default: 0.1.
-        steps: Number of optimiser steps of the whole training, if known. The mask is then fixed after half
-            of them. Without it, the mask is fixed after three rounds of exploration that bring nothing.
-        learning: How importance is learned, in place of `explore` and `steps`: `LossImportance(…)`, or
-            `GradientImportance(…)`, the rule of FedLPS.
+        learning: `GradientImportance(…)` learns which units of each group stay, by the rule of FedLPS. It is
+            meant for personal submodels in federated learning. With None, the mask stays.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, `learning` and `explore` or `steps`,
-            or neither inputs nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or neither inputs nor graph.
         BudgetError: the budget cannot be met. The message names the minimum and what prevents less.
         TraceError: the model fails on the example inputs.
         NoUnitsError: no units of the model can be removed exactly.
@@ -127,62 +116,55 @@ class LearnableMask(MaskedModule):
         budget: Budget | Mapping[str, str | float] | str | None = None,
         batches: Iterable[Batch] | None = None,
         loss: Loss | None = None,
-        explore: float | None = None,
-        steps: int | None = None,
-        learning: Learning | None = None,
+        learning: GradientImportance | None = None,
     ) -> None:
-        check_model(model)
-        check_ratio(ratio)
-        learning = learning_of(learning, explore, steps)
-        if budget is not None and ratio != 1.0:
-            raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
+        ratio = check_arguments(model, ratio, budget, learning)
         graph = graph_of(model, example_inputs, graph, rules, prune_norms=prune_norms)
-        limit = None if budget is None else Budget.of(budget)
-        costs = costs_of(model, example_inputs, graph, limit)
         super().__init__()
         self.graph = graph
         self.learning = learning
-        self.widths = Widths(graph, ratio, limit, costs)
+        self.budget = None if budget is None else Budget.of(budget)
+        """What the sparse model may cost; None if the ratio says what is kept."""
         self.optimizers = OptimizerSet()
-        self.distributed = False
         self.narrow_model = NarrowModel(model, graph, rules=rules)
-        self.wide_passes = WidePasses(self.narrow_model)
         self.model = self.narrow_model.module
-        # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
-        initial = learning.targets(graph, self.vectors.magnitudes()) if graph.groups else torch.zeros(0)
-        self.register_buffer("scores", initial)
-        cut = None
-        if batches is not None:
-            options: Any = {"ratio": ratio, "budget": limit, "batches": batches, "loss": loss, "rules": rules}
-            cut = first_cut(model, example_inputs, graph, **options)
-        elif isinstance(learning, LossImportance) and (limit is not None or ratio < 1.0):
-            warn_without_data(model)
-        if limit is not None and cut is None:
-            self.widths.set(self.widths.within_budget(self.scores, {}, "relative"))
-        self._rule: Rule = learning.rule(self)
-        self._rule.begin(self)
-        if cut is not None:
-            self._begin(cut, model)
+        self._widths: float | Mapping[str, int] = ratio
+        """Share of units kept in each group, or group name → units kept."""
+        self._mask_given = False
+        """Whether the mask stays until the next `load`, whatever importance says."""
+        self._chosen_for: tuple[object, ...] = ()
+        """Widths and version of the importance for which the mask was last chosen."""
         self.mask_changed = False
         """Whether the mask has changed since an optimizer may have been loaded."""
+        self._steps = None if learning is None else ImportanceSteps(learning)
+        # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
+        self.register_buffer("scores", self._targets(self.vectors.magnitudes()) if graph.groups else torch.zeros(0))
+        if budget is not None or batches is not None:
+            options: Any = {"ratio": ratio, "budget": self.budget, "batches": batches, "loss": loss, "rules": rules}
+            begin(self, first_cut(model, example_inputs, graph, **options), model)
+        else:
+            if learning is None and ratio < 1.0:
+                warn_without_data(model)
+            self._follow()
         self.register_load_state_dict_pre_hook(load_entries)  # type: ignore[no-untyped-call]
         watch(self)
 
     @classmethod
-    def from_pruned(cls, pruned: Pruned, dense: nn.Module, example_inputs: Any = None, **options: Any) -> Self:
+    def from_pruned(
+        cls, pruned: Pruned, dense: nn.Module, *, learning: GradientImportance | None = None, rules: Rules | None = None
+    ) -> Self:
         """Begin with a model that `prune` has made, with its weights, widths and units.
 
         ```python
         pruned = sk.prune(model, (x,), budget="flops=50%", batches=loader, loss=F.cross_entropy)
-        masked = sk.LearnableMask.from_pruned(pruned, model, explore=0.1)
+        masked = sk.LearnableMask.from_pruned(pruned, model)
         ```
 
         Args:
             pruned: The result; its model may have been trained since.
             dense: The model that was pruned. Dropped units have its weights when they enter the mask.
-            example_inputs: Needed with `budget` alone, within which the widths are then learned. Without a budget every group
-                keeps its number of units.
-            **options: Further arguments of `LearnableMask`, such as `explore`, `steps`, `learning`, `budget` and `rules`.
+            learning: As in `LearnableMask`; every group keeps its number of units.
+            rules: Rules for layer types of your own, as in `trace_units`.
 
         Returns:
             A mask whose outputs are those of `pruned.model`.
@@ -191,18 +173,16 @@ class LearnableMask(MaskedModule):
             InvalidValueError: the result of a dry run.
             ForeignMaskError: `dense` is another model.
         """
-        masked = cls(dense, example_inputs, graph=pruned.graph, **options)
-        masked._begin(pruned, dense)
-        return masked
-
-    def _begin(self, pruned: Pruned, dense: nn.Module) -> None:
-        """Load a pruned model, and the dense one, whose weights dropped units keep."""
         if pruned.model is dense:
             raise InvalidValueError("prune(dry_run=True) makes no small model to begin with; prune without dry_run")
-        state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=dense.state_dict())
-        if (counts := pruned.mask.counts()) != self.widths.counts():
-            self.widths.set(counts)
-        self.load(state, importance=importance_of(pruned).to(self.scores))
+        masked = cls(dense, graph=pruned.graph, learning=learning, rules=rules)
+        begin(masked, pruned, dense)
+        return masked
+
+    def _targets(self, magnitudes: Tensor) -> Tensor:
+        """Return the importance with which units of these magnitudes begin, float (J,)."""
+        term = ImportanceRegularizer() if self.learning is None else self.learning.regularizer
+        return term.targets(magnitudes, self.vectors.group_sizes)
 
     @cached_property
     def vectors(self) -> UnitVectors:
@@ -211,45 +191,91 @@ class LearnableMask(MaskedModule):
             return UnitVectors(self.narrow_model)
 
     @property
-    def converged(self) -> bool:
-        """Whether the mask will not change again by itself: a step is then one of the plain narrow network.
+    def ratio(self) -> float:
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
 
-        That is so after three rounds of exploration in a row without a swap, or whose newcomers are worth less than half of
-        what they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
-        `GradientImportance` never.
+        Assign to change it; the next call changes the mask.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
         """
-        return self._rule.converged
+        return self._widths if isinstance(self._widths, float) else sum(self._widths.values()) / self.graph.units
 
-    @property
-    def exploration_cost(self) -> float:
-        """Work of exploration so far, as a share of the work of all training passes on the narrow network."""
-        return self._rule.exploration_cost
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        if self.budget is not None:
+            raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
+        self._widths = check_ratio(ratio)
+
+    def _counts(self) -> Mapping[str, int]:
+        """Group name → units kept."""
+        return ratio_counts(self.graph, self._widths) if isinstance(self._widths, float) else self._widths
 
     def extra_repr(self) -> str:
-        """Return what is kept, by which rule, and whether the mask still changes; for `print`."""
+        """Return what is kept, and by which rule it changes; for `print`."""
         limit = f"ratio={self.ratio:g}" if self.budget is None else f"budget={self.budget}"
         kept = f"{sum(self.narrow_model.mask.counts().values())} of {self.graph.units} units kept"
-        state = "converged" if self.converged else "still learning"
-        return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
+        return f"{limit}, {kept}, learning={None if self.learning is None else type(self.learning).__name__}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
         if not is_followed():
-            return self._rule.call(self, args, kwargs)
+            self._follow()
+            return self.narrow_model.run(args, kwargs)
         if is_exporting():  # a strict exporter looks no further than this line
-            raise UnsupportedModelError(_EXPORT_INSTEAD)
+            refuse_export()
         compiling = torch.compiler.is_compiling()
-        if not compiling and in_transform():  # torch.func hands on tensors without values, from which nothing is learned
+        if not compiling and in_transform():  # torch.func hands on tensors without values, by which no mask is chosen
             return self.narrow_model.run(args, kwargs)
         return outside_compiler(LearnableMask._run)(self, args, kwargs, compiling)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> Any:
         if compiling:
-            warnings.warn(_UNCOMPILED, stacklevel=2)
-        return self._rule.call(self, args, kwargs)
+            warnings.warn(UNCOMPILED, stacklevel=2)
+        self._follow()
+        return self.narrow_model.run(args, kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        raise UnsupportedModelError(_EXPORT_INSTEAD)
+        refuse_export()
+
+    def importance(self) -> dict[str, Tensor]:
+        """Group name → float (units,): copies of the present importance."""
+        return {name: part.clone() for name, part in split_units(self.graph, self.scores).items()}
+
+    def importance_vector(self) -> Tensor:
+        """Return the present importance of all units, float (J,), in the order of the graph's groups; a copy."""
+        return self.scores.clone()
+
+    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
+        """Set the importance of some or all groups; the next call keeps the units of the largest importance.
+
+        Raises:
+            ForeignMaskError: an unknown group or another number of units.
+            InvalidValueError: a value is NaN or infinite.
+        """
+        set_importance(self.graph, self.scores, importance)
+
+    def _choice(self) -> tuple[object, ...]:
+        return self._widths, *identity(self.scores)
+
+    def _follow(self) -> None:
+        """Give the mask the units of the largest importance, if importance or widths have changed."""
+        if self._steps is not None:
+            self._steps.due = True
+        choice = self._choice()
+        if choice == self._chosen_for or self._mask_given or self.optimizers.frozen:  # or in the middle of a step
+            return
+        # Without sorting if the mask stays, as in most steps. What is made here outlives the call: tensors of inference mode
+        # could not be trained on later.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._chosen_for[:1] != choice[:1] or not self.vectors.mask_unchanged(self.scores):
+                mask = self._largest()
+                if mask != self.narrow_model.mask:
+                    self.change_mask(mask)
+            self._chosen_for = choice
+
+    def _largest(self) -> UnitMask:
+        return mask_from_scores(self.graph, split_units(self.graph, self.scores), self._counts(), source="importance")
 
     def load(
         self,
@@ -258,7 +284,7 @@ class LearnableMask(MaskedModule):
         ratio: float | None = None,
         mask: UnitMask | None = None,
         importance: Tensor | None = None,
-        learning: Learning | None = None,
+        learning: GradientImportance | None = None,
     ) -> None:
         """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
 
@@ -278,7 +304,7 @@ class LearnableMask(MaskedModule):
         Args:
             state: The dense state under the model's own keys; never written to.
             ratio: Share of units kept in each group; None keeps the present ratio.
-            mask: What is kept until the next load, in place of learning it.
+            mask: What is kept until the next load, whatever importance says.
             importance: Where importance starts, float (J,), as from `importance_vector`; None starts at its target under
                 `state`. The units of the largest importance are kept.
             learning: How importance is learned from now on; None keeps the present settings.
@@ -295,23 +321,27 @@ class LearnableMask(MaskedModule):
         for optimizer in self.optimizers:
             for leaf in self.weights():
                 optimizer.state.get(leaf, {}).clear()
+        self._mask_given = mask is not None
+        self._steps = None if self.learning is None or mask is not None else ImportanceSteps(self.learning)
         if mask is not None:
-            self._rule = Rule()
             self.narrow_model.load(state, mask)
             return
         self.graph.check_state(state)
         magnitudes = self.vectors.magnitudes_of(state)
         if importance is None:
-            importance = self.learning.targets(self.graph, magnitudes)
+            importance = self._targets(magnitudes)
         elif importance.shape != (self.graph.units,):
             raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
         self.scores.copy_(importance)
-        counts = self.widths.counts()
-        first = mask_from_scores(self.graph, split_units(self.graph, self.scores), counts, source="importance")
-        self.narrow_model.load(state, first)
+        self.narrow_model.load(state, self._largest())
         self.vectors.reload(magnitudes)
-        self._rule = self.learning.rule(self)
-        self._rule.load(self, {})
+        self._resume({})
+
+    def _resume(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what a checkpoint holds of the rule, under the present mask."""
+        if self._steps is not None:
+            self._steps.load(state, self.scores, self.narrow_model.version)
+        self._chosen_for = self._choice()
 
     def update_importance(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
         """Learn importance from the gradients of the weights, where no optimiser does it in its step.
@@ -322,16 +352,17 @@ class LearnableMask(MaskedModule):
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.
         """
-        self._rule.update_importance(self, gradients)
+        if self._steps is not None:
+            self._steps.take(self.scores, self.vectors, gradients, None)
 
     def unit_mask(self) -> UnitMask:
         """Return what is kept now: hard, no gradient."""
-        self._rule.apply_pending(self)
+        self._follow()
         return self.narrow_model.mask
 
     def compact(self) -> nn.Module:
         """Return the sparse model as a plain, smaller module with the same outputs; a copy."""
-        self._rule.apply_pending(self)
+        self._follow()
         return self.narrow_model.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -340,7 +371,7 @@ class LearnableMask(MaskedModule):
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
-        self._rule.apply_pending(self)
+        self._follow()
         return self.narrow_model.narrow_state()
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -388,15 +419,6 @@ class LearnableMask(MaskedModule):
         self.vectors.set_mask(mask, list(self.optimizers))
         self.optimizers.just_loaded.clear()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Called before a step of an optimiser over `parameters()`."""
-        self.optimizers.just_loaded.discard(optimizer)
-        overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-        if overflow is not None and bool(overflow):  # a fused optimiser skips such a step itself
-            return
-        # And divides by the scale of a GradScaler.
-        self._rule.update_importance(self, None, getattr(optimizer, "grad_scale", None))
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training continues from, under `sparsekit.` keys.
 
@@ -405,15 +427,9 @@ class LearnableMask(MaskedModule):
         """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        self._rule.apply_pending(self)
-        entries: dict[str, Tensor] = dict(self.narrow_model.dense_state())
-        entries |= {f"{OWN}importance.{name}": scores for name, scores in self.importance().items()}
-        entries |= {f"{OWN}mask.{name}": keep.clone() for name, keep in self.narrow_model.mask.items()}
-        entries[f"{OWN}magnitudes"] = self.vectors.unchanging_sums()
-        entries[f"{OWN}ratio"] = torch.tensor(self.ratio, dtype=torch.float64)
-        entries |= {f"{RULE}{name}": value for name, value in self._rule.state().items()}
+        self._follow()
         destination = {} if destination is None else destination
-        destination.update({prefix + name: value for name, value in entries.items()})
+        destination.update({prefix + name: value for name, value in save_entries(self).items()})
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
@@ -421,10 +437,10 @@ class LearnableMask(MaskedModule):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scores.dtype.itemsize < 4:  # steps of importance are smaller than bfloat16 and float16 can tell apart
             self.scores = before.to(self.scores.device, torch.float32)
-        self._rule.apply(fn)
+        if self._steps is not None:
+            self._steps.apply(fn)
         self.narrow_model.apply_to_tensors(fn)
         vars(self).pop("vectors", None)  # made again where the model is now, of weights that may have been rounded
-        self.wide_passes.clear()  # they may hold buffers that are not in the state
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

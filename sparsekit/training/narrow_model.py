@@ -5,7 +5,7 @@ units in ascending order. A change of mask saves them in the dense copy and gath
 unit do not change; optimizer state of an entering unit starts fresh.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, places, scatter_
+from sparsekit.graph.index import Axes, StateDict, cut_axes, gather, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.surgery.compaction import guard_pretrained
@@ -68,28 +68,6 @@ def _find_entries(module: nn.Module, graph: UnitGraph) -> list[_Entry]:
     return entries
 
 
-def fit_sizes(
-    model: nn.Module,
-    dense: Mapping[str, Mapping[str, int]],
-    graph: UnitGraph,
-    counts: Mapping[str, int],
-    rules: Rules | None = None,
-) -> None:
-    """Set the sizes of resized layers, starting from those of the dense ones: a single kept unit does not tell all of them.
-
-    Args:
-        model: Its tensors have the shapes that `counts` gives them.
-        dense: Module name → attribute → number, of the layers whose sizes follow their tensors; see `NarrowModel.sizes`.
-        graph: The units.
-        counts: Group name → units kept.
-        rules: Rules for layers of your own.
-    """
-    for name, numbers in dense.items():
-        vars(model.get_submodule(name)).update(numbers)
-    resize(model, rules)
-    set_sizes(model, graph, counts)
-
-
 class NarrowModel:
     """A narrow copy of a model that follows its mask.
 
@@ -106,7 +84,7 @@ class NarrowModel:
         self.rules = rules
         self.module = copy_with(model, {})
         guard_convolutions(self.module, wide=True)
-        self.sizes = {
+        self._sizes = {
             name: {key: value for key, value in vars(module).items() if type(value) is int}
             for name, module in self.module.named_modules()
             if find_rule(module, rules) is not None
@@ -129,11 +107,6 @@ class NarrowModel:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return state-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
         return {entry.key: entry.parameter for entry in self._entries if entry.parameter is not None}
-
-    def tensors(self) -> Iterator[tuple[str, list[str], Tensor]]:
-        """Yield (key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
-        for entry in self._entries:
-            yield entry.key, entry.names, entry.tensor if entry.parameter is None else entry.parameter
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the narrow module."""
@@ -185,9 +158,13 @@ class NarrowModel:
         return resized
 
     def _fit_sizes(self) -> None:
-        fit_sizes(self.module, self.sizes, self.graph, self.mask.counts(), self.rules)
+        """Set the sizes of resized layers, starting from the dense ones: a single kept unit does not tell all of them."""
+        for name, numbers in self._sizes.items():
+            vars(self.module.get_submodule(name)).update(numbers)
+        resize(self.module, self.rules)
+        set_sizes(self.module, self.graph, self.mask.counts())
 
-    def writable(self, key: str) -> Tensor:
+    def _writable(self, key: str) -> Tensor:
         """Return the dense copy of an entry that units touch, to be written to."""
         if key not in self._owned:
             self._dense[key] = self._dense[key].clone()
@@ -217,7 +194,7 @@ class NarrowModel:
         for entry in self._touched:
             stay = entries_that_stay(self.graph.shapes[entry.key], before.get(entry.key, {}), after.get(entry.key, {}))
             if stay is not None:
-                scatter_(entry.tensor, self.writable(entry.key), self._cut(entry))
+                scatter_(entry.tensor, self._writable(entry.key), self._cut(entry))
                 changed.append((entry, stay))
         self.mask, self._axes = mask, after
         self.version += 1
@@ -261,27 +238,10 @@ class NarrowModel:
             parameter.grad = None
         return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
-    def silence(self, units: Mapping[str, Tensor]) -> None:
-        """Set the weights that read some kept units to zero, so that these change no outputs yet.
-
-        Args:
-            units: Group name → int64 (n,).
-        """
-        for entry in self._touched:
-            for group, piece in self.graph.slices_of[entry.key] if entry.parameter is not None else ():
-                if piece.gated and group in units and units[group].numel():
-                    narrow = places(self.positions(entry.key)[piece.dim], self.graph.shapes[entry.key][piece.dim])
-                    at = narrow[piece.index[units[group]]].reshape(-1)
-                    entry.tensor.index_fill_(piece.dim, at.to(entry.tensor.device), 0.0)
-
     def gather(self, state: StateDict, keys: Iterable[str]) -> list[Tensor]:
         """Return what the mask keeps of some entries of a dense state, as the narrow leaves of these keys hold theirs."""
         found = [entry for key in keys for entry in self._entries if entry.key == key]
         return [gather(state[entry.key].detach().to(entry.tensor), self._cut(entry)) for entry in found]
-
-    def dense_view(self) -> StateDict:
-        """Return the dense copies of entries that units touch, to be read only: exact for dropped entries alone."""
-        return self._dense
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply `function` to the tensors outside the narrow module."""

@@ -96,7 +96,11 @@ def _before_step(reference: Callable[[], Any], optimizer: Optimizer, args: Any, 
     masked = reference()
     if masked is None:
         return None
-    masked.before_step(optimizer)
+    masked.optimizers.just_loaded.discard(optimizer)
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    # If a fused optimizer steps, it divides by the scale of a GradScaler itself, and skips a step that overflowed.
+    if masked._steps is not None and (overflow is None or not bool(overflow)):
+        masked._steps.take(masked.scores, masked.vectors, None, getattr(optimizer, "grad_scale", None))
     # LBFGS calls its closure many times; a change of mask is refused at the first.
     if (len(args) == 1 and not kwargs) or isinstance(optimizer, torch.optim.LBFGS):
         return None
@@ -169,13 +173,13 @@ def _guard(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
     if isinstance(wrapper, AveragedModel | DistributedDataParallel) and module is not None:
         for part in module.modules():
             if part in _masks:
-                if isinstance(wrapper, AveragedModel):
+                if not isinstance(wrapper, AveragedModel):
+                    _join(wrapper, part)
+                elif part.learning is not None:
                     raise UnsupportedModelError(
-                        "AveragedModel averages by place, where a learnable mask holds other units after every change of its"
-                        " mask; use average = sparsekit.MovingAverage(masked), average.update() after each step and"
-                        " average.compact() at the end"
+                        "AveragedModel averages by place, where a mask that learns holds other units after every change;"
+                        " average the compact model, AveragedModel(masked.compact()), or wrap a mask without learning="
                     )
-                _join(wrapper, part)
 
 
 @functools.cache
@@ -193,7 +197,6 @@ def watch(masked: Any) -> None:
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
-    masked.distributed = True
     before = [weight.shape for weight in masked.weights()]
 
     def check(*_: Any) -> None:

@@ -3,37 +3,37 @@
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit._torch import eager
 from sparsekit.allocation.shares import by_ratio, check_ratio, ratio_counts
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
-from sparsekit.measure.cost import CostModel, measure_costs
 from sparsekit.pruning.prune import CANDIDATES, prune
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.trained import UncalibratedWarning, signs_of_training
+from sparsekit.surgery.compaction import expand
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
-from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.importance import GradientImportance, split_units
 from sparsekit.training.narrow_model import Rules
-from sparsekit.training.rules import Learning
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be trained under a mask: no module, one without values, or one with a parallel wrapper inside, which
-    holds on to the weights that it was made with.
+def check_arguments(model: nn.Module, ratio: float, budget: object, learning: object) -> float:
+    """Return the ratio, and refuse what cannot be trained under a mask: no module, one without values, or one with a parallel
+    wrapper inside, which holds on to the weights that it was made with.
 
     Raises:
         UnsupportedModelError: it is not a model, is on the meta device, or has a DataParallel or DistributedDataParallel.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, or learning by something else than
+            `GradientImportance(…)`, such as its class.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
@@ -45,24 +45,22 @@ def check_model(model: nn.Module) -> None:
                 f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
                 f" wrap what is inside of it, model.{inner}"
             )
+    if budget is not None and ratio != 1.0:
+        raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
+    if learning is not None and not isinstance(learning, GradientImportance):
+        raise InvalidValueError(f"learning must be GradientImportance(…) or None, got {learning!r}")
+    return check_ratio(ratio)
 
 
-def learning_of(learning: Learning | None, explore: float | None, steps: int | None) -> Learning:
-    """Return the settings of learning: those given, or `LossImportance` with the other arguments.
+UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
-    Raises:
-        InvalidValueError: arguments that exclude each other, or settings that are none.
-    """
-    if learning is None:
-        return LossImportance(explore=0.1 if explore is None else explore, steps=steps)
-    if also := [name for name, value in (("explore", explore), ("steps", steps)) if value is not None]:
-        raise InvalidValueError(
-            f"learning= was given together with {', '.join(also)}, which it has itself; pass them to"
-            f" {type(learning).__name__}(…)"
-        )
-    if not isinstance(learning, Learning):
-        raise InvalidValueError(f"learning must be LossImportance(…) or GradientImportance(…), got {learning!r}")
-    return learning
+
+def refuse_export() -> NoReturn:
+    """Raise UnsupportedModelError, and say what to export instead."""
+    raise UnsupportedModelError(
+        "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
+        " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
+    )
 
 
 def graph_of(
@@ -82,21 +80,6 @@ def graph_of(
     return graph
 
 
-def costs_of(model: nn.Module, example_inputs: Any, graph: UnitGraph, budget: Budget | None) -> CostModel | None:
-    """Return the cost of the model by its widths; None without example inputs.
-
-    Raises:
-        InvalidValueError: a budget without example inputs.
-    """
-    if example_inputs is None:
-        if budget is None:
-            return None
-        raise InvalidValueError("a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs")
-    call = ModelInputs.several(example_inputs)[0]
-    with eager():  # counting should not compile
-        return measure_costs(model, call.args, call.kwargs, graph)
-
-
 def first_cut(
     model: nn.Module,
     example_inputs: Any,
@@ -104,37 +87,51 @@ def first_cut(
     *,
     ratio: float,
     budget: Budget | None,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch] | None,
     loss: Loss | None,
     rules: Rules | None,
 ) -> Pruned:
-    """Prune a copy as `prune` does with batches: to a budget, or to one ratio for all groups.
+    """Prune a copy as `prune` does: to a budget, or with batches to one ratio for all groups; without batches, decide only.
 
     Raises:
         InvalidValueError: no example inputs, or neither a ratio below 1 nor a budget.
     """
     if example_inputs is None:
-        raise InvalidValueError("batches= cut the model before training, which needs example_inputs=(x,)")
+        raise InvalidValueError("a budget and batches= need example_inputs=(x,), one call's worth of inputs")
     if budget is None and ratio == 1.0:
         raise InvalidValueError("batches= choose what a ratio below 1 or a budget keeps; pass one of the two")
     options: dict[str, Any] = {"budget": budget}
     if budget is None:
         named = list(dict.fromkeys(criterion for criterion, _ in CANDIDATES))
         options = {"criterion": named, "allocation": partial(by_ratio, ratios=ratio), "multiple_of": 1}
+    options["dry_run"] = batches is None
     return prune(model, example_inputs, batches=batches, loss=loss, graph=graph, rules=rules, **options)
 
 
-def importance_of(pruned: Pruned) -> Tensor:
-    """Return the scores of the criterion that was chosen, float (J,); kept units that dropped ones exceed, as after several
-    steps, are raised above them."""
+def begin(masked: Any, pruned: Pruned, dense: nn.Module) -> None:
+    """Load a pruned model, and the dense one, whose weights dropped units keep; after a dry run, the dense one alone."""
+    state = dense.state_dict()
+    if pruned.model is not dense:
+        state = expand(pruned.model.state_dict(), pruned.graph, pruned.mask, into=state)
+    if (counts := pruned.mask.counts()) != masked._counts():
+        masked._widths = counts
+    masked.load(state, importance=_importance(pruned, masked.learning).to(masked.scores))
+
+
+def _importance(pruned: Pruned, learning: GradientImportance | None) -> Tensor:
+    """Return the scores of the criterion that was chosen, float (J,), on the scale of `learning`; kept units that dropped ones
+    exceed, as after several steps, are raised above them."""
     scores = pruned.scores[pruned.report.criterion].values
+    flat = torch.cat([scores[name].float() for name in pruned.graph.groups])
+    if learning is not None:
+        flat = learning.regularizer.targets(flat, [group.size for group in pruned.graph.groups.values()])
     found = []
-    for name in pruned.graph.groups:
-        own, keep = scores[name].float(), pruned.mask[name].to(scores[name].device)
+    for name, own in split_units(pruned.graph, flat).items():
+        keep = pruned.mask[name].to(own.device)
         if not keep.all() and (missing := own[~keep].max() - own[keep].min()) >= 0:
             own = torch.where(keep, own + missing + 1e-4 * own.abs().max() + 1e-12, own)
         found.append(own)
-    return torch.cat(found) if found else torch.zeros(0)
+    return torch.cat(found)
 
 
 def warn_without_data(model: nn.Module) -> None:
@@ -158,10 +155,22 @@ RULE = f"{OWN}rule."
 """What the keys of a checkpoint begin with that are not the model's own."""
 
 
+def save_entries(masked: Any) -> dict[str, Tensor]:
+    """Return the entries of a checkpoint."""
+    entries: dict[str, Tensor] = dict(masked.narrow_model.dense_state())
+    entries |= {f"{OWN}importance.{name}": scores for name, scores in masked.importance().items()}
+    entries |= {f"{OWN}mask.{name}": keep.clone() for name, keep in masked.narrow_model.mask.items()}
+    entries[f"{OWN}magnitudes"] = masked.vectors.unchanging_sums()
+    entries[f"{OWN}ratio"] = torch.tensor(masked.ratio, dtype=torch.float64)
+    if masked._steps is not None:
+        entries |= {f"{RULE}{name}": value for name, value in masked._steps.state().items()}
+    return entries
+
+
 def load_entries(
     masked: Any, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: list[str], *_rest: Any
 ) -> None:
-    """Take what `state_dict` made out of `state`, and leave there what torch expects of the narrow module.
+    """Take what `save_entries` made out of `state`, and leave there what torch expects of the narrow module.
 
     A hook of a learnable mask, called before torch loads. Dense entries that the state lacks keep their present values, and
     their keys go to `missing` if loading is strict. All keys begin with `prefix`.
@@ -194,8 +203,8 @@ def load_entries(
     if masked.budget is None and mask.counts() == ratio_counts(masked.graph, ratio):
         masked.ratio = ratio
     else:
-        masked.widths.set(mask.counts())
-    masked._rule.load(masked, remembered)
+        masked._widths = mask.counts()
+    masked._resume(remembered)
     masked.mask_changed = False
     # The tensors themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
     state[prefix + "scores"] = masked.scores

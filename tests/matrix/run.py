@@ -16,7 +16,7 @@ from matrix.cells import Cell
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask
-from sparsekit.training import GradientImportance, LossImportance
+from sparsekit.training import GradientImportance
 
 __all__ = ["TOLERANCE", "distance"]
 
@@ -91,7 +91,7 @@ def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> Le
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
     # A small rate, so that the order of importance changes where the cell says and nowhere else.
-    rule = GradientImportance(lr=1e-4, refresh_every=1) if _learns(cell) else LossImportance(explore=0.0)
+    rule = GradientImportance(lr=1e-4, refresh_every=1) if _learns(cell) else None
     return learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=rule)
 
 

@@ -1,7 +1,6 @@
 """What happens in real loops between two steps: steps are skipped, layers are frozen and set free, memory is not filled."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 
-EAGER = sk.LossImportance(explore=1.0, samples_per_unit=4, max_swap_fraction=1.0, num_std_errors=0.0)
+EAGER = sk.GradientImportance(lr=0.1)
 
 
 def _step(masked: sk.LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, zero_late: bool, parts: int = 1) -> None:
@@ -28,7 +27,7 @@ def _step(masked: sk.LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, zer
 
 @pytest.mark.parametrize("zero_late", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("size", [1.0, 1e3, torch.inf])
+@pytest.mark.parametrize("size", [1.0, torch.inf])
 def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late: bool) -> None:
     """By a GradScaler after an overflow, or by a loop whose gradient is too large, in steps of one pass or of several."""
     found = []
@@ -45,11 +44,10 @@ def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late
             _step(masked, optimizer, x, y, zero_late=zero_late, parts=parts)
             optimizer.step()
             masks.append(masked.unit_mask())
-        found.append((masks, masked.exploration_cost, masked.importance_vector()))
+        found.append((masks, masked.importance_vector()))
     assert any(mask != found[0][0][0] for mask in found[0][0])
     assert found[1][0] == found[0][0]
-    assert found[1][1] == found[0][1]
-    torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-9, atol=1e-12)
+    assert torch.equal(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("change", [(), (0,), (0, 3), (7,)])
@@ -70,17 +68,11 @@ def test_layers_may_be_frozen_and_set_free_at_any_step(change: tuple[int, ...]) 
     assert all(torch.isfinite(value).all() for value in masked.state_dict().values())
 
 
-GIVEN: dict[str, Callable[..., sk.LearnableMask]] = {
-    "measured": lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5),
-    "own rate": lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5, learning=sk.GradientImportance(lr=0.0)),
-}
-
-
-@pytest.mark.parametrize("made", GIVEN)
-def test_no_optimiser_steps_importance(made: str) -> None:
+@pytest.mark.parametrize("learning", [None, sk.GradientImportance(lr=0.0)])
+def test_no_optimiser_steps_importance(learning: sk.GradientImportance | None) -> None:
     """Neither by gradients, which nobody then pays for, nor by decay; also after all was frozen and set free."""
     model, x, y = convolutions()
-    masked = GIVEN[made](model, x)
+    masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=learning)
     masked.requires_grad_(False)
     masked.requires_grad_(True)
     optimizer = torch.optim.AdamW(masked.parameters(), lr=0.1, weight_decay=0.5)
@@ -103,12 +95,7 @@ def _live_bytes() -> int:
     return sum(found.values())
 
 
-def _budget(model: nn.Module, x: Tensor) -> sk.LearnableMask:
-    return sk.LearnableMask(model, (x,), budget="flops=40%", learning=EAGER)
-
-
-@pytest.mark.parametrize("make", [_budget, lambda model, x: sk.LearnableMask(model, (x,), ratio=0.5, learning=EAGER)])
-def test_memory_does_not_grow_with_the_widths_that_were_tried(make: Callable[..., sk.LearnableMask]) -> None:
+def test_memory_does_not_grow_with_the_widths_that_were_tried() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 48, 3, padding=1), nn.ReLU()),
@@ -117,15 +104,15 @@ def test_memory_does_not_grow_with_the_widths_that_were_tried(make: Callable[...
     x, y = torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
     dense = sum(value.numel() * 4 for value in model.parameters())
     before = _live_bytes()
-    masked = make(model, x)
+    masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=EAGER)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     widths = set()
     for at in range(150):
-        if masked.budget is None and at % 10 == 0:
+        if at % 10 == 0:
             masked.ratio = 0.3 + at / 400
         _step(masked, optimizer, x, y, zero_late=False)
         optimizer.step()
         widths.add(tuple(masked.unit_mask().counts().values()))
-    assert len(widths) > (1 if masked.budget else 3)
+    assert len(widths) > 3
     del optimizer
     assert _live_bytes() - before < 5 * dense

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from masked import convolutions, train_step
 from torch import nn
 
-from sparsekit import GradientImportance, LearnableMask, LossImportance, UnitMask, compact
-from sparsekit.errors import ForeignMaskError
+from sparsekit import GradientImportance, LearnableMask, UnitMask, compact
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -75,7 +74,7 @@ def test_a_frozen_layer_is_cut_but_not_trained() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].requires_grad_(False)
     model[2].weight.requires_grad_(False)
-    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, learning=LossImportance(explore=1.0))
+    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, learning=GradientImportance())
     flags = [p.requires_grad for p in model.parameters()]
     assert [p.requires_grad for p in masked.model.parameters()] == flags
     optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.1)
@@ -93,7 +92,7 @@ def test_gradients_of_single_examples_by_torch_func_are_those_of_the_narrow_modu
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=1.0)
+    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
     found = {}
     for module in (masked, masked.model):
         values = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -139,14 +138,12 @@ def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=5.0))
     given = UnitMask({name: torch.arange(len(keep)) < 3 for name, keep in masked.unit_mask().items()})
     masked.load(state, mask=given)
-    assert masked.converged
     optimizer, before = torch.optim.SGD(masked.parameters(), lr=0.1), masked.importance_vector()
     for _ in range(3):
         train_step(masked, optimizer, x, y)
     assert masked.unit_mask() == given
     assert torch.equal(masked.importance_vector(), before)
     masked.load(state, ratio=0.25)
-    assert not masked.converged
     assert masked.unit_mask().counts()["0"] == 2
     with pytest.raises(ForeignMaskError, match=r"importance must have shape \(24,\), got \(3,\)"):
         masked.load(state, importance=torch.zeros(3))
@@ -159,7 +156,7 @@ OWN: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[3] / "exa
     "options",
     [
         {"learning": GradientImportance(), "ratio": 0.5},
-        {"learning": LossImportance(explore=1.0, samples_per_unit=4), "budget": "params=60%"},
+        {"budget": "params=60%"},
     ],
 )
 def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(options: Any) -> None:
@@ -176,25 +173,57 @@ def test_layers_of_ones_own_are_narrowed_and_widened_by_their_rules(options: Any
     torch.testing.assert_close(masked.compact().eval()(x), masked.eval()(x))
 
 
-class Chain(nn.Module):
-    def __init__(self, parts: nn.ModuleList) -> None:
-        super().__init__()
-        self.parts = parts
+@pytest.mark.same_bits
+def test_without_learning_a_mask_trains_as_its_compact_model() -> None:
+    model, x, y = convolutions()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    small, first = compact(model, masked.graph, masked.unit_mask()), masked.unit_mask()
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.01) for module in (masked, small)]
+    for _ in range(5):
+        for module, optimizer in zip((masked, small), optimizers, strict=True):
+            train_step(module, optimizer, x, y)
+    assert masked.unit_mask() == first
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in masked.narrow_state().items())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rnn, norm, head = self.parts
-        out: torch.Tensor = head(norm(rnn(x)[0]))
-        return out
+
+@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+@pytest.mark.same_bits
+def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
+    """With a rate of its own, importance reads its target at every fourth step: the training goes on between two of them."""
+
+    def begin() -> tuple[LearnableMask, torch.optim.Optimizer]:
+        masked = LearnableMask(model, (example,), ratio=0.5, learning=GradientImportance(lr=0.1))
+        return masked, torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
+
+    model, example, _ = convolutions(torch.float64)
+    masked, optimizer = begin()
+    batches = [(torch.randn_like(example), torch.randint(3, (12,))) for _ in range(40)]
+    for at, (x, y) in enumerate(batches):
+        if at == 17 and how == "state":
+            twin, other = begin()
+            twin.load_state_dict(masked.state_dict())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif at == 17:
+            pair = (masked, optimizer)
+            twin, other = copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
+        train_step(masked, optimizer, x, y)
+        if at >= 17:
+            train_step(twin, other, x, y)
+    left, right = masked.state_dict(), twin.state_dict()
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_mask_can_be_copied_after_a_dense_pass(again: Callable[[LearnableMask], LearnableMask]) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.LSTM(3, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 2)])
-    masked = LearnableMask(Chain(model), (torch.randn(2, 5, 3),), prune_norms=True, ratio=0.5, explore=1.0)
-    x = torch.randn(2, 5, 3)
-    masked(x).sum().backward()
-    twin = again(masked)
-    torch.testing.assert_close(twin(x), masked(x))
-    twin(x).sum().backward()
-    assert all(p.grad is not None for p in twin.model.parameters())
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("learning must be GradientImportance", {"learning": GradientImportance}),
+        ("not both", {"ratio": 0.5, "budget": "flops=50%"}),
+        ("a loss needs batches", {"loss": F.cross_entropy, "budget": "flops=50%"}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(told: str, options: dict[str, Any]) -> None:
+    model, x, _ = convolutions()
+    with pytest.raises(InvalidValueError, match=told):
+        LearnableMask(model, (x,), **options)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from laws import Operators, random_mask
 from torch import nn
 
-from sparsekit import LearnableMask, NarrowModel, UnitGraph, compact
+from sparsekit import GradientImportance, LearnableMask, NarrowModel, UnitGraph, compact
 
+LEARNING = GradientImportance()
 NAMES = ["embedding-bag", "group-norm", "grouped", "gpt", "lstm-stacked", "resnet-small", "tied-autoencoder", "vgg-small"]
 
 
@@ -64,7 +65,9 @@ def test_loading_another_state_reuses_the_module_and_never_writes_to_the_state()
 def test_training_a_float32_model_makes_no_float64_which_not_every_device_has() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    masked = LearnableMask(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, explore=0.5)
+    masked = LearnableMask(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, learning=GradientImportance()
+    )
     optimizer = torch.optim.Adam(masked.parameters(), lr=0.1)
     with Operators() as operators:
         for step in range(6):

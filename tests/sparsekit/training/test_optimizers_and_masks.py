@@ -175,7 +175,7 @@ def test_lbfgs_is_refused_when_the_mask_changes_and_only_then() -> None:
     shake(masked, 0)
     with pytest.raises(InvalidValueError, match="LBFGS keeps a history of whole steps, which cannot follow a change of mask"):
         minimise(masked, optimizer)
-    still = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    still = LearnableMask(model, (x,), ratio=0.5)
     optimizer = torch.optim.LBFGS(still.weights(), lr=0.5)
     for _ in range(2):
         minimise(still, optimizer)
@@ -198,7 +198,7 @@ def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, insi
             return graph.forward
 
         model = torch.compile(model, backend=backend) if inside else model
-        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+        masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance(lr=0.5))
         optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
         call = masked
         if compiled and in_place:

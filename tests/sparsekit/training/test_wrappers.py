@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from masked import convolutions
+from masked import convolutions, train_step
 from ranks import found_by_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +24,25 @@ def masked_model(seed: int = 0) -> LearnableMask:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_averaged_model_is_refused_with_what_to_use_instead(inside: bool) -> None:
+def test_an_averaged_model_of_a_mask_that_learns_is_refused_with_what_to_use_instead(inside: bool) -> None:
     masked = masked_model()
-    with pytest.raises(UnsupportedModelError, match=r"sparsekit\.MovingAverage\(masked\)"):
+    with pytest.raises(UnsupportedModelError, match=r"AveragedModel\(masked\.compact\(\)\)"):
         AveragedModel(nn.Sequential(masked) if inside else masked)
     assert AveragedModel(masked.compact()).module is not None
+
+
+def test_the_average_of_a_mask_that_does_not_learn_is_that_of_its_compact_model() -> None:
+    model, x, y = convolutions(torch.float64)
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    small = masked.compact()
+    averages = [AveragedModel(module) for module in (masked, small)]
+    for module, average in zip((masked, small), averages, strict=True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(4):
+            train_step(module, optimizer, x, y)
+            average.update_parameters(module)
+    state = averages[1].module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in averages[0].module.narrow_state().items())
 
 
 def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pytest.MonkeyPatch) -> None:

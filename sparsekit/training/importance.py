@@ -1,16 +1,18 @@
-"""UnitVectors: importance gradient, magnitudes and mask check of all groups as one vector.
+"""GradientImportance: the rule by which a mask learns, and what it computes of all units of a model at once."""
 
-Small steps are limited by Python, not by arithmetic, so each operation runs once over all units of a model. Vectors over
-all units have length J, in the order of the graph's groups.
-"""
+from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.weights import own_slices, unit_magnitudes
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.index import StateDict, wide
@@ -18,11 +20,184 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 
+Target = Literal["standardised", "absolute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceRegularizer:
+    """The regulariser λ‖Q − σ(|θ|_J)‖², which pulls importance towards a target that follows the weights.
+
+    Args:
+        strength: λ in the paper.
+        target: "standardised": sigmoid of the absolute sums after each group's mean and deviation are removed;
+            "absolute": sigmoid of the absolute sums, as in the paper (close to 1 for every unit of a wide network).
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term; the standardised target is ours.
+    """
+
+    strength: float = 1.0
+    target: Target = "standardised"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength < float("inf"):
+            raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength}")
+        if self.target not in ("standardised", "absolute"):
+            raise InvalidValueError(f"target must be 'standardised' or 'absolute', got {self.target!r}")
+
+    def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the target of every unit, a constant for the gradient.
+
+        Args:
+            magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
+            sizes: Units of each group.
+
+        Returns:
+            float (J,) in [0, 1], float32 at least.
+        """
+        if self.target == "standardised":
+            magnitudes = standardise(magnitudes, *unit_tables(tuple(sizes), magnitudes.device))
+        return torch.sigmoid(wide(magnitudes))
+
+
+def standardise(values: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
+    """Subtract each group's mean and divide by its standard deviation.
+
+    Args:
+        values: float (J,).
+        group_of: int64 (J,), the group of each value, from 0.
+        sizes: int64 (groups,), the number of values in each.
+
+    Returns:
+        float (J,), float32 at least; 0 throughout a group whose values are all equal.
+    """
+    values = wide(values)
+    counts = sizes.to(values.dtype)
+    mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
+    centred = values - mean[group_of]
+    variance = values.new_zeros(sizes.numel()).index_add_(0, group_of, centred * centred) / counts
+    return centred / (variance.sqrt() + 1e-12)[group_of]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientImportance:
+    """Step importance along the gradient of each unit's gate, pulled by a regulariser, after every step of the weights.
+
+    The mask follows where the order of importance has changed. Both gradients are computed in closed form from those of the
+    weights, so optimisers need not know importance. Dropped units learn from the regulariser alone.
+
+    ```python
+    masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
+    optimizer = torch.optim.AdamW(masked.parameters())
+    ```
+
+    Args:
+        regularizer: Pulls importance towards a target that follows the weights.
+        lr: Learning rate of importance. Where gradients of the weights are clipped, call `masked.update_importance()` before.
+        refresh_every: Importance takes a step after every step of the weights, but its target and the gradient of the gates
+            are computed from the weights only at every n-th step and after a change of the mask, and reused in between. 1 is
+            the algorithm of the paper; computed every time, they take a tenth of the time of a small step.
+
+    Raises:
+        InvalidValueError: `lr` below 0 or infinite, or `refresh_every` below 1.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
+    """
+
+    regularizer: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
+    lr: float = 0.02
+    refresh_every: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
+            raise InvalidValueError(f"refresh_every must be a whole number >= 1, got {self.refresh_every!r}")
+        if not 0.0 <= self.lr < math.inf:
+            raise InvalidValueError(f"lr must be a finite number >= 0, got {self.lr}")
+
+
+class ImportanceSteps:
+    """The steps of `GradientImportance` in one training."""
+
+    def __init__(self, settings: GradientImportance) -> None:
+        self.settings = settings
+        self.due = True
+        """Whether importance has yet to take the step that goes with the latest pass."""
+        self._target: Tensor | None = None
+        self._gates: Tensor | None = None
+        """∂L/∂gate of each unit, 0 of dropped ones, as it was last computed."""
+        self._gates_of = -1
+        """The version of the narrow model for which it was computed."""
+        self._age = 0
+
+    @torch.no_grad()
+    def take(
+        self, scores: Tensor, vectors: UnitVectors, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None
+    ) -> None:
+        """Change importance, float (J,), in place, once for each pass.
+
+        Args:
+            scores: Importance.
+            vectors: Of the model.
+            gradients: Leaf → gradient; None takes `.grad` of the leaves.
+            scale: The factor of a GradScaler that they still contain.
+        """
+        if not self.due:
+            return
+        self.due = False
+        term, now = self.settings.regularizer, self._age % self.settings.refresh_every == 0
+        self._age += 1
+        if self._target is None or now:
+            self._target = term.targets(vectors.magnitudes(), vectors.group_sizes).to(scores.dtype)
+        if self._gates is None or now or self._gates_of != vectors.narrow_model.version:
+            gates, self._gates_of = vectors.gate_gradient(gradients), vectors.narrow_model.version
+            self._gates = (gates if scale is None else gates / scale).to(self._target)
+        gradient = (scores - self._target).mul_(2.0 * term.strength).add_(self._gates)
+        scores.sub_(gradient, alpha=self.settings.lr)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what training continues from."""
+        read = {"target": self._target, "gates": self._gates}
+        return {"age": torch.tensor(self._age), **{name: each.clone() for name, each in read.items() if each is not None}}
+
+    def load(self, state: Mapping[str, Tensor], scores: Tensor, version: int) -> None:
+        """Continue from what `state` returned; `version` is that of the narrow model now."""
+        self._age = int(state.get("age", 0))
+        self._target, self._gates = (
+            None if name not in state else state[name].to(scores, copy=True) for name in ("target", "gates")
+        )
+        self._gates_of = version
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move to the device to which `function` moves; dtypes stay."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(function(tensor).device)
+
+        self._target, self._gates = moved(self._target), moved(self._gates)
+
 
 def split_units(graph: UnitGraph, flat: Tensor) -> dict[str, Tensor]:
     """Views of a vector over all units, float (J,), by group: group name → (units,)."""
     parts = flat.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
+
+
+def set_importance(graph: UnitGraph, scores: Tensor, importance: Mapping[str, Tensor]) -> None:
+    """Write the importance of some groups into `scores`, float (J,).
+
+    Raises:
+        ForeignMaskError: an unknown group or another number of units.
+        InvalidValueError: a value is NaN or infinite.
+    """
+    parts = split_units(graph, scores)
+    for name, values in importance.items():
+        if name not in parts or values.shape != parts[name].shape:
+            expected = {group.name: group.size for group in graph.groups.values()}
+            raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {expected}")
+        if not bool(torch.isfinite(values).all()):
+            raise InvalidValueError(f"importance of {name!r} must be finite")
+    with torch.no_grad():
+        for name, values in importance.items():
+            parts[name].copy_(values)
 
 
 # Made once: a table that is made on the CPU would cross to the device of the model in every step.
@@ -34,22 +209,16 @@ def unit_tables(sizes: tuple[int, ...], device: torch.device | None) -> tuple[Te
         return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 
-class Reader:
+class Reader(NamedTuple):
     """A leaf axis whose positions belong to units: sums over the other axes are added to those units."""
 
-    def __init__(self, leaf: nn.Parameter, dim: int, name: str = "", units: Tensor | None = None) -> None:
-        """Set up.
-
-        Args:
-            leaf: The leaf.
-            dim: The axis.
-            name: State-dict key of the leaf.
-            units: int64 (dense size,), the unit of each dense position; J where none.
-        """
-        self.leaf = leaf
-        self.dim = dim
-        self.name = name
-        self.units = units
+    leaf: nn.Parameter
+    dim: int
+    """The axis."""
+    name: str
+    """State-dict key of the leaf."""
+    units: Tensor
+    """int64 (dense size,), the unit of each dense position; J where none."""
 
     def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Return Σ gradient · weight at each position along the axis: (narrow size,)."""
@@ -87,7 +256,9 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
 
 
 class UnitVectors:
-    """Vectors over the units of a narrow model, from which importance is learned; they follow its mask.
+    """Vectors over the units of a narrow model, float (J,) in the order of the graph's groups; they follow its mask.
+
+    Small steps are limited by Python, not by arithmetic, so each operation runs once over all units of a model.
 
     Change the mask through `set_mask`, and call `reload` after `load` of the narrow model.
     """
@@ -100,7 +271,8 @@ class UnitVectors:
         self._leaves = narrow_model.named_parameters()
         # All tables are on the device of the model, so that a step copies nothing between devices.
         device = next((leaf.device for leaf in self._leaves.values()), None)
-        self.group_of, self.sizes = unit_tables(tuple(group.size for group in graph.groups.values()), device)
+        self.group_sizes = tuple(group.size for group in graph.groups.values())
+        self.group_of, self.sizes = unit_tables(self.group_sizes, device)
         self._consumers, self._producers = self._readers(gated=True), self._readers(gated=False)
         self.reload()
 
@@ -154,7 +326,6 @@ class UnitVectors:
 
     def _narrow_units(self, reader: Reader) -> Tensor:
         """Return the unit of each narrow position: int64 (narrow size,); J where none."""
-        assert reader.units is not None
         return reader.units[self.narrow_model.positions(reader.name)[reader.dim]]
 
     def _sums(self, values: list[Tensor], units: Tensor) -> Tensor:

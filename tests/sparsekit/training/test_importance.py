@@ -1,4 +1,4 @@
-"""Importance, statistics and targets are float32 at least, whatever the dtype of the weights."""
+"""Targets of importance are exact, and everything of it is float32 at least, whatever the dtype of the weights."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsekit import GradientImportance, LearnableMask, trace_units
 from sparsekit.criteria.weights import unit_magnitudes
-from sparsekit.training.unit_vectors import Reader
+from sparsekit.training.importance import ImportanceRegularizer, Reader, standardise
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -93,10 +93,21 @@ def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_in
                 seen.append(torch.is_autocast_enabled("cpu"))  # CUDA casts this product, a CPU does not
             return func(*args, **(kwargs or {}))
 
-    reader = Reader(torch.nn.Parameter(torch.randn(4, 6)), 1)
+    reader = Reader(torch.nn.Parameter(torch.randn(4, 6)), 1, "weight", torch.arange(6))
     gradient = torch.randn(4, 6)
     expected = reader.products(reader.leaf.detach(), gradient)
     with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
         found = reader.products(reader.leaf.detach(), gradient)
     assert seen == [False]
     assert torch.equal(found, expected)
+
+
+def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:
+    sums = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0])
+    plain = ImportanceRegularizer(target="absolute").targets(sums, [3, 2])
+    assert torch.equal(plain, torch.sigmoid(sums))
+    deviation = (2 / 3) ** 0.5
+    ours = ImportanceRegularizer().targets(sums, [3, 2])
+    assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
+    assert standardise(sums, torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3, 2]))[3:].tolist() == [0.0, 0.0]
+    assert ImportanceRegularizer().targets(torch.empty(0), []).shape == (0,)  # of a model without units
