@@ -93,18 +93,16 @@ def steps(device: torch.device, quick: bool) -> list[dict[str, Any]]:
             model = model.to(device)
             graph = trace_units(model, x[:2])
             masked = LearnableMask(model, graph=graph, ratio=ratio)
-            still = LearnableMask(model, graph=graph, ratio=ratio, explore=0.0)
             narrow = compact(model, graph, masked.unit_mask())
             runs = {
                 "narrow": plain_step(narrow, narrow.parameters(), x, y),
                 "learnable": plain_step(masked, masked.parameters(), x, y),
-                "without_exploration": plain_step(still, still.parameters(), x, y),
                 "dense": plain_step(model, model.parameters(), x, y),
             }
             times = in_turns(runs, repeats, warm=1, seconds=lambda run: _seconds(run, device, block))
             row: dict[str, Any] = {"model": name, "batch": batch, "ratio": ratio}
             row["narrow_milliseconds"] = 1e3 * statistics.median(times["narrow"])
-            for case in ("learnable", "without_exploration", "dense"):
+            for case in ("learnable", "dense"):
                 low, row[f"{case}_over_narrow"], high = over(times, case, "narrow")
                 row[f"{case}_over_narrow_quartiles"] = [low, high]
             rows.append(row)
@@ -135,7 +133,7 @@ def crossings(device: torch.device, quick: bool) -> dict[str, Any]:
     for name in ["cnn"] if quick else list(MODELS):
         model, x, y = build(name)
         model, x, y = model.to(device), x.to(device), y.to(device)
-        masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0)
+        masked = LearnableMask(model, (x[:2],), ratio=0.5)
         step = plain_step(masked, masked.parameters(), x, y)
         _seconds(step, device, 3)
         with _sync_warnings(device) as places:

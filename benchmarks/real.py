@@ -36,7 +36,7 @@ from sparsekit.measure.cost import measure_costs
 from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.prune import CANDIDATES
 from sparsekit.pruning.reconstruction import statistics_prior
-from sparsekit.training.rules import ImportanceRegularizer, Learning
+from sparsekit.training import GradientImportance, ImportanceRegularizer
 
 CRITERIA = ("fisher", "position_fisher", "activation", "taylor", "magnitude", "random")
 SHARES = {"smollm2": (0.8, 0.65, 0.5), "efficientnet-lite0": (0.75, 0.5, 0.35)}
@@ -163,15 +163,14 @@ def cells(name: str) -> list[tuple[str, float, str]]:
 
 
 STEPS = {"smollm2": 50, "efficientnet-lite0": 100}
-RULES = ("fixed", "loss rule", "gradient rule", "gates", "gradient rule from ranks")
+RULES = ("fixed", "gradient rule", "gates", "gradient rule from ranks")
 
 
-def learning_of(rule: str, steps: int) -> Learning:
+def learning_of(rule: str) -> GradientImportance | None:
     """How a mask changes in a training that begins with the reconstructed cut; gates learn otherwise."""
-    if "gradient" in rule:
-        # Steps of importance suit ranks; a target that follows magnitudes would undo the cut.
-        return sk.GradientImportance(lr=0.02, regularizer=ImportanceRegularizer(strength=float("ranks" not in rule)))
-    return sk.LossImportance(explore=0.0) if rule == "fixed" else sk.LossImportance(steps=steps)
+    # Steps of importance suit ranks; a target that follows magnitudes would undo the cut.
+    term = ImportanceRegularizer(strength=float("ranks" not in rule))
+    return GradientImportance(lr=0.02, regularizer=term) if "gradient" in rule else None
 
 
 def train(bench: Bench, share: float, rule: str, seed: int, rate: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
@@ -214,14 +213,13 @@ def train(bench: Bench, share: float, rule: str, seed: int, rate: float = 0.0) -
         reconstruct(dense, small, bench.graph, mask, bench.fit)
         learn(small.train(), small.parameters(), steps - steps // 2)
     else:
-        masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=learning_of(rule, steps))
+        masked = sk.LearnableMask.from_pruned(pruned, network.model, learning=learning_of(rule))
         if rule.endswith("ranks"):  # of units in their group, in (0, 1], so that steps of one size suit all groups
             masked.load_importance({
                 name: (each.argsort().argsort() + 1.0) / len(each) for name, each in masked.importance().items()
             })  # fmt: skip
         learn(masked.train(), masked.parameters(), steps)
         mask, small = masked.unit_mask(), masked.compact()
-        told["explored"] = masked.exploration_cost
     told |= {"seconds": time.process_time() - began, "rate": rate, "steps": steps, "kept": sum(mask.counts().values())}
     told["swapped"] = sum(int((keep & ~pruned.mask[name]).sum()) for name, keep in mask.items())
     dense_flops, kept = bench.costs.dense_costs()["flops"], network.kept_flops

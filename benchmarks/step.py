@@ -10,12 +10,6 @@ The cases: `narrow`, a plain module with fewer channels, trained with torch.opti
 (task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
 `dense`, the whole network. `remask_over_narrow` is the time to change the pattern by one unit in a hundred (at least one) of
 every group, in steps of the narrow network.
-
-    python benchmarks/step.py --training --ratios 0.25
-
-times whole trainings of a LearnableMask as it comes, `explored`, of the same with `explore=0`, `fixed`, and of the narrow
-network, in turns of ten steps, in CPU seconds; a perceptron and a small transformer are among the models. The mask may
-settle, and then costs what a fixed one does: `share_explored` says what exploration came to in FLOPs.
 """
 
 import argparse
@@ -154,37 +148,6 @@ def second_call(call: Callable[[], Any]) -> float:
     return processor_seconds(call)
 
 
-def measure_training(name: str, ratio: float, steps: int) -> dict[str, Any]:
-    """Whole trainings, exploration and swaps included, batch after batch of other noise; the first turn warms up."""
-    model, x, y = build(name)
-    explored = LearnableMask(model, (x[:2],), ratio=ratio)
-    fixed = LearnableMask(model, (x[:2],), ratio=ratio, explore=0.0)
-    narrow = compact(model, fixed.graph, fixed.unit_mask())
-    nets = {"explored": explored, "fixed": fixed, "narrow": narrow}
-    cases = {case: ten_times(plain_step(net, net.parameters(), x, y)) for case, net in nets.items()}
-    noise = x.normal_ if x.is_floating_point() else x.clone
-    total = {case: sum(turns) for case, turns in in_turns(cases, -(-steps // 10) - 1, warm=1, before=noise).items()}
-    return {
-        "model": name,
-        "ratio": ratio,
-        "steps": steps,
-        "explored_over_fixed": round(total["explored"] / total["fixed"], 3),
-        "fixed_over_narrow": round(total["fixed"] / total["narrow"], 3),
-        "share_explored": round(explored.exploration_cost, 3),
-        "converged": explored.converged,
-    }
-
-
-def ten_times(step: Callable[[], None]) -> Callable[[], None]:
-    """Ten steps in a row."""
-
-    def steps() -> None:
-        for _ in range(10):
-            step()
-
-    return steps
-
-
 def main() -> None:
     """Read the options and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,17 +155,11 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.5, 0.25, 0.125, 0.0625])
     parser.add_argument("--steps", type=int, default=30, help="counted steps per case (default 30)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before counting (default 5)")
-    parser.add_argument(
-        "--training", action="store_true", help="whole trainings of --steps steps, with and without exploration"
-    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cells = product(options.models, options.ratios)
-    if options.training:
-        show((measure_training(name, ratio, options.steps) for name, ratio in cells), as_json=True)
-    else:
-        show((measure(name, ratio, options.steps, options.warmup) for name, ratio in cells), options.json)
+    show((measure(name, ratio, options.steps, options.warmup) for name, ratio in cells), options.json)
 
 
 if __name__ == "__main__":

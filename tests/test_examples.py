@@ -64,14 +64,6 @@ def test_every_example_is_tested_here() -> None:
 
 
 @pytest.mark.slow
-def test_watch_mask(printed: Callable[..., str], tmp_path: Path) -> None:
-    ours, paper = re.findall(r"that see the signal (\d)", printed("watch_mask", tmp_path, STEPS=600))
-    assert int(ours) == 4
-    assert int(paper) < 4
-    assert (tmp_path / "watch_mask.svg").stat().st_size > 5000
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("library", "layer"), [("transformers", "model.layers.0.mlp.up_proj"), ("lightning", "2")])
 def test_trainers(printed: Callable[..., str], library: str, layer: str) -> None:
     pytest.importorskip(library)

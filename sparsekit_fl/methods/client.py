@@ -202,7 +202,7 @@ def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjust
 def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
     """Return the step of every method that trains one model by one loss: first the mask changes, then the weights."""
     module = masked.model
-    if not masked.converged and update.parameters:
+    if update.parameters:
         masked.add_optimizer(update.holder)
 
     def step(batch: Batch) -> tuple[Any, Tensor]:

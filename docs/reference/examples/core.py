@@ -85,11 +85,6 @@ for _ in range(3):
     optimizer.step()
 small = masked.compact()
 
-# sparsekit.MovingAverage
-average = sk.MovingAverage(masked, decay=0.99)
-average.update()  # after each step of the optimiser
-small = average.compact()
-
 # sparsekit.NarrowModel
 narrow = sk.NarrowModel(model, graph)
 narrow.load(model.state_dict(), mask)
@@ -412,9 +407,8 @@ llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_s
 sk.save_pretrained(llama, "small")  # or what `prune` made of it, with layers of any widths
 again = sk.load_pretrained("small")  # generates as before
 
-# sparsekit.GradientImportance, sparsekit.LossImportance
-for rule in (sk.GradientImportance(), sk.LossImportance(steps=100)):
-    masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=rule)
+# sparsekit.GradientImportance
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.GradientImportance(lr=0.02))
 
 # sparsekit.allocation.check_ratio
 ratio = sk.allocation.check_ratio(0.5)  # an error that says what is allowed for 0, 1.5 or "half"
