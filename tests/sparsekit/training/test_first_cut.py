@@ -109,7 +109,7 @@ def test_what_cannot_begin_is_refused_and_an_untrained_network_is_not_warned_of(
     graph = sk.trace_units(model, x)
     with pytest.raises(InvalidValueError, match="a ratio below 1 or a budget"):
         sk.LearnableMask(model, x, batches=batches, loss=F.cross_entropy)
-    with pytest.raises(InvalidValueError, match="needs example_inputs"):
+    with pytest.raises(InvalidValueError, match="need example_inputs"):
         sk.LearnableMask(model, graph=graph, ratio=0.5, batches=batches, loss=F.cross_entropy)
     decided = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy, criterion="fisher", dry_run=True)
     with pytest.raises(InvalidValueError, match="dry_run"):
