@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import classifier, convolutions
+from masked import classifier, convolutions, shake
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -61,6 +61,8 @@ def test_layers_may_be_frozen_and_set_free_at_any_step(change: tuple[int, ...]) 
             masked.model[layer].requires_grad_(at % 37 < 20)
         if not change and at % 5 == 0:
             masked.requires_grad_(True)
+        if at % 10 == 0:
+            shake(masked, at)
         _step(masked, optimizer, x, y, zero_late=False)
         optimizer.step()
         masks.append(masked.unit_mask())
