@@ -38,8 +38,8 @@ class ExitHead(nn.Module):
 
     def __init__(self, inputs: Sequence[int], outputs: int, *, convolution: bool) -> None:
         super().__init__()
-        self._grid = tuple(min(_GRID, size) for size in inputs[2:]) if convolution else ()
-        self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if convolution else inputs[-1], outputs)
+        self._grid = (min(_GRID, inputs[2]), min(_GRID, inputs[3])) if convolution else None
+        self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if self._grid else inputs[-1], outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return float (N, C, H, W) → (N, outputs), or (N, …, features) → (N, …, outputs)."""
