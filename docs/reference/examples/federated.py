@@ -8,7 +8,9 @@ import sparsekit_fl as fl
 
 
 def make_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    model.exits_before = ("2",)  # where depthfl lets a weak client stop
+    return model
 
 
 def split(examples: int) -> fl.TensorData:
