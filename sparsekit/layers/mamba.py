@@ -52,9 +52,11 @@ class Mamba2Rule(LayerRule):
         of_values = np.repeat(heads, mixer.head_dim)
 
         def unite(tensor: Tensor | None, *parts: slice) -> None:
-            nodes = _axis(tracer.labels(tensor), 0) if tensor is not None else None
-            for part in parts if nodes is not None else ():
-                tracer.unite(heads if nodes[part].size == count else of_values, nodes[part])
+            if tensor is None:
+                return
+            for part in parts:
+                nodes = _axis(tracer.labels(tensor), 0)[part]
+                tracer.unite(heads if nodes.size == count else of_values, nodes)
 
         everything = slice(None)
         for tensor in (mixer.in_proj.weight, mixer.in_proj.bias):
