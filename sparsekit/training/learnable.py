@@ -138,6 +138,7 @@ class LearnableMask(nn.Module):
         """Whether the mask has changed since an optimizer may have been loaded."""
         self._steps = None if learning is None else ImportanceSteps(learning)
         # Float32 for models in bfloat16 or float16, also when the mask is moved to such a dtype.
+        self.scores: Tensor
         self.register_buffer("scores", self._targets(self.vectors.magnitudes()) if graph.groups else torch.zeros(0))
         if budget is not None or batches is not None:
             options: Any = {"ratio": ratio, "budget": self.budget, "batches": batches, "loss": loss, "rules": rules}
