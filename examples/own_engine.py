@@ -44,7 +44,7 @@ def main() -> None:
     """Run FedLPS on scikit-learn's digits, here and on the engine that comes along: the same model, to the bit."""
     preset = fl.preset_for(dataset="digits")
     problem, clients = fl.build_problem(preset, seed=0)
-    config = fl.RunConfig(rounds=3, cohort=preset.cohort, training=preset.training, capability_levels=preset.capability_levels)
+    config = fl.RunConfig(rounds=3, cohort=preset.cohort, training=preset.training)
     timed = Timed()
     results = [fl.run(fl.methods.fedlps(), problem, clients, config, engine=engine) for engine in (timed, fl.Processes())]
     slowest = max(timed.seconds, key=lambda client_id: timed.seconds[client_id])

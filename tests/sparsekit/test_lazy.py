@@ -12,7 +12,7 @@ import pytest
 import sparsekit
 
 
-@pytest.mark.parametrize("package", ["sparsekit", "sparsekit.cli", "sparsekit_fl", "sparsekit_fl.flower"])
+@pytest.mark.parametrize("package", ["sparsekit", "sparsekit_fl", "sparsekit_fl.flower"])
 def test_type_checkers_find_each_name_where_it_is_imported_from(package: str) -> None:
     module = importlib.import_module(package)
     tree = ast.parse(Path(str(module.__file__)).read_text())

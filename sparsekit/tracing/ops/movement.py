@@ -204,7 +204,9 @@ def _take_apart(call: Call) -> Outputs:
         length = parts[0].size
         if call.name in _SINGLE:
             call.tracer.fix(axis, _SINGLE[call.name])
-        elif axis.size % length or any((part != part[0] // length * length + np.arange(length)).any() for part in parts):
+        elif axis.size % length or any(
+            part.size != length or (part != part[0] // length * length + np.arange(length)).any() for part in parts
+        ):
             reason = "sliced at fixed positions" if call.name == "slice" else f"split into fixed sizes {[*map(len, parts)]}"
             call.tracer.fix(axis, reason)
         else:

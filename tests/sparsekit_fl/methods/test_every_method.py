@@ -27,6 +27,7 @@ def _frozen() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
     model[2].requires_grad_(False)
+    model.exits_before = ("4",)
     return model
 
 
@@ -77,8 +78,8 @@ def spoiled(monkeypatch):
     """Runs a method of which two clients change what they send; returns why they were refused."""
 
     def start(method, change):
-        def hostile(spec, client, request, memory):
-            reply, memory = run_client(spec, client, request, memory)
+        def hostile(spec, client, request, memory, **given):
+            reply, memory = run_client(spec, client, request, memory, **given)
             changes = reply.update is not None and client.id in HOSTILE
             return (replace(reply, update=change(reply.update)) if changes else reply), memory
 
