@@ -172,7 +172,7 @@ def test_two_commands_at_once_with_one_folder_keep_each_others_trials(
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_continue(tmp_path: Path) -> None:
     command = ["compare", "fedavg", "local", *TINY, "--seeds", "1", "--rounds", "400", "--out", str(tmp_path)]
-    code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/checkpoint.pt").exists)
+    code, out, err = ended(command, signal.SIGINT, (tmp_path / "fedavg-seed0/rounds.jsonl").exists)
     assert (code, out) == (130, ""), err
     assert "the same command line continues" in err
     assert "Traceback" not in err

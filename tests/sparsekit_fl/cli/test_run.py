@@ -185,7 +185,7 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     options = ["run", "fedavg", "--rounds", "40", *SMALL[2:], "--workers", "2", "--eval-every", "40"]
     whole = command(options, capsys)
     out = tmp_path / "run"
-    there = (out / "checkpoint.pt").exists
+    there = (out / "rounds.jsonl").exists
     code, stdout, stderr = ended([*options, "--out", str(out)], signal.SIGINT, there, group=True)
     assert (code, stdout) == (130, ""), stderr
     assert "--resume" in stderr
