@@ -305,10 +305,10 @@ def _deep() -> nn.Module:
 
 @pytest.mark.slow
 def test_robust_mean(printed: Callable[..., str]) -> None:
-    out = printed("robust_mean", ROUNDS=5)
+    out = printed("robust_mean")
     scores = {name: float(share) for name, share in re.findall(r"^([a-z ]+?) +accuracy ([\d.]+)%", out, re.M)}
     assert "mean          accuracy stopped" in out or scores["mean"] < min(scores["median"], scores["trimmed mean"])
-    assert min(scores["median"], scores["trimmed mean"]) > 40
+    assert min(scores["median"], scores["trimmed mean"]) > 50
 
 
 @pytest.mark.slow
@@ -322,9 +322,7 @@ def test_fedopt(printed: Callable[..., str]) -> None:
 @pytest.mark.slow
 def test_private_fedavg(printed: Callable[..., str]) -> None:
     pytest.importorskip("opacus", reason="opacus is not installed; pip install opacus")
-    (accuracy, little), (_, much) = re.findall(
-        r"global accuracy ([\d.]+)%, epsilon ([\d.]+)", printed("private_fedavg", ROUNDS=5)
-    )
+    (accuracy, little), (_, much) = re.findall(r"global accuracy ([\d.]+)%, epsilon ([\d.]+)", printed("private_fedavg"))
     assert float(accuracy) > 20
     assert float(little) > float(much) > 0
 
