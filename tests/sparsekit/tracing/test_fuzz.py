@@ -57,12 +57,12 @@ def check_seeds(seeds: Sequence[int], **options: Any) -> tuple[int, list[str]]:
     return cut, wrong
 
 
-HUNDREDS = pytest.param(fuzz.seeds(200, 5), marks=pytest.mark.slow, id="hundreds")
+HUNDREDS = pytest.param(fuzz.seeds(200, 5), 0.85, marks=pytest.mark.slow, id="hundreds")
 
 
 @pytest.mark.parametrize("prune_norms", [False, True])
-@pytest.mark.parametrize("seeds", [range(1000, 1018), HUNDREDS])
-def test_random_networks_are_cut_exactly(seeds: range, prune_norms: bool) -> None:
+@pytest.mark.parametrize(("seeds", "share"), [(range(1000, 1018), 0.9), HUNDREDS])
+def test_random_networks_are_cut_exactly(seeds: range, share: float, prune_norms: bool) -> None:
     cut, wrong = check_seeds(seeds, prune_norms=prune_norms)
     assert wrong == []
-    assert cut > 0.85 * len(seeds)
+    assert cut > share * len(seeds)
