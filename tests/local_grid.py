@@ -165,8 +165,12 @@ class LocalGrid(Grid):
         return [*again, *found, *found] if self._twice else found
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        del messages, timeout
-        raise AttributeError("use push_messages and pull_messages")
+        del timeout
+        left = set(self.push_messages(messages))
+        while left:
+            for reply in self.pull_messages(left):
+                left.discard(reply.metadata.reply_to_message_id)
+                yield reply
 
 
 class InProcess:

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.training import ImportanceRegularizer
-from sparsekit_fl.flower.masks import KEY, narrow, record, traced, unpacked
+from sparsekit_fl.client.packing import pack, pack_mask, unpack, unpack_mask
 
-_IMPORTANCE = f"{KEY}-importance"
-_MASK = f"{KEY}-mask"
+KEY = "sparsekit"
+"""Name of the record with a ratio and a mask, in the content of messages and replies."""
+
+_IMPORTANCE, _MASK = f"{KEY}-importance", f"{KEY}-mask"
 
 
 class Submodel:
@@ -33,43 +35,31 @@ class Submodel:
         self._began = time.perf_counter()
         self._seconds = 0.0
 
-    def reply(self, metrics: Mapping[str, float | int], *, arrays_key: str = "arrays", metrics_key: str = "metrics") -> Message:
+    def reply(self, metrics: Mapping[str, float | int]) -> Message:
         """Return the reply to the server: the kept entries, their mask, and the metrics.
 
         Call it after the training. A learned mask is kept in `context.state` until the next round.
 
         Args:
             metrics: As your app sends them, `num-examples` among them.
-            arrays_key: Name of the ArrayRecord in the reply.
-            metrics_key: Name of the MetricRecord in the reply.
         """
         trained, mask = self.model, self._mask
         if isinstance(trained, sk.LearnableMask):
-            mask, importance = trained.unit_mask(), trained.importance()
-            state = {name: tensor.detach().cpu() for name, tensor in trained.compact().state_dict().items()}
             # Only now: Flower keeps a half-changed state when the training raises.
-            self._context.state[_IMPORTANCE] = _arrays({name: one.detach().cpu() for name, one in importance.items()})
-            self._context.state[_MASK] = record(self.ratio, mask)
-        else:
-            state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items()}
-        content = RecordDict({arrays_key: _arrays(state), metrics_key: MetricRecord(dict(metrics))})
-        content[KEY] = record(self.ratio, mask, seconds=self._seconds or time.perf_counter() - self._began)
+            self._context.state[_IMPORTANCE] = _arrays(trained.importance())
+            trained, mask = trained.compact(), trained.unit_mask()
+            self._context.state[_MASK] = mask_record(mask)
+        assert mask is not None, "a mask is the server's, or learned"
+        seconds = self._seconds or time.perf_counter() - self._began
+        (name,) = self._message.content.array_records
+        content = RecordDict({name: _arrays(trained.state_dict()), "metrics": MetricRecord(dict(metrics))})
+        content[KEY] = mask_record(mask, seconds=seconds)
         return Message(content, reply_to=self._message)
-
-
-def _arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({name: Array(tensor.numpy()) for name, tensor in state.items()})
 
 
 @contextmanager
 def train_submodel(
-    message: Message,
-    context: Context,
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    capability: float = 1.0,
-    arrays_key: str = "arrays",
+    message: Message, context: Context, model: nn.Module, example_inputs: Any, *, capability: float = 1.0
 ) -> Iterator[Submodel]:
     """Give the part of the model that the server asks this client to train.
 
@@ -90,30 +80,29 @@ def train_submodel(
         model: A fresh model, as your app makes it.
         example_inputs: A tensor, or a tuple of positional inputs, with which the model is called once to find its units.
         capability: Largest ratio that this device can train, in (0, 1]. If a learned mask's ratio would be larger, it is cut.
-        arrays_key: Name of the ArrayRecord in the message.
 
     Raises:
         InvalidValueError: the message is not from a `SubmodelStrategy`, or `capability` is outside (0, 1].
-        DataError: the mask in the message is not one of this model.
+        DataError: mask or state in the message are not those of this model.
     """
-    asked, graph = _asked(message), traced(model, example_inputs)
+    if KEY not in message.content:
+        raise InvalidValueError("the message has no ratio; wrap the server's strategy in sparsekit_fl.flower.SubmodelStrategy")
     if not 0 < capability <= 1:
         raise InvalidValueError(f"capability must be in (0, 1], got {capability}: the largest ratio of the device")
-    mask = unpacked(asked, graph)
-    ratio = float(asked["ratio"])
-    state = message.content.array_records[arrays_key].to_torch_state_dict()
-    if mask is None and asked["learned"]:
-        model.load_state_dict(state)
+    asked, graph = message.content.config_records[KEY], traced(model, example_inputs)
+    mask, ratio, trained = None, float(asked["ratio"]), model  # type: ignore[arg-type]
+    if "mask" not in asked:
+        model.load_state_dict(_state(message))
         ratio = min(ratio, capability)
         learning = sk.GradientImportance(regularizer=ImportanceRegularizer(target="standardised"))  # that of `fedlps`
-        learned = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
+        trained = sk.LearnableMask(model, graph=graph, ratio=ratio, learning=learning)
         if _IMPORTANCE in context.state:
-            learned.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())
-        trained: nn.Module = learned
+            trained.load_importance(context.state.array_records[_IMPORTANCE].to_torch_state_dict())
     else:
-        trained = narrow(model, model.state_dict(), graph, mask)
+        mask = read_mask(asked, graph)
+        trained = sk.compact(model, graph, mask, inplace=True)
         try:
-            trained.load_state_dict(state)
+            trained.load_state_dict(_state(message))
         except RuntimeError as error:
             raise DataError(f"the server's state does not fit the submodel of this client: {error}") from error
     made = Submodel(message, context, trained, ratio, mask)
@@ -121,9 +110,7 @@ def train_submodel(
     made._seconds = time.perf_counter() - made._began
 
 
-def load_submodel(
-    message: Message, context: Context, model: nn.Module, example_inputs: Any, *, arrays_key: str = "arrays"
-) -> nn.Module:
+def load_submodel(message: Message, context: Context, model: nn.Module, example_inputs: Any) -> nn.Module:
     """Return the global model of a message under this client's own learned mask; the whole model if it has none yet.
 
     Use it in the `@app.evaluate()` function of an app whose clients learn their masks.
@@ -133,23 +120,49 @@ def load_submodel(
         context: Of this client.
         model: A fresh model.
         example_inputs: As in `train_submodel`.
-        arrays_key: Name of the ArrayRecord in the message.
 
     Returns:
         A plain module, narrow if this client has learned a mask.
     """
-    state = message.content.array_records[arrays_key].to_torch_state_dict()
+    model.load_state_dict(_state(message))
     if _MASK not in context.state:
-        model.load_state_dict(state)
         return model
     graph = traced(model, example_inputs)
-    return narrow(model, state, graph, unpacked(context.state.config_records[_MASK], graph))
+    return sk.compact(model, graph, read_mask(context.state.config_records[_MASK], graph), inplace=True)
 
 
-def _asked(message: Message) -> Mapping[str, Any]:
-    if KEY not in message.content:
-        raise InvalidValueError("the message has no ratio; wrap the server's strategy in sparsekit_fl.flower.SubmodelStrategy")
-    return message.content.config_records[KEY]
+def traced(model: nn.Module, example_inputs: Any) -> sk.UnitGraph:
+    """Return the units of a model; `example_inputs` is a tensor or a tuple of positional inputs."""
+    return sk.trace_units(model, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)))
+
+
+def mask_record(mask: sk.UnitMask, **numbers: float) -> ConfigRecord:
+    """Return a record of a mask and further numbers."""
+    bits, about = pack_mask(mask)
+    record = ConfigRecord({"mask": pack(bits, about or {})})
+    record.update(numbers)
+    return record
+
+
+def read_mask(record: ConfigRecord, graph: sk.UnitGraph) -> sk.UnitMask:
+    """Undo `mask_record`.
+
+    Raises:
+        DataError: it is not a mask of this graph.
+    """
+    mask = unpack_mask(*unpack(record["mask"]), graph)  # type: ignore[arg-type]
+    if not isinstance(mask, sk.UnitMask):
+        raise DataError("the mask is not one of units")
+    return mask
+
+
+def _state(message: Message) -> dict[str, Tensor]:
+    (arrays,) = message.content.array_records.values()
+    return dict(arrays.to_torch_state_dict())
+
+
+def _arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({name: Array(tensor.detach().cpu().numpy()) for name, tensor in state.items()})
 
 
 __all__ = ["Submodel", "load_submodel", "train_submodel"]

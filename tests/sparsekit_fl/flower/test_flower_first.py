@@ -2,9 +2,8 @@
 
 import difflib
 import importlib.util
-import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,12 @@ from local_grid import LocalGrid
 import sparsekit as sk
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.flower import SubmodelStrategy, train_submodel
-from sparsekit_fl.flower.masks import KEY, traced
+from sparsekit_fl.flower.client import KEY, read_mask, traced
 from sparsekit_fl.testing import TinyNet
 
 pytestmark = pytest.mark.flower
 FOLDER = Path(__file__).parents[3] / "examples/flower_first"
 EXAMPLE = torch.zeros(1, 6)
-
-
-class Grid(LocalGrid):
-    """Answers `send_and_receive`, as the grid of an app does."""
-
-    received: list[Message]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        left, found = set(self.push_messages(messages)), []
-        while left:
-            for reply in self.pull_messages(left):
-                left.discard(reply.metadata.reply_to_message_id)
-                found.append(reply)
-        self.received = found
-        return found
 
 
 def module(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -62,8 +46,8 @@ def test_the_example_learns(app: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     server = module("server_app", FOLDER / app / "server_app.py", monkeypatch)
     torch.manual_seed(0)
     nodes, config = 6, {"num-server-rounds": 5, "local-epochs": 1, "learning-rate": 0.05}
-    grid = Grid(client.app, nodes=nodes, run_config=config,
-                node_configs=[{"partition-id": k, "num-partitions": nodes} for k in range(nodes)])  # fmt: skip
+    grid = LocalGrid(client.app, nodes=nodes, run_config=config,
+                     node_configs=[{"partition-id": k, "num-partitions": nodes} for k in range(nodes)])  # fmt: skip
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
     server.app(grid=grid, context=context)
     found = float(capsys.readouterr().out.split("eval_acc': ")[1].split("}")[0].split(",")[0])
@@ -79,17 +63,16 @@ def test_the_example_changes_at_most_40_lines_of_the_app(app: str) -> None:
     assert 0 < changed <= 40
 
 
-def app_of(change: Callable[[Message, int], None] = lambda *_: None, *, capability: float = 1.0) -> ClientApp:
+def app_of(change: Callable[[Message, int], None] = lambda *_: None) -> ClientApp:
     """An app whose nodes add their number to every entry that they train, and change their reply."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         number = context.node_id - 1000
-        with train_submodel(message, context, TinyNet(), EXAMPLE, capability=capability) as submodel, torch.no_grad():
+        with train_submodel(message, context, TinyNet(), EXAMPLE) as submodel, torch.no_grad():
             for parameter in submodel.model.parameters():
-                if not isinstance(submodel.model, sk.LearnableMask):
-                    parameter += number + 1
+                parameter += number + 1
         reply = submodel.reply({"num-examples": 10 * (number + 1), "train_acc": 0.5})
         change(reply, number)
         return reply
@@ -98,49 +81,40 @@ def app_of(change: Callable[[Message, int], None] = lambda *_: None, *, capabili
 
 
 def one_round(strategy: SubmodelStrategy, app: ClientApp, state: dict[str, Any], nodes: int = 3, **options: Any) -> Any:
-    grid = Grid(app, nodes=nodes, **options)
-    replies = grid.send_and_receive(strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid))
-    sizes = [sum(math.prod(array.shape) for array in reply.content["arrays"].values()) for reply in replies]
+    """The state after one round, the metrics, and the replies as (number, mask, entries)."""
+    grid = LocalGrid(app, nodes=nodes, **options)
+    replies = list(grid.send_and_receive(strategy.configure_train(1, ArrayRecord(state), ConfigRecord(), grid)))
+    sent = [
+        (reply.metadata.src_node_id - 1000, reply.content[KEY], dict(reply.content["arrays"].to_torch_state_dict()))
+        for reply in replies
+    ]
     arrays, metrics = strategy.aggregate_train(1, replies)
-    return (None if arrays is None else arrays.to_torch_state_dict()), metrics, sizes
+    return arrays.to_torch_state_dict(), metrics, sent
 
 
 def fedavg() -> FedAvg:
     return FedAvg(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1)
 
 
-def test_an_entry_is_the_mean_over_its_holders_and_stays_where_nobody_trained_it() -> None:
-    state = TinyNet().state_dict()
-    ratios = {1000: 0.25, 1001: 0.5, 1002: 0.5}
-    merged, metrics, sizes = one_round(
-        SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__), app_of(), state
-    )
-    graph = traced(TinyNet(), EXAMPLE)
-    masks = [sk.make_mask(sk.criteria.Ordered(), graph, ratio, sk.ScoringContext(weights=state)) for ratio in ratios.values()]
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_entry_is_the_mean_over_its_holders_or_over_all_and_stays_where_nobody_trained_it(learned: bool) -> None:
+    state, graph, ratios = TinyNet().state_dict(), traced(TinyNet(), EXAMPLE), {1000: 0.25, 1001: 0.5, 1002: 0.5}
+    strategy = SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__, learned=learned)
+    merged, metrics, sent = one_round(strategy, app_of(), state)
+    zeros = {name: torch.zeros_like(tensor, dtype=torch.double) for name, tensor in state.items()}
+    held = {
+        number: sk.expand({name: torch.ones_like(one).double() for name, one in part.items()}, graph, read_mask(record, graph),
+                          into=zeros)
+        for number, record, part in sent
+    }  # fmt: skip
     for name, _ in TinyNet().named_parameters():
-        tensor = state[name]
-        zeros = {key: torch.zeros_like(value, dtype=torch.double) for key, value in state.items()}
-        held = []
-        for mask in masks:
-            ones = {key: torch.ones_like(value, dtype=torch.double) for key, value in narrow_state(state, mask).items()}
-            held.append(sk.expand(ones, graph, mask, into=zeros)[name])
-        weight = sum(w * one for w, one in zip((10, 20, 30), held, strict=True))
-        moved = sum(w * step * one for w, step, one in zip((10, 20, 30), (1, 2, 3), held, strict=True))
-        wanted = tensor.double() + torch.where(weight > 0, moved / weight.clamp(min=1), 0.0)
-        assert torch.allclose(merged[name].double(), wanted, atol=1e-6), name
+        moved = sum(10 * (number + 1) ** 2 * one[name] for number, one in held.items())
+        weight = 60.0 if learned else sum(10 * (number + 1) * one[name] for number, one in held.items()).clamp(min=1)
+        assert torch.allclose(merged[name].double(), state[name].double() + moved / weight, atol=1e-6), name
+    assert any((sum(one[name] for one in held.values()) == 0).any() for name in state), "some are trained by nobody"
     assert metrics["train_acc"] == pytest.approx(0.5)
-    assert max(sizes) < sum(tensor.numel() for tensor in state.values()), "a client sends what it trained alone"
-    over_all, _, _ = one_round(
-        SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=ratios.__getitem__, over="all"), app_of(), state
-    )
-    for name in state:
-        assert ((over_all[name] - state[name]).abs() <= (merged[name] - state[name]).abs() + 1e-6).all()
-
-
-def narrow_state(state: dict[str, Any], mask: sk.UnitMask) -> dict[str, Any]:
-    model = TinyNet()
-    model.load_state_dict(state)
-    return sk.compact(model, traced(model, EXAMPLE), mask).state_dict()
+    whole = sum(tensor.numel() for tensor in state.values())
+    assert all(sum(tensor.numel() for tensor in part.values()) < whole for *_, part in sent), "what is trained is sent alone"
 
 
 def bad(array: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message, int], None]:
@@ -154,7 +128,7 @@ def bad(array: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message, int], N
 
 def without_mask(reply: Message, number: int) -> None:
     if number == 2:
-        reply.content[KEY] = ConfigRecord({"ratio": 0.5, "seconds": 1.0})
+        reply.content[KEY] = ConfigRecord({"seconds": 1.0})
 
 
 def no_examples(reply: Message, number: int) -> None:
@@ -172,10 +146,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("change", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("mask", ["ordered", "magnitude", "learned"])
-def test_a_bad_reply_changes_nothing(change: Any, mask: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bad_reply_changes_nothing(change: Any, learned: bool, caplog: pytest.LogCaptureFixture) -> None:
     state = TinyNet().state_dict()
-    made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, mask=mask), app_of(how), state, nodes)[0]
+    made = {nodes: one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, learned=learned), app_of(how), state, nodes)[0]
             for nodes, how in ((3, change), (2, lambda *_: None))}  # fmt: skip
     assert all(torch.equal(made[3][name], made[2][name]) for name in state)
     assert "continues without the update of node 1002" in caplog.text
@@ -197,13 +171,10 @@ def test_a_strategy_that_steps_towards_the_mean_still_does() -> None:
     assert any(not torch.allclose(merged[name].float(), plain[name].float()) for name in state)
 
 
-def test_a_client_without_the_strategy_and_options_that_are_wrong_are_refused() -> None:
+def test_a_client_without_the_strategy_and_a_wrong_ratio_are_refused() -> None:
     message = Message(RecordDict({"arrays": ArrayRecord(TinyNet().state_dict())}), 1000, "train")
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises(InvalidValueError, match="SubmodelStrategy"), train_submodel(message, context, TinyNet(), EXAMPLE):
         pass
-    for options in ({"mask": "any"}, {"over": "some"}):
-        with pytest.raises(InvalidValueError):
-            SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, **options)
-    with pytest.raises(InvalidValueError, match=r"ratio of node .* must be in \(0, 1\]"):
+    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\]"):
         one_round(SubmodelStrategy(fedavg(), TinyNet(), EXAMPLE, ratio=1.5), app_of(), TinyNet().state_dict())
