@@ -1,20 +1,18 @@
-"""RunConfig and TrainingConfig: every option of a run; optimizers by name, and learning rate schedules."""
+"""RunConfig and TrainingConfig: every option of a run; and optimizers by name."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.options import Checked, Count, Hint, NonNegative, NonNegativeCount, Positive, Share, options_of
+from sparsekit_fl.options import Checked, Count, NonNegative, NonNegativeCount, Positive
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +33,6 @@ Upload = Literal["float32", "bfloat16"]
 Amp = Literal["off", "bfloat16"]
 """Data type in which forward passes are computed."""
 
-Schedule = Literal["constant", "linear", "cosine", "step"]
-"""Names of the courses that a learning rate may take."""
-
 Redraw = Literal["fixed", "dynamic"]
 """When the capability of a client is drawn."""
 
@@ -47,17 +42,7 @@ Factor = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 """A number in [0, 1)."""
 
-Levels = Annotated[Annotated[tuple[Factor, ...], Field(min_length=1)] | None, Hint("None keeps each client's own capability")]
-"""Levels from which capabilities are drawn."""
-
 _SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
-
-_REQUIRES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "lr_step": ("lr_schedule", ("step",)),
-    "lr_gamma": ("lr_schedule", ("step",)),
-    "lr_end": ("lr_schedule", ("linear", "cosine")),
-}
-"""Option → the option without which it has no effect, and the values of that one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +56,7 @@ class TrainingConfig(Checked):
         local_epochs: Passes over a client's training data per round. More passes train longer
             between two averages, and let the clients drift further apart. Default: 5.
         batch_size: Examples per step. The last batch of a pass may be smaller. Default: 20.
-        lr: Learning rate of the first round. `lr_schedule` can change it over the rounds.
+        lr: Learning rate of the first round. `RunConfig(lr_decay=...)` lowers it over the rounds.
             Default: 0.1 for SGD, the default of torch for another optimizer.
         momentum: Momentum of SGD and RMSprop, in [0, 1). Other optimizers refuse it. Default: 0.
         weight_decay: Weight decay of the optimizer. Default: 0 for SGD, the default of torch for
@@ -107,10 +92,10 @@ class TrainingConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         absent = [name for name in _SGD if getattr(self, name) is None]
-        if absent:
-            own = {} if self.optimizer == "sgd" else _optimizer_defaults(self.optimizer)
-            for name in absent:
-                object.__setattr__(self, name, own.get(name, _SGD[name]))
+        # A few optimizers take the learning rate as a tensor too, but none has one as a default.
+        own = inspect.signature(optimizer_class(self.optimizer)).parameters if absent and self.optimizer != "sgd" else {}
+        for name in absent:
+            object.__setattr__(self, name, float(own[name].default) if name in own else _SGD[name])
 
     @cached_property
     def is_plain(self) -> bool:
@@ -149,14 +134,6 @@ class RunConfig(Checked):
             a client can train. Every level is equally likely. None keeps the capability that each
             client brings along. Default: None.
         lr_decay: Factor on the learning rate after each round, in (0, 1]. Default: 1.
-        lr_schedule: Learning rate over the rounds: constant, linear, cosine or step.
-            Default: constant.
-        lr_warmup: Rounds of warm-up, in which the learning rate grows linearly. Default: 0.
-        lr_step: Rounds between two steps of the step schedule. None takes a third of all rounds.
-            Default: None.
-        lr_gamma: Factor of each step of the step schedule, in (0, 1]. Default: 0.1.
-        lr_end: Last learning rate of the linear and cosine schedules, as a share of the first.
-            Default: 0.
         min_replies: Valid updates that a round needs. With fewer, the run stops, and a resumed
             run repeats the round. None takes half of the cohort, rounded up. Default: None.
         upload: Data type of updates: float32, or bfloat16, which halves the bytes sent up and
@@ -182,13 +159,8 @@ class RunConfig(Checked):
     device: str = "cpu"
     deterministic: bool = False
     capability: Redraw = "fixed"
-    capability_levels: Levels = None
+    capability_levels: tuple[Factor, ...] | None = None
     lr_decay: Factor = 1.0
-    lr_schedule: Schedule = "constant"
-    lr_warmup: NonNegativeCount = 0
-    lr_step: Count | None = None
-    lr_gamma: Factor = 0.1
-    lr_end: Share = 0.0
     min_replies: Count | None = None
     upload: Upload = "float32"
 
@@ -202,51 +174,24 @@ class RunConfig(Checked):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
         if self.min_replies is not None and self.min_replies > self.cohort:
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
-        for name, (feature, values) in _REQUIRES.items():
-            found = getattr(self, feature)
-            # A saved run has every option, so its default passes.
-            if found not in values and not options_of(RunConfig)[name].is_default(getattr(self, name)):
-                allowed = " or ".join(map(repr, values))
-                raise InvalidValueError(f"{name} belongs to {feature} {allowed}, got {found!r}; leave it out")
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Return the learning rate of each round: that of the first, times `lr_decay` a round, times the schedule."""
-        options: dict[str, Any] = {"warmup": self.lr_warmup, "every": self.lr_step, "gamma": self.lr_gamma, "end": self.lr_end}
-        return tuple(
-            self.training.lr * (self.lr_decay**place * factor(self.lr_schedule, place, self.rounds, **options))
-            for place in range(self.rounds)
-        )
+        """Return the learning rate of each round."""
+        return tuple(self.training.lr * self.lr_decay**place for place in range(self.rounds))
 
     def needed_replies(self, cohort: int) -> int:
         """Return the number of valid updates that a round of `cohort` clients needs to count."""
         return -(-cohort // 2) if self.min_replies is None else min(self.min_replies, cohort)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` is the inverse."""
-        raw = dataclasses.asdict(self)
-        return raw if self.capability_levels is None else {**raw, "capability_levels": list(self.capability_levels)}
+        """Return plain JSON values; `from_dict` is the inverse."""
+        values: dict[str, Any] = TypeAdapter(RunConfig).dump_python(self, mode="json")
+        return values
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:
-        """Read plain values.
-
-        Raises:
-            UnknownNameError: a key that is not an option; names the nearest.
-            InvalidValueError: a value that is not allowed.
-        """
-        values = _known(RunConfig, raw, "the run")
-        if isinstance(values.get("training"), Mapping):
-            values["training"] = TrainingConfig(**_known(TrainingConfig, values["training"], "training"))
-        if "rounds" not in values:
-            raise InvalidValueError("the run lacks 'rounds', the number of server rounds")
-        return RunConfig(**values)
-
-
-def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for key in raw:
-        if key not in options_of(kind):
-            raise UnknownNameError(f"unknown option {key!r} of {where}; {nearest(key, options_of(kind))}")
-    return dict(raw)
+        """Read what `to_dict` returned; raises ValueError if it is not that."""
+        return TypeAdapter(RunConfig).validate_python(raw)
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -269,40 +214,3 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if closure is not None and closure.default is not None:
         raise InvalidValueError(f"optimizer {name!r} needs a closure that computes the loss again; choose one that does not")
     return found
-
-
-def _optimizer_defaults(name: str) -> dict[str, float]:
-    """Return the numbers that an optimizer takes where none are given, by argument."""
-    parameters = inspect.signature(optimizer_class(name)).parameters
-    # A few take the learning rate as a tensor too, but none has one as a default.
-    return {key: float(one.default) for key, one in parameters.items() if isinstance(one.default, int | float)}
-
-
-def factor(
-    kind: Schedule, place: int, total: int, *, warmup: int = 0, every: int | None = None, gamma: float = 0.1, end: float = 0.0
-) -> float:
-    """Return the factor on the learning rate.
-
-    Args:
-        kind: "constant"; "linear" and "cosine" fall to `end` at the last place; "step" is multiplied by `gamma` at intervals.
-        place: Counted from 0.
-        total: Number of places.
-        warmup: Number of places at the start over which the rate grows linearly to its whole value, which the course then
-            begins with.
-        every: Places between two steps of "step"; None: a third of all.
-        gamma: Factor of each step.
-        end: Factor at the last place.
-
-    Source: linear warm-up is Goyal et al. 2017 (arXiv 1706.02677); the cosine Loshchilov and Hutter, ICLR 2017.
-    """
-    if place < warmup:
-        return (place + 1) / (warmup + 1)
-    done, left = place - warmup, max(total - warmup, 1)
-    if kind == "step":
-        return gamma ** (done // (every or max(1, -(-left // 3))))
-    if kind == "constant":
-        return 1.0
-    share = min(1.0, done / max(left - 1, 1))
-    if kind == "linear":
-        return 1.0 - (1.0 - end) * share
-    return end + (1.0 - end) * (1.0 + math.cos(math.pi * share)) / 2.0

@@ -17,7 +17,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "describe": Listed(
         "sparsekit_fl.cli.listing:describe",
-        "Describe a method with all its options, or a data set, a criterion or anything else that has a name.",
+        "Describe a method: where it was published, and its options.",
     ),
     "fedlps": Listed(
         "sparsekit_fl.cli.run:fedlps",
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "run": Listed(
         "sparsekit_fl.cli.run:run",
-        "Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.",
+        "Run any federated method; `sparsekit list methods` shows them, `sparsekit describe METHOD` the options of one.",
     ),
     "tune": Listed(
         "sparsekit.cli.tune:tune",

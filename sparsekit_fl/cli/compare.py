@@ -14,7 +14,7 @@ import typer
 from sparsekit.cli import command_app, print_json
 from sparsekit.errors import InvalidValueError, MissingDependencyError, SparsekitError
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
+from sparsekit_fl.cli.options import RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
 
 if TYPE_CHECKING:
@@ -194,5 +194,4 @@ compare = command_app(
         "sparsekit compare fedlps fedper --preset mnist --set partition.lack_classes=4 --out runs/lack4",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
-    cls=RunCommand,
 )

@@ -12,10 +12,9 @@ import typer
 from rich.markup import escape
 
 from sparsekit.cli import command_app
-from sparsekit.errors import DISTRIBUTION, InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.cli.config_file import text_of, toml_of
-from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.options import Count, NonNegative, options_of, parse_value, read_settings
+from sparsekit.errors import DISTRIBUTION, InvalidValueError
+from sparsekit_fl.cli.options import RunOptions, text_of, toml_of
+from sparsekit_fl.options import Count, NonNegative, options_of, read_keywords, read_settings
 
 if TYPE_CHECKING:
     from sparsekit_fl.methods.base import Method
@@ -47,11 +46,6 @@ class AppOptions(RunOptions):
     timeout_seconds: NonNegative = 0.0
     error_file: Path | None = None
 
-    @classmethod
-    def called(cls, name: str) -> str:
-        """Return the key of an option in Flower's run configuration."""
-        return name.replace("_", "-")
-
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> AppOptions:
         """Return the options in Flower's run configuration.
@@ -60,16 +54,15 @@ class AppOptions(RunOptions):
             UnknownNameError: no such option.
             InvalidValueError: a value that is not allowed.
         """
-        known = {AppOptions.called(name): option for name, option in options_of(AppOptions).items() if name not in _LOCAL}
-        given: dict[str, Any] = {}
-        for key, value in run_config.items():
-            if key.startswith(_SET):
-                given["set"] = (*given.get("set", ()), f"{key.removeprefix(_SET)}={text_of(value)}")
-            elif key not in known:
-                raise UnknownNameError(f"unknown option {key!r} in the run configuration; {nearest(key, known)}")
-            elif value not in ("", known[key].default):
-                given[known[key].name] = parse_value(known[key].hint, text_of(value), name=key)
-        return AppOptions(**given)
+        settings = {key: value for key, value in run_config.items() if key.startswith(_SET)}
+        texts = tuple(f"{key.removeprefix(_SET)}={text_of(value)}" for key, value in settings.items())
+        given = {key.replace("-", "_"): text_of(value) for key, value in run_config.items() if key not in settings}
+        # Flower's numbers may be of another kind: 1.0 for 1.
+        read = read_keywords(AppOptions, {name: text for name, text in given.items() if text}, name="the run configuration")
+        changed = {
+            name: value for name, value in read.items() if value != options_of(AppOptions)[name].default or value is None
+        }
+        return AppOptions(**changed, **({"set": texts} if texts else {}))
 
     def to_run_config(self) -> dict[str, bool | int | float | str]:
         """Return the options as Flower's run configuration; undoes `of`."""
@@ -80,7 +73,7 @@ class AppOptions(RunOptions):
             if name == "set":
                 config |= {_SET + path: text for path, text in read_settings(value or ()).items()}
             elif name not in _LOCAL and (name != "error_file" or value):
-                config[self.called(name)] = value if isinstance(value, bool | int | float) else text_of(value)
+                config[name.replace("_", "-")] = value if isinstance(value, bool | int | float) else text_of(value)
         return config
 
     @property

@@ -1,27 +1,27 @@
-"""RunOptions: the options of every command that runs a method, and their flags."""
+"""RunOptions: the options of every command that runs a method, from flags, from `--set PATH=VALUE` and from TOML files."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from typer.core import TyperCommand
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sparsekit.cli import with_options
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.cli.config_file import MOMENTARY, PARTITION, Known, by_path, path_of, read_file
 from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.options import STRICT, Count, options_of, plain_type, read_settings
+from sparsekit_fl.options import STRICT, Count, options_of, read_settings
 from sparsekit_fl.paper.presets import Preset
+from sparsekit_fl.stored import flat
 
 if TYPE_CHECKING:
-    import click
-
     from sparsekit_fl.callbacks import Callback
 
 MOST_WORKERS = 8
@@ -37,62 +37,23 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Panel of the help text → the options that have a flag; all others are given by --set and in files."""
 
-FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
-"""The options whose default is that of the preset."""
+MOMENTARY = ("config", "resume", "as_json", "quiet")
+"""The options of one command line, which a file neither gives nor keeps."""
 
-FRONT = tuple(name for names in FLAGS.values() for name in names)
-"""The options that have a flag."""
+PARTITION = "partition."
+"""Begins the path of an option of the partition."""
 
-Level = Literal["low", "median", "high", "own"]
-
-
-class GivenOptions(BaseModel):
-    """Options that somebody gave. `model_fields_set` tells them from those that have their default.
-
-    Raises:
-        UnknownNameError: no such option.
-        InvalidValueError: a value that is not allowed.
-    """
-
-    model_config = ConfigDict(**STRICT, frozen=True, extra="forbid")
-
-    def __init__(self, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            name = str(error.errors()[0]["loc"][0])
-            known = options_of(type(self))
-            if name not in known:
-                raise UnknownNameError(f"no option {name!r}; {nearest(name, known)}") from None
-            raise known[name].refusal(given[name], name=self.called(name), names_none=False) from None
-
-    @classmethod
-    def called(cls, name: str) -> str:
-        """Return the name of an option in messages."""
-        return flag_of(name) if name in FRONT else path_of(name)
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Option → value, of those that were given."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
-
-    def given_of(self, *kinds: type) -> dict[str, Any]:
-        """Return option → value, of those that were given for some classes."""
-        return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
-
-    def replaced(self, **values: Any) -> Self:
-        """Return a copy with other values; None takes an option back, as if it had not been given."""
-        left = {name: value for name, value in self.given.items() if name not in values}
-        return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
+_FRONT = tuple(name for names in FLAGS.values() for name in names)
+_FROM_PRESET = {*options_of(Preset), *options_of(TrainingConfig), "heterogeneity"}
 
 
 if TYPE_CHECKING:
 
-    class _RunFields(GivenOptions):
+    class _RunFields(BaseModel):
         def __getattr__(self, name: str) -> Any: ...
 
 else:  # each option of a run and of training, None where it was not given
-    _RunFields = create_model("_RunFields", __base__=GivenOptions, **{
+    _RunFields = create_model("_RunFields", __config__=ConfigDict(**STRICT, frozen=True), **{
         name: (option.hint, Field(None, description=option.about))
         for name, option in (options_of(TrainingConfig) | options_of(RunConfig)).items()
         if name not in ("training", "capability_levels")
@@ -100,7 +61,7 @@ else:  # each option of a run and of training, None where it was not given
 
 
 class RunOptions(_RunFields):
-    """What the user gave, of the options of a run and of these.
+    """What the user gave, of the options of a run and of these. `model_fields_set` tells what has its default.
 
     Args:
         preset: Experiment of the paper, by name (`sparsekit list presets`). Default: that of the data set, or digits.
@@ -128,6 +89,10 @@ class RunOptions(_RunFields):
             several.
         quiet: Show no progress on stderr.
         as_json: Print the result as JSON on stdout and nothing else.
+
+    Raises:
+        UnknownNameError: no such option.
+        InvalidValueError: a value that is not allowed.
     """
 
     preset: str | None = None
@@ -136,7 +101,7 @@ class RunOptions(_RunFields):
     data_dir: Path | None = None
     clients: Count | None = None
     partition: str | None = None
-    heterogeneity: Level | None = None
+    heterogeneity: Literal["low", "median", "high", "own"] | None = None
     set: tuple[str, ...] | None = None
     config: Path | None = None
     init: Path | None = None
@@ -151,11 +116,47 @@ class RunOptions(_RunFields):
     as_json: bool = False
 
     def __init__(self, **given: Any) -> None:
+        known = options_of(type(self))
+        for name, value in given.items():
+            if name not in known:
+                raise UnknownNameError(f"no option {name!r}; {nearest(name, known)}")
+            known[name].check(value, name=path_of(name))
         super().__init__(**given)
         if self.resume and self.out is None:
             raise InvalidValueError("--resume needs --out DIR, the folder of the run to continue")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that contains DATASET/")
+
+    @classmethod
+    def read(cls, paths: Mapping[str, object], **typed: Any) -> Self:
+        """Make options from values by path, as `--set` and files have them, under values by name.
+
+        A path that is not an option of the run is one of its method or of its partition.
+        """
+        known, given, rest = paths_of(cls), dict[str, Any](), list[str]()
+        for path, value in paths.items():
+            if path in known:
+                plain = tuple(value) if isinstance(value, list) else value
+                given[known[path]] = options_of(cls)[known[path]].read(plain, name=path)
+            elif path.startswith("training."):
+                raise UnknownNameError(f"no option {path!r}; {nearest(path, [one for one in known if '.' in one])}")
+            else:
+                rest.append(f"{path}={text_of(value)}")
+        return cls(**given | typed, **({"set": tuple(rest)} if rest else {}))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Option → value, of those that were given."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def given_of(self, *kinds: type) -> dict[str, Any]:
+        """Return option → value, of those that were given for some classes."""
+        return {name: value for name, value in self.given.items() if any(name in options_of(kind) for kind in kinds)}
+
+    def replaced(self, **values: Any) -> Self:
+        """Return a copy with other values; None takes an option back, as if it had not been given."""
+        left = {name: value for name, value in self.given.items() if name not in values}
+        return type(self)(**left, **{name: value for name, value in values.items() if value is not None})
 
     def settings(self) -> dict[str, str]:
         """Return path → text, of the options of the method."""
@@ -176,37 +177,66 @@ class RunOptions(_RunFields):
         """
         from sparsekit_fl.callbacks import Callback, loggers
 
-        made = []
-        for name in self.callback or ():
-            one = loggers.find(name)()
+        made = {name: loggers.find(name)() for name in self.callback or ()}
+        for name, one in made.items():
             if not isinstance(one, Callback):
                 raise InvalidValueError(f"--callback {name} must make a Callback, got {type(one).__name__}")
-            made.append(one)
-        return made
+        return list(made.values())
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of an option, such as --epochs for `local_epochs`."""
-    return "--" + {"local_epochs": "epochs", "as_json": "json"}.get(name, name.replace("_", "-"))
+def path_of(name: str) -> str:
+    """Return the path by which --set and files reach an option: `training.momentum` for momentum."""
+    return f"training.{name}" if name in options_of(TrainingConfig) else name
 
 
-def known_options() -> Known:
-    """Return path → name and annotation of the options of a run; the name of a flag also stands for its path."""
-    known: dict[str, tuple[str, Any]] = {}
-    for name, option in options_of(RunOptions).items():
-        if name not in (*MOMENTARY, "set"):
-            known |= dict.fromkeys((path_of(name), *([name] if name in FRONT else [])), (name, option.hint))
-    return known
+@cache
+def paths_of(kind: type[RunOptions]) -> dict[str, str]:
+    """Return path → name, of what --set and files give; the name of an option with a flag also stands for its path."""
+    names = [name for name in kind.model_fields if name not in (*MOMENTARY, "set")]
+    return {path_of(name): name for name in names} | {name: name for name in names if name in _FRONT}
 
 
-def about_of(name: str) -> str:
-    """Return the meaning of an option on the command line, where the preset decides many defaults."""
-    about = options_of(RunOptions)[name].about
-    return re.sub(r" Default: .*", "", about) + " Default: that of the preset." if name in FROM_PRESET else about
+def text_of(value: Any) -> str:
+    """Return a value as --set takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(text_of, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def toml_of(values: Mapping[str, Any]) -> str:
+    """Return numbers, texts, paths and lists by name, as lines of TOML; None becomes "none"."""
+    # Of these kinds, JSON and TOML have the same.
+    texts = {
+        name: json.dumps("none" if value is None else value, default=str, ensure_ascii=False) for name, value in values.items()
+    }
+    return "".join(f"{name} = {text}\n" for name, text in texts.items())
+
+
+def written(method: str, given: Mapping[str, Any]) -> str:
+    """Return a method, as the user wrote it, and the options that were given as a file for `--config`."""
+    kept = {path_of(name): value for name, value in given.items() if name not in (*MOMENTARY, "set", "out")}
+    return toml_of({"method": method, **kept, **read_settings(given.get("set") or ())})
+
+
+def _read_file(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Read the methods that a TOML file names (`method` or `methods`), and path → value of its options."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"--config {path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidValueError(f"--config {path} is not TOML: {error}") from error
+    methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
+    if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
+        raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
+    return methods, {name.replace("-", "_"): value for name, value in flat(raw).items()}
 
 
 def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Give a command a flag for each of `FLAGS`, in place of its keyword-only parameter `options`, which gets a RunOptions.
+
+    Flags override `--set`, which overrides `--config FILE`, or the `run.toml` of a run that is resumed. A file may also name
+    the methods.
 
     Args:
         command: The command.
@@ -216,12 +246,25 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
         What Typer reads as a command with all the options.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
     def collect(typed: dict[str, Any]) -> dict[str, Any]:
         rest = {name: typed.pop(name) for name in own if name in typed}
-        options = _merge_options(typed, rest, known, command.__name__.strip("_"))
-        return {**rest, "options": options}
+        given = {name: value for name, value in typed.items() if value is not None and value is not False}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        paths: dict[str, Any] = read_settings(given.pop("set", ()))
+        file = given.get("config")
+        if file is None and given.get("resume") and "out" in given and (given["out"] / "run.toml").exists():
+            file = given["out"] / "run.toml"  # the options that the run wrote into its folder
+        if file is not None:
+            methods, filed = _read_file(file)
+            paths = filed | paths
+            if "methods" in own:
+                rest["methods"] = rest["methods"] or methods
+            elif "method" in own and len(methods) < 2:
+                rest["method"] = rest["method"] or next(iter(methods), None)
+            elif methods not in ([], [command.__name__.strip("_")]):
+                raise InvalidValueError(f"{file} is for method {methods[0]!r}; use `sparsekit run` or `compare` for it")
+        return {**rest, "options": RunOptions.read(paths, **given)}
 
     parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     for panel, names in FLAGS.items():
@@ -229,63 +272,25 @@ def with_run_options(command: Callable[..., None], *, without: tuple[str, ...] =
     return with_options(command, parameters, collect)
 
 
-def _merge_options(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command: str) -> RunOptions:
-    """Return all options that were given: those of the flags and --set, over those of the file.
-
-    Args:
-        typed: Option → value of the flags; None, or False of a flag that only a command line has, if it was not typed.
-        own: The command's own parameters, which get the methods that the file names.
-        known: Path → name and annotation of the options of a run.
-        command: Name of the command.
-
-    Raises:
-        InvalidValueError: an option was given twice, or a value is not allowed.
-    """
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in typed.items()
-        if value is not None and not (value is False and name in MOMENTARY)
-    }
-    by_set, rest = by_path(read_settings(given.pop("set", ())), known)
-    for name in given.keys() & by_set.keys():
-        raise InvalidValueError(f"{flag_of(name)} and --set both give {name}; leave one of them out")
-    given |= by_set
-    path: Path | None = given.get("config")
-    if path is None and given.get("resume") and given.get("out") is not None:
-        path = Path(given["out"]) / "run.toml"  # the options that the run wrote into its folder
-        path = path if path.exists() else None
-    if path is not None:
-        methods, filed, more = read_file(path, known)
-        given, rest = filed | given, more | rest
-        if "methods" in own:
-            own["methods"] = own["methods"] or methods
-        elif "method" in own and len(methods) < 2:
-            own["method"] = own["method"] or next(iter(methods), None)
-        elif methods not in ([], [command]):
-            raise InvalidValueError(f"{path} is for method {methods[0]!r}; use `sparsekit run` or `compare` for it")
-    return RunOptions(**given, **({"set": tuple(f"{name}={text}" for name, text in rest.items())} if rest else {}))
-
-
 def _parameter(name: str, panel: str) -> inspect.Parameter:
     """Return what Typer reads as an option; RunOptions checks its range."""
     option = options_of(RunOptions)[name]
-    kind: Any = plain_type(option.hint)
-    kind = list[str] if get_origin(kind) is tuple else kind
-    asked = typer.Option(flag_of(name), *(["-q"] if name == "quiet" else []), help=about_of(name), rich_help_panel=panel)
-    annotation: Any = Annotated[kind if option.default is False else kind | None, asked]
+    flag = "--" + {"local_epochs": "epochs", "as_json": "json"}.get(name, name.replace("_", "-"))
+    asked = typer.Option(flag, *(["-q"] if name == "quiet" else []), help=about_of(name), rich_help_panel=panel)
+    annotation: Any = Annotated[bool if option.default is False else _plain(option.hint) | None, asked]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
 
 
-class RunCommand(TyperCommand):
-    """A command that says, of an option without a flag, by which path it is given."""
+def _plain(hint: Any) -> Any:
+    """Return the type that Typer reads: int for `Annotated[int, …] | None`, str for words, a list for a tuple."""
+    if get_origin(hint) is tuple:
+        return list[str]
+    if get_origin(hint) is Literal:
+        return str
+    return _plain(get_args(hint)[0]) if get_args(hint) else hint
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        import click
 
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            path = path_of(error.option_name.removeprefix("--no-").lstrip("-").replace("-", "_"))
-            if path not in known_options():
-                raise
-            raise InvalidValueError(f"no such option {error.option_name}; pass --set {path}=VALUE") from None
+def about_of(name: str) -> str:
+    """Return the meaning of an option on the command line, where the preset decides many defaults."""
+    about = options_of(RunOptions)[name].about
+    return re.sub(r" Default: .*", "", about) + " Default: that of the preset." if name in _FROM_PRESET else about

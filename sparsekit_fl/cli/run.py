@@ -10,9 +10,8 @@ import typer
 
 from sparsekit.cli import command_app, print_json, print_lines, print_wrapped
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import RunCommand, RunOptions, with_run_options
+from sparsekit_fl.cli.options import RunOptions, with_run_options, written
 
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks import Callback, RunView
@@ -123,7 +122,7 @@ def _method(
     ] = None,
     options: RunOptions,
 ) -> None:
-    """Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.
+    """Run any federated method; `sparsekit list methods` shows them, `sparsekit describe METHOD` the options of one.
 
     Exit codes: 0 finished · 1 the run failed · 2 a wrong option or file · 3 finished, but a client could never train or be
     scored · 130 stopped by Ctrl-C.
@@ -142,7 +141,6 @@ fedlps = command_app(
         "sparsekit fedlps --preset mnist --data-dir data --seed 1 --out runs/mnist --resume",
         "sparsekit fedlps --dataset cifar10 --data-dir data --partition dirichlet --set partition.alpha=0.3 --json",
     ),
-    cls=RunCommand,
 )
 
 run = command_app(
@@ -156,5 +154,4 @@ run = command_app(
         "sparsekit run fedavg --set eval_global_every=5 --callback tensorboard --callback best --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
-    cls=RunCommand,
 )

@@ -9,7 +9,7 @@ here and not when asked for: a submodule that is imported later would take its c
 from collections.abc import Mapping
 from typing import Any
 
-from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.common_masks import CS as cs, PruneFL as prunefl
@@ -26,7 +26,7 @@ from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort
 from sparsekit_fl.methods.submodels import EFD as efd, FedRolex as fedrolex, HeteroFL as heterofl
 from sparsekit_fl.methods.whole_models import Ditto as ditto, FedAvg as fedavg, FedPer as fedper, FedProx as fedprox
 from sparsekit_fl.methods.whole_models import FedRep as fedrep, Local as local, PerFedAvg as per_fedavg
-from sparsekit_fl.options import options_of, parse_value, read_settings
+from sparsekit_fl.options import read_keywords, read_settings
 
 _MADE = {name: kind for name, kind in dict(globals()).items() if isinstance(kind, type) and issubclass(kind, Method)}
 del _MADE["Method"]
@@ -55,15 +55,6 @@ def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Meth
     if not isinstance(found, type) or not issubclass(found, Method):
         called = getattr(found, "__name__", type(found).__name__)
         raise InvalidValueError(f"{name!r} must be a subclass of sparsekit_fl.Method, got {called}")
+    advice = f"; `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
     given = {**read_settings(own), **(settings or {})}
-    known = options_of(found)  # type: ignore[arg-type]  # classes are hashable
-    for option in given:
-        if option not in known:
-            raise UnknownNameError(
-                f"method {name!r} has no option {option!r}; {nearest(option, known)};"
-                f" `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
-            )
-    for option, value in given.items():
-        if isinstance(value, str):
-            given[option] = parse_value(known[option].hint, value, name=option)
-    return found(**given)
+    return found(**read_keywords(found, given, name=f"method {name!r}", advice=advice))

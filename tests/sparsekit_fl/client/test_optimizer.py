@@ -1,11 +1,11 @@
-"""Optimizers of clients: torch's numbers, schedules over rounds, and errors."""
+"""Optimizers of clients: torch's numbers, and errors."""
 
 import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.fit import SgdStep, TorchStep, check_training, make_step
-from sparsekit_fl.config import TrainingConfig, factor, optimizer_class
+from sparsekit_fl.config import TrainingConfig, optimizer_class
 
 TORCHS = ("adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD")
 
@@ -65,13 +65,3 @@ def test_clipping_equals_torch_clipping(size):
 def test_what_is_wrong_is_said_before_a_run(options, error, message):
     with pytest.raises(error, match=message):
         check_training(TrainingConfig(**options))
-
-
-def test_the_courses_of_the_learning_rate():
-    assert [factor("constant", place, 4) for place in range(4)] == [1, 1, 1, 1]
-    assert [factor("linear", place, 5, end=0.5) for place in range(5)] == pytest.approx([1, 0.875, 0.75, 0.625, 0.5])
-    assert [factor("cosine", place, 5) for place in (0, 2, 4)] == pytest.approx([1, 0.5, 0], abs=1e-15)
-    assert [factor("step", place, 6, every=2, gamma=0.5) for place in range(6)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
-    assert [factor("step", place, 6, gamma=0.1) for place in (1, 2, 5)] == pytest.approx([1, 0.1, 0.01])
-    assert [factor("constant", place, 4, warmup=3) for place in range(4)] == [0.25, 0.5, 0.75, 1]
-    assert factor("linear", 0, 1) == 1

@@ -1,23 +1,21 @@
 """Methods: one class, whose fields are its options; read from text, listed, refused; its hooks in the written order."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from personal import tiny_run, write_lines
+from personal import tiny_run
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnknownNameError
 from sparsekit_fl.methods import base, make_method, registry
-from sparsekit_fl.options import described, options_of
+from sparsekit_fl.options import options_of
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -79,25 +77,6 @@ def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is
         for option in options_of(registry[name]).values():
             assert make_method(name, settings={option.name: option.default}) == make_method(name), option.name
             assert option.about, (name, option.name)
-            assert described(option.hint), (name, option.name)
-
-
-ALLOWED = Path(__file__).parents[2] / "golden" / "options.json"
-
-
-def test_what_every_option_allows_is_what_is_written_down() -> None:
-    """A range that moves or goes is for the author to explain; this file, run as a program, writes them down again."""
-    assert json.loads(ALLOWED.read_text(encoding="utf-8")) == allowed()
-
-
-def allowed() -> dict[str, dict[str, str]]:
-    """Run, training or method → option → what it allows, in the words of its refusal."""
-    kinds = {
-        "RunConfig": fl.RunConfig,
-        "TrainingConfig": fl.TrainingConfig,
-        **{name: registry[name] for name in sorted(registry)},
-    }
-    return {title: {name: described(one.hint) for name, one in options_of(kind).items()} for title, kind in kinds.items()}
 
 
 def test_text_is_read_by_the_annotation():
@@ -112,9 +91,9 @@ def test_text_is_read_by_the_annotation():
     ("text", "error", "message"),
     [
         ("fedprox muu=1", UnknownNameError, "method 'fedprox' has no option 'muu'; did you mean 'mu'"),
-        ("fedprox mu=-1", InvalidValueError, "mu must be a finite number >= 0, got -1.0; 0 is plain SGD"),
-        ("fedprox mu=much", InvalidValueError, "mu must be a finite number >= 0, got 'much'"),
-        ("fedlps pattern=best", InvalidValueError, "pattern must be one of learned, ordered, magnitude, random, got 'best'"),
+        ("fedprox mu=-1", InvalidValueError, "mu must be greater than or equal to 0, got '-1'; 0 is plain SGD"),
+        ("fedprox mu=much", InvalidValueError, "mu must be a valid number, got 'much'"),
+        ("fedlps pattern=best", InvalidValueError, "pattern must be 'learned', 'ordered', 'magnitude' or 'random', got 'best'"),
         ("fedlps ratios=2", InvalidValueError, "ratios must be"),
         ("fedprx", UnknownNameError, "fedprox"),
         ("sparsekit_fl.testing:tiny_problem", InvalidValueError, "must be a subclass of sparsekit_fl.Method"),
@@ -191,7 +170,3 @@ def test_a_problem_that_cannot_work_is_refused_before_the_run(method: str, probl
 def test_a_model_without_units_is_refused_before_the_run(method: str) -> None:
     with pytest.raises(NoUnitsError, match=f"the model has no units, so {registry[method].__name__} has nothing to choose"):
         RunSpec.build(make_method(method), FLAT, tiny_config())
-
-
-if __name__ == "__main__":
-    write_lines(ALLOWED, allowed())
