@@ -171,7 +171,7 @@ class _Monitor(Callback):
         The evaluations are those of the saved rounds and, if it is not None, `scores`.
         """
         evaluations = [*((record.round, record.evaluation) for record in run.records), (run.round, scores)]
-        found = [(round, one.over(self._part, "mean").get(self._name)) for round, one in evaluations if one is not None]
+        found = [(round, one.part(self._part).get(self._name)) for round, one in evaluations if one is not None]
         course = [(round, value) for round, value in found if value is not None]
         finite = [place for place, (_, value) in enumerate(course) if math.isfinite(value)]
         return course, max(finite, key=lambda place: self._sign * course[place][1], default=None)
@@ -242,7 +242,7 @@ class BestCheckpoint(_Monitor):
 class TensorBoard(Callback):
     """Write the numbers of every round as event files, and numbers alone: no options. A resumed run continues the same curves.
 
-    Tags are `train/loss`, `personal/accuracy`, `personal/accuracy_worst_decile`, `validation/…`, `global/…`, `cost/flops`,
+    Tags are `train/loss`, `personal/accuracy`, `validation/…`, `global/…`, `cost/flops`,
     `round/dropped`, …; the step is the round.
 
     Args:

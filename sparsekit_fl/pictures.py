@@ -36,7 +36,7 @@ def curves_of(comparison: Comparison) -> Any:
     if means.empty:
         return None
     groups = dict(list(means.groupby("series")))
-    ranked = comparison.summary[f"personal_{metric}", "mean"].sort_values(ascending=False, kind="stable").index
+    ranked = comparison.summary[f"final.personal.{metric}", "mean"].sort_values(ascending=False, kind="stable").index
     clear = [name for name in dict.fromkeys(["fedlps", "fedavg", *ranked]) if name in groups][: len(_COLOURS)]
     with matplotlib.rc_context(_STYLE):
         figure = need("matplotlib.figure").Figure(figsize=(3.9 * len(_AXES), 3.9), layout="constrained")

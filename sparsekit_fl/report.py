@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsekit.errors import MissingDependencyError
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.comparison import Comparison, check_target, comparisons_of, read_results
+from sparsekit_fl.comparison import Comparison, comparisons_of, read_results
 from sparsekit_fl.errors import need
 from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
 from sparsekit_fl.pictures import curves_of, to_svg
@@ -19,20 +19,14 @@ from sparsekit_fl.stored import flat
 PAGE = "report.html"
 
 
-def read_comparisons(*folders: Path | str, target: float | None = None) -> list[Comparison]:
-    """Read everything in folders, a comparison for each protocol, with methods in published order.
-
-    Args:
-        folders: Folders of comparisons or runs.
-        target: Accuracy whose simulated time is a column; None takes nine tenths of the best method's.
+def read_comparisons(*folders: Path | str) -> list[Comparison]:
+    """Read everything in folders of comparisons or runs: a comparison for each protocol, with methods in published order.
 
     Raises:
         DataError: nothing there, or a file that is not what it should be.
-        InvalidValueError: a target outside (0, 1].
     """
-    check_target(target)
     results = read_results(*folders)
-    return comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)), target=target)
+    return comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Path, str]:

@@ -1,17 +1,16 @@
-"""RunResult: the scores over clients, the records of rounds and everything else that a run reports, and `result.json`."""
+"""RunResult: scores, records of rounds and everything else that a run reports, and `result.json`."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
@@ -19,34 +18,13 @@ from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.client.messages import Evaluation, Scores, WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
-from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.stored import SCHEMA_NUMBER, read_result
+from sparsekit_fl.stored import SCHEMA_NUMBER, plain, read_result
 
-Means = Mapping[str, float]
-"""Metric name → value over clients."""
+Means = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
+"""Metric name → value. JSON has no number that is not finite: such a value is null there, and comes back as NaN."""
 
 PARTS = ("personal", "validation", "global")
 """Personal models on test and on validation data, and the global model on test data."""
-
-KINDS = ("mean", "weighted", "worst_decile")
-"""Over clients: the mean, the mean by examples, and the mean over the worst tenth."""
-
-
-def plain(value: Any) -> Any:
-    """Return JSON values only. Numbers that are not finite become null, since JSON has none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
-
-
-def value_of(scores: Scores | None, name: str) -> float | None:
-    """Return the value of a metric on one client; None if the client has none."""
-    total, weight = (scores or {}).get(name, (0.0, 0.0))
-    return total / weight if weight > 0 else None
 
 
 def primary_metric(names: Iterable[str]) -> str:
@@ -55,105 +33,86 @@ def primary_metric(names: Iterable[str]) -> str:
     return "accuracy" if "accuracy" in others else (others or ["loss"])[0]
 
 
-def _parts_of(one: Evaluation) -> dict[str, Scores]:
-    """Map each of `PARTS` to the scores of a client; the global model is absent if it was not scored."""
-    own = {"personal": one.personal, "validation": one.validation}
-    return own if one.shared is None else {**own, "global": one.shared}
+def _values(scores: Scores) -> dict[str, float]:
+    """Return the values of the metrics that a client has."""
+    return {name: total / weight for name, (total, weight) in scores.items() if weight > 0}
 
 
-def _total(values: Sequence[float]) -> float:
-    """Return the exact sum, or the sum of floats if values are infinite: a client may send any number."""
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):
-        return sum(values)
-
-
-def over_clients(scores: Sequence[Scores], *, lower: frozenset[str] | None = None) -> dict[str, dict[str, float]]:
-    """Return the three values over clients of each metric: kind → metric → value, with the kinds of `KINDS`.
-
-    A client without the metric does not count. The worst tenth is rounded up: two of eleven clients. A value that is not a
-    number is worse than every number, so that the result does not depend on the order of clients.
-
-    Args:
-        scores: One per client.
-        lower: Metrics of which small values are good; None tells by their names.
-    """
-    found: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
-    for name in dict.fromkeys(name for score in scores for name in score):
-        pairs = [score[name] for score in scores if value_of(score, name) is not None]
-        values = [total / weight for total, weight in pairs]
-        sign = -1.0 if (lower_is_better(name) if lower is None else name in lower) else 1.0
-        ranked = sorted(values, key=lambda value: (not math.isnan(value), 0.0 if math.isnan(value) else sign * value))
-        tenth = ranked[: -(-len(values) // 10)]
-        weight = _total([weight for _, weight in pairs])
-        found["mean"][name] = _total(values) / len(values) if values else math.nan
-        found["weighted"][name] = _total([total for total, _ in pairs]) / weight if weight > 0 else math.nan
-        found["worst_decile"][name] = _total(tenth) / len(tenth) if tenth else math.nan
+def _means(clients: Sequence[Means]) -> dict[str, float]:
+    """Return the mean of each metric over the clients that have it: the exact sum, whatever the order of the clients."""
+    found = {}
+    for name in dict.fromkeys(name for values in clients for name in values):
+        values = [own[name] for own in clients if name in own]
+        try:
+            found[name] = math.fsum(values) / len(values)
+        except (OverflowError, ValueError):  # a client may send any number
+            found[name] = sum(values) / len(values)
     return found
-
-
-def _numbers(raw: Any) -> Any:
-    """Return values as they were before `plain`."""
-    if isinstance(raw, Mapping):
-        return {name: _numbers(value) for name, value in raw.items()}
-    return math.nan if raw is None else float(raw)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScores:
-    """Scores over the clients that were scored, each on its own data.
+    """Scores: means over the clients that were scored, each on its own data.
 
     Args:
-        personal: Means over clients of the personal models, on test data.
-        validation: The same on validation data.
-        shared: Means of the global model on test data; None if it was not scored. Called `global` in files.
-        weighted: Part (personal, validation, global) → means in which a client counts by its examples.
-        worst_decile: Part → means over the worst tenth of the clients, of each metric its own tenth.
+        personal: Of the personal models, on test data.
+        validation: Of the same, on validation data.
+        shared: Of the global model, on test data; None if it was not scored. Called `global` in files.
     """
 
     personal: Means
     validation: Means = field(default_factory=dict)
-    shared: Means | None = None
-    weighted: Mapping[str, Means] = field(default_factory=dict)
-    worst_decile: Mapping[str, Means] = field(default_factory=dict)
+    shared: Annotated[Means | None, Field(alias="global")] = None
 
     @classmethod
-    def of(cls, evaluations: Sequence[Evaluation], *, lower: frozenset[str] | None = None, **more: Any) -> Self:
-        """Return the scores over clients.
+    def of(cls, clients: Sequence[RoundScores], **more: Any) -> Self:
+        """Return the means over clients.
 
         Args:
-            evaluations: One per client.
-            lower: Metrics of which small values are good; None tells by their names.
+            clients: The scores of each.
             more: Further fields of a class that inherits this one.
         """
-        every = [_parts_of(one) for one in evaluations]
-        parts = {part: [own[part] for own in every if part in own] for part in PARTS}
-        found = {part: over_clients(scores, lower=lower) for part, scores in parts.items() if scores}
+        shared = [one.shared for one in clients if one.shared is not None]
         return cls(
-            personal=found["personal"]["mean"] if found else {},
-            validation=found["validation"]["mean"] if found else {},
-            shared=found["global"]["mean"] if "global" in found else None,
-            weighted={part: own["weighted"] for part, own in found.items()},
-            worst_decile={part: own["worst_decile"] for part, own in found.items()},
+            personal=_means([one.personal for one in clients]),
+            validation=_means([one.validation for one in clients]),
+            shared=_means(shared) if shared else None,
             **more,
         )
 
-    def over(self, part: str, kind: str) -> Means:
-        """Return metric → value over clients, for one of `PARTS` and one of `KINDS`; empty if that was not scored."""
-        means = {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}
-        return {"mean": means, "weighted": self.weighted, "worst_decile": self.worst_decile}[kind].get(part, {})
+    def part(self, name: str) -> Means:
+        """Return metric → value of one of `PARTS`; empty if that was not scored."""
+        return {"personal": self.personal, "validation": self.validation, "global": self.shared or {}}[name]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` reads them."""
-        found = {"personal": self.personal, "validation": self.validation, "global": self.shared}
-        return {**found, "weighted": self.weighted, "worst_decile": self.worst_decile}
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], **more: Any) -> Self:
-        """Read what `to_dict` returned. Numbers that were not finite come back as NaN."""
-        known = {name: _numbers(raw[name]) for name in ("personal", "validation", "weighted", "worst_decile") if name in raw}
-        return cls(**known, shared=_numbers(raw["global"]) if raw.get("global") else None, **more)
+@dataclass(frozen=True, kw_only=True)
+class ClientScores(RoundScores):
+    """Scores of one client, on its own data.
+
+    Args:
+        client_id: The client.
+        examples: Test examples.
+        ratio: Ratio of its personal model; None where that is not sparse.
+        flops_deploying: FLOPs of making its personal model out of what the server sent; 0 where nothing runs.
+    """
+
+    client_id: int
+    examples: int
+    ratio: float | None = None
+    flops_deploying: int = 0
+
+    @staticmethod
+    def read(one: Evaluation) -> ClientScores:
+        """Read the scores that a client sent."""
+        return ClientScores(
+            client_id=one.client_id,
+            examples=one.examples,
+            personal=_values(one.personal),
+            validation=_values(one.validation),
+            shared=None if one.shared is None else _values(one.shared),
+            ratio=one.ratio,
+            flops_deploying=one.flops_deploying,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,56 +124,13 @@ class FinalScores(RoundScores):
         state_sha256: Digest of the final global state.
     """
 
-    per_client: tuple[Evaluation, ...] = ()
+    per_client: tuple[ClientScores, ...] = ()
     state_sha256: str = ""
 
     @property
     def metrics(self) -> Means:
         """Scores of the models that clients deploy: `personal`."""
         return self.personal
-
-    @property
-    def primary_metric(self) -> str:
-        """The metric that stands for all: accuracy, else the first one other than the loss, else the loss."""
-        return primary_metric(self.personal)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `per_client` has the values of each metric, and weights that are not `examples`."""
-        main = self.primary_metric
-        clients = [_client_dict(one, main) for one in self.per_client]
-        return {**super().to_dict(), "primary_metric": main, "per_client": clients, "state_sha256": self.state_sha256}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], **more: Any) -> Self:
-        """Read what `to_dict` returned."""
-        clients = tuple(_client_of(one) for one in raw.get("per_client", ()))
-        return super().from_dict(raw, per_client=clients, state_sha256=str(raw.get("state_sha256", "")), **more)
-
-
-def _client_dict(one: Evaluation, main: str) -> dict[str, Any]:
-    parts = {part: scores for part, scores in _parts_of(one).items() if scores or part == "global"}
-    found: dict[str, Any] = {"id": one.client_id, "examples": one.examples, "ratio": one.ratio}
-    found |= {"personal": value_of(one.personal, main), "global": value_of(one.shared, main), "metrics": {}, "weights": {}}
-    for part, scores in parts.items():
-        found["metrics"][part] = {name: value_of(scores, name) for name in scores}
-        found["weights"][part] = {name: weight for name, (_, weight) in scores.items() if weight != one.examples}
-    return found | ({"flops_deploying": one.flops_deploying} if one.flops_deploying else {})
-
-
-def _client_of(raw: Mapping[str, Any]) -> Evaluation:
-    scores: dict[str, Scores] = {}
-    for part, values in raw["metrics"].items():
-        weights = {name: float(raw["weights"].get(part, {}).get(name, raw["examples"])) for name in values}
-        scores[part] = {name: (_numbers(value) * weights[name], weights[name]) for name, value in values.items()}
-    return Evaluation(
-        client_id=raw["id"],
-        examples=raw["examples"],
-        personal=scores.get("personal", {}),
-        validation=scores.get("validation", {}),
-        shared=scores.get("global"),
-        ratio=raw["ratio"],
-        flops_deploying=raw.get("flops_deploying", 0),
-    )
 
 
 def cost_dict(cost: WorkCost) -> dict[str, Any]:
@@ -231,8 +147,11 @@ def cost_of(raw: Mapping[str, Any]) -> WorkCost:
     return WorkCost(**given, seconds=seconds, scoring_seconds=scoring)
 
 
-def _failures(pairs: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
-    return [{"client": client, "reason": reason} for client, reason in pairs]
+Cost = Annotated[WorkCost, PlainSerializer(cost_dict), BeforeValidator(cost_of)]
+"""A cost that files have as `cost_dict` returns it."""
+
+Config = Annotated[RunConfig, PlainSerializer(RunConfig.to_dict), BeforeValidator(RunConfig.from_dict)]
+"""Options that files have as `RunConfig.to_dict` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,18 +178,15 @@ class RoundRecord:
     loss: float | None = None
     accuracy: float | None = None
     ratios: Mapping[int, float] = field(default_factory=dict)
-    cost: WorkCost
+    cost: Cost
     seconds: float
     evaluation: RoundScores | None = None
     notes: tuple[str, ...] = ()
     capabilities: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` reads them."""
-        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        scores = None if self.evaluation is None else self.evaluation.to_dict()
-        found |= {"cost": cost_dict(self.cost), "dropped": _failures(self.dropped), "evaluation": scores}
-        return found
+        """Return plain JSON values; `from_dict` reads them."""
+        return dict(json.loads(_RECORD.dump_json(self, by_alias=True)))
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RoundRecord:
@@ -279,28 +195,19 @@ class RoundRecord:
         Raises:
             KeyError, TypeError, ValueError: it is not a record.
         """
-        dropped = [(one["client"], one["reason"]) for one in raw["dropped"]]
-        scores = None if raw["evaluation"] is None else RoundScores.from_dict(raw["evaluation"])
-        return _RECORD.validate_python({**raw, "dropped": dropped, "cost": cost_of(raw["cost"]), "evaluation": scores})
+        return _RECORD.validate_python(raw)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of the round by name, for frames and logs.
 
         They are `train_loss` and `train_accuracy`, the sizes of `cohort` and `dropped`, `round_seconds`, the costs of the run
-        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, for the mean over clients, `PART_METRIC_weighted` and
-        `PART_METRIC_worst_decile`, where PART is personal, validation or global. A round that was not scored has no scores.
+        so far, and scores: `PART_METRIC`, as in `personal_accuracy`, where PART is personal, validation or global. A round that
+        was not scored has no scores.
         """
         row: dict[str, Any] = {"train_loss": self.loss, "train_accuracy": self.accuracy, "cohort": len(self.cohort)}
         row |= {"dropped": len(self.dropped), "round_seconds": self.seconds, **cost_dict(self.cost)}
-        for kind, part in itertools.product(KINDS, PARTS if self.evaluation is not None else ()):
-            assert self.evaluation is not None
-            end = "" if kind == "mean" else f"_{kind}"
-            row |= {f"{part}_{name}{end}": value for name, value in self.evaluation.over(part, kind).items()}
-        return row
-
-
-_RECORD = TypeAdapter(RoundRecord)
-_AS_IT_IS = ("environment", "note", "fingerprint", "stopped")
+        scores = self.evaluation or RoundScores(personal={})
+        return row | {f"{part}_{name}": value for part in PARTS for name, value in scores.part(part).items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -308,27 +215,29 @@ class RunResult:
     """Everything that a run reports.
 
     Args:
-        method: `name` and `source` of the method, and its options as text.
+        method: Name of the method.
+        policies: Its name, its source, and its options as text.
         config: The options.
         rounds: One record each.
         final: Scores of the end.
         cost: Cost of the whole run.
         environment: Versions, threads, workers, device.
-        experiment: What the caller said about the run, such as data set and model.
+        experiment: What the caller said about the run, such as data set and model; in files, a part of `config`.
         state: The final global state; not part of the file.
         note: What the method's line in tables says.
         fingerprint: Version of the code, and a cheap hash of the data.
         stopped: The reason why a callback ended the run before its last round; empty for none.
     """
 
-    method: Mapping[str, str]
-    config: RunConfig
+    method: str
+    policies: Mapping[str, str]
+    config: Config
     rounds: tuple[RoundRecord, ...]
     final: FinalScores
-    cost: WorkCost
+    cost: Cost
     environment: Mapping[str, Any]
-    experiment: Mapping[str, Any] = field(default_factory=dict)
-    state: StateDict = field(default_factory=dict, repr=False)
+    experiment: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)
+    state: Annotated[StateDict, PlainValidator(dict), Field(exclude=True)] = field(default_factory=dict, repr=False)
     note: str = ""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
@@ -352,18 +261,9 @@ class RunResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the content of `result.json`."""
-        found = {
-            "schema": SCHEMA_NUMBER,
-            "method": self.method["name"],
-            "policies": self.method,
-            "config": {**self.config.to_dict(), "experiment": self.experiment},
-            "seed": self.config.seed,
-            "final": self.final.to_dict(),
-            "cost": cost_dict(self.cost),
-            "rounds": [record.to_dict() for record in self.rounds],
-            "failed_clients": _failures(self.failures.items()),
-        }
-        return plain(found | {name: getattr(self, name) for name in _AS_IT_IS})  # type: ignore[no-any-return]
+        found = json.loads(_RESULT.dump_json(self, by_alias=True))
+        found["config"]["experiment"] = plain(self.experiment)
+        return {"schema": SCHEMA_NUMBER, "seed": self.config.seed, **found, "failed_clients": plain(self.failures)}
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunResult:
@@ -373,19 +273,14 @@ class RunResult:
             KeyError, TypeError, ValueError: it is not a result.
         """
         config = dict(raw["config"])
-        given: dict[str, Any] = {"experiment": config.pop("experiment", {})} | {name: raw[name] for name in _AS_IT_IS}
-        return RunResult(
-            method={**raw["policies"], "name": raw["method"]},
-            config=RunConfig.from_dict(config),
-            rounds=tuple(RoundRecord.from_dict(one) for one in raw["rounds"]),
-            final=FinalScores.from_dict(raw["final"]),
-            cost=cost_of(raw["cost"]),
-            **given,
-        )
+        return _RESULT.validate_python({**raw, "experiment": config.pop("experiment", {}), "config": config})
 
     def save(self, path: Path | str) -> None:
         """Write `to_dict()` as JSON, atomically."""
         write_atomically(Path(path), (json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n").encode())
+
+
+_RECORD, _RESULT = TypeAdapter(RoundRecord), TypeAdapter(RunResult)
 
 
 def load_result(path: Path | str) -> RunResult:

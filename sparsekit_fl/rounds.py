@@ -18,7 +18,7 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.version import __version__
 from sparsekit_fl.callbacks import Callback, Callbacks, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
-from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes
+from sparsekit_fl.client.messages import Reply, Request, Update, WorkCost, request_bytes
 from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients
@@ -29,9 +29,10 @@ from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.processes import describe_environment
-from sparsekit_fl.results import FinalScores, RoundRecord, RoundScores, RunResult, load_result, plain
+from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
+from sparsekit_fl.stored import plain
 from sparsekit_fl.streams import Streams
 
 _log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class _Loop:
         spec, clients, metrics = self.server.spec, self.server.clients, self.server.spec.problem.metrics
         self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
         self._saved = self.server.state.round
-        self._final: list[Evaluation] | None = None  # of every client, after the last round
+        self._final: list[ClientScores] | None = None  # of every client, after the last round
         self._result: RunResult | None = None
         self.view = RunView(
             method=spec.method.name,
@@ -267,7 +268,7 @@ class _Loop:
             return None, []
         ids = list(self.server.clients) if last else self._sampled(round)
         found, unscored = self._evaluate(ids, run_clients, last=last, with_shared=whole)
-        scores = RoundScores.of(found, lower=self._lower)
+        scores = RoundScores.of(found)
         self.callbacks.tell("on_evaluation", self.view, scores)
         self._final = found if last else None
         return scores, unscored
@@ -282,14 +283,14 @@ class _Loop:
 
     def _evaluate(
         self, ids: Sequence[int], run_clients: RunClients, *, last: bool, with_shared: bool = True
-    ) -> tuple[list[Evaluation], list[str]]:
+    ) -> tuple[list[ClientScores], list[str]]:
         """Score clients; at the end of the run they write their models. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
         """
         round = self.view.round
-        found: list[Evaluation] = []
+        found: list[ClientScores] = []
         unscored: list[str] = []
         with_model = last and self.folder.durable
         for reply in run_clients(self.server.scoring(ids, with_shared=with_shared, with_model=with_model)):
@@ -297,7 +298,7 @@ class _Loop:
                 unscored.append(f"client {reply.client_id} was not scored: {reply.error}")
                 continue
             self.callbacks.tell("on_client_end", self.view, reply.client_id, reply.evaluation)
-            found.append(reply.evaluation)
+            found.append(ClientScores.read(reply.evaluation))
         if unscored:
             _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), _shortened(unscored))
         if not found:
@@ -319,7 +320,7 @@ class _Loop:
         """
         record = replace(record, cost=self.view.cost + record.cost)
         self.records.append(record)
-        self.folder.save(self.server.state, plain(record.to_dict()))
+        self.folder.save(self.server.state, record.to_dict())
         self._saved = record.round
         self.callbacks.tell("on_round_end", self.view, record)
 
@@ -333,10 +334,11 @@ class _Loop:
         # A worker that outlived a killed run may have written once more after this one began.
         self.folder.clean()
         self._result = result = RunResult(
-            method=spec.method.describe(),
+            method=spec.method.name,
+            policies=spec.method.describe(),
             config=spec.config,
             rounds=tuple(self.records),
-            final=FinalScores.of(final, lower=self._lower, per_client=tuple(final), state_sha256=digest(state.model)),
+            final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
             cost=replace(self.view.cost, flops_deploying=sum(one.flops_deploying for one in final)),
             environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
             experiment=self.described["experiment"],

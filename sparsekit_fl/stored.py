@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic_core import to_json
+
 from sparsekit.errors import DataError
 
-SCHEMA_NUMBER: Final = 4
+SCHEMA_NUMBER: Final = 5
 """It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
 
 _NEEDED = ("schema", "method", "seed", "final", "cost", "rounds")
@@ -43,6 +45,11 @@ def read_result(path: Path | str) -> dict[str, Any]:
             f"{path} has schema {raw['schema']}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it"
         )
     return raw
+
+
+def plain(value: Any) -> Any:
+    """Return JSON values only. Numbers that are not finite become null, since JSON has none."""
+    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

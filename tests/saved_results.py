@@ -59,9 +59,9 @@ def result(
     return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
 
 
-def compared(*results: dict[str, Any], target: float | None = None, failed: tuple[Failure, ...] = ()) -> Comparison:
+def compared(*results: dict[str, Any], failed: tuple[Failure, ...] = ()) -> Comparison:
     """The comparison of results under one protocol."""
-    (found,) = comparisons_of(results, target=target, failed=failed)
+    (found,) = comparisons_of(results, failed=failed)
     return found
 
 

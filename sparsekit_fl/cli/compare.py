@@ -37,13 +37,6 @@ def _compare(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Accuracy whose simulated time is a column, as in 0.9. Default: nine tenths of the best.",
-            rich_help_panel=_AXES,
-        ),
-    ] = None,
     options: RunOptions,
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
@@ -54,7 +47,7 @@ def _compare(
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
-    from sparsekit_fl.comparison import Failure, check_target, comparisons_of
+    from sparsekit_fl.comparison import Failure, comparisons_of
     from sparsekit_fl.errors import RunInterrupted, need
     from sparsekit_fl.report import write_report
 
@@ -62,7 +55,6 @@ def _compare(
         raise InvalidValueError("--engine flower is for `sparsekit run METHOD`; compare runs in processes of this machine")
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
-    check_target(target)
     need("pandas")  # before hours of training, and not behind them
     made = _distinct(methods)
     if options.settings():
@@ -82,7 +74,7 @@ def _compare(
         raise typer.Exit(INTERRUPTED) from None
     failed = [one for one in ended if isinstance(one, Failure)]
     finished = [one for one in ended if not isinstance(one, Failure)]
-    comparison = comparisons_of(finished, order=list(made), target=target, failed=failed)[0]
+    comparison = comparisons_of(finished, order=list(made), failed=failed)[0]
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and a picture."
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
@@ -188,7 +180,7 @@ compare = command_app(
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
-        "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low --target 0.7 --out runs/low",
+        "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low --out runs/low",
         "sparsekit compare fedlps 'fedlps bandit=split-ucbv' --out runs/bandits",
         "sparsekit compare fedavg 'fedprox mu=0.1' 'fedprox mu=1'",
         "sparsekit compare fedlps fedper --preset mnist --set partition.lack_classes=4 --out runs/lack4",

@@ -21,10 +21,6 @@ def _report(
         typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run."),
     ],
     out: Annotated[Path | None, typer.Option(help="Folder for report.html. Default: the folder itself.")] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(help="Accuracy whose simulated time is a column, as in 0.9. Default: nine tenths of the best."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write report.html of finished runs, with tables and a picture, and print the tables; nothing is trained.
@@ -37,7 +33,7 @@ def _report(
 
     if out is None and len(folders) > 1:
         raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
-    comparisons = read_comparisons(*folders, target=target)
+    comparisons = read_comparisons(*folders)
     path, missing = write_report(comparisons, out or folders[0])
     if as_json:
         print_json([comparison.to_dict() for comparison in comparisons])
@@ -71,7 +67,6 @@ report = command_app(
     _report,
     examples=(
         "sparsekit report runs/mnist",
-        "sparsekit report runs/mnist --target 0.95",
         "sparsekit report runs/mnist runs/classes --out pages",
     ),
 )

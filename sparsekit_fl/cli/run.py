@@ -96,15 +96,16 @@ def _show(result: RunResult, options: RunOptions) -> None:
 
 def numbers(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the scores and costs of a run with their titles; those of one unit have one prefix."""
-    from sparsekit_fl.comparison import columns_of, value_of
-    from sparsekit_fl.stored import texts
+    from sparsekit_fl.comparison import columns_of
+    from sparsekit_fl.stored import flat, texts
 
-    values = {column: value for column in columns_of([result]) if (value := value_of(result, column)) is not None}
+    found = flat(result)
+    values = {column: found[column.path] for column in columns_of([result]) if found.get(column.path) is not None}
     told: dict[Column, str] = {}
     for unit in {column.unit for column in values}:
         alike = [column for column in values if column.unit == unit]
         told |= dict(zip(alike, texts(unit, [values[column] for column in alike]), strict=True))
-    return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path[0] != "final")]
+    return [(column.title, told[column]) for column in sorted(values, key=lambda column: column.path.startswith("cost"))]
 
 
 def _fedlps(*, options: RunOptions) -> None:

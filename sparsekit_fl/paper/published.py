@@ -98,11 +98,11 @@ def published_beside(comparison: Comparison) -> Any:
     dataset, reasons = comparison.dataset, _data("reasons.json")
     lines: list[tuple[Any, ...]] = []
     for run, row in comparison.summary.iterrows():
-        if math.isnan(row["personal_accuracy", "mean"] + row["flops_paper", "mean"]):
+        if math.isnan(row["final.personal.accuracy", "mean"] + row["cost.flops_paper", "mean"]):
             continue
         for table, method, accuracy, deviation, flops in published_numbers(run, dataset):
-            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row["personal_accuracy"], 100.0), 0.0),
-                     ("flops", "flops_e12", flops, None, _ours(row["flops_paper"], 1e-12), _ROUNDING_E12))  # fmt: skip
+            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row["final.personal.accuracy"], 100.0), 0.0),
+                     ("flops", "flops_e12", flops, None, _ours(row["cost.flops_paper"], 1e-12), _ROUNDING_E12))  # fmt: skip
             for quantity, name, published, theirs, (mean, spread), room in pairs:
                 flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(theirs or 0.0, spread or 0.0), room)
                 facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
-from saved_results import SECONDS, compared, result, save
+from saved_results import compared, result, save
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit_fl.cli.report import show
-from sparsekit_fl.comparison import Comparison, Failure, check_target, comparisons_of, read_results
+from sparsekit_fl.comparison import Comparison, Failure, comparisons_of, read_results
 from sparsekit_fl.stored import texts
 
 
@@ -48,12 +48,12 @@ def test_means_deviations_and_n_are_those_of_each_row() -> None:
          for seed, accuracy, shared in ((0, 0.5, None), (1, 0.7, 0.25))]  # fmt: skip
     comparison = compared(*a, result("b"))
     summary, table = comparison.summary, comparison.table()
-    assert list(summary.loc["a", "personal_accuracy"]) == pytest.approx([0.6, 0.02**0.5, 2])
-    assert tuple(summary.loc["a", "global_accuracy"][["mean", "count"]]) == (0.25, 1)
-    assert math.isnan(summary.loc["b", ("personal_accuracy", "std")])
+    assert list(summary.loc["a", "final.personal.accuracy"]) == pytest.approx([0.6, 0.02**0.5])
+    assert summary.loc["a", ("final.global.accuracy", "mean")] == 0.25
+    assert math.isnan(summary.loc["b", ("final.personal.accuracy", "std")])
     assert list(table.index) == ["a", "b"]
     assert list(table["n"]) == ["2", "1"]
-    assert (table["personal accuracy"].iloc[0], table["global accuracy"].iloc[0]) == ("60.0 ± 14.1%", "25.0% (1 of 2)")
+    assert (table["personal accuracy"].iloc[0], table["global accuracy"].iloc[0]) == ("60.0 ± 14.1%", "25.0%")
     assert "validation accuracy" not in table, "no run has one"
     assert set(comparison.table("cost")) & set(comparison.table("final")) == {"n"}
     assert "mean ± sample deviation over n seeds" in shown(comparison)
@@ -69,26 +69,13 @@ def test_a_failed_seed_is_marked() -> None:
         assert part in shown(comparison)
     saved = comparison.to_dict()
     assert [(one["seed"], one["error"]) for one in saved["failed"]] == [(2, "[red] it diverged")]
-    assert saved["summary"]["a"]["personal_accuracy"]["of"] == 4
+    assert saved["runs"]["a"] == "2 of 4"
+    assert saved["summary"]["a"]["final.personal.accuracy"] == {"mean": 0.75, "std": 0.0}
 
 
 def test_what_failed_alone_makes_a_table_without_rows() -> None:
     alone = compared(failed=(Failure("a", 1, "no such option"),))
     assert (len(alone.table()), alone.remarks(), alone.to_dict()["summary"]) == (0, ["failed: a, seed 1: no such option"], {})
-
-
-def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() -> None:
-    one = result("a", accuracies={10: 0.4, 20: 0.6, 30: 0.5, 100: 0.9})
-    for target, seconds in ((0.6, 20 * SECONDS), (0.61, 100 * SECONDS), (0.95, None)):
-        assert compared(one, target=target).to_dict()["trials"][0]["target_seconds"] == seconds
-    both = compared(one, result("a", 1, accuracies={100: 0.3}), target=0.6)
-    assert "time to 60%" in shown(both)
-    assert both.table()["time to 60%"].iloc[0] == "10.0 s (1 of 2)"
-    assert compared(result("a", accuracies={100: 0.987}), result("b", accuracies={100: 0.5})).goal == 0.88
-    assert compared(result("a", accuracies={100: 0.7})).goal == 0.63
-    for target in (0.0, -1.0, 1.5, float("nan")):
-        with pytest.raises(InvalidValueError, match=r"must be an accuracy in \(0, 1\]"):
-            check_target(target)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -29,7 +29,7 @@ from sparsekit_fl.client.messages import (
 from sparsekit_fl.client.packing import Kept, digest, pack
 from sparsekit_fl.errors import ClientError, UpdateError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.results import RoundScores, plain
+from sparsekit_fl.results import ClientScores, RoundRecord, RoundScores
 from sparsekit_fl.server import Server
 from sparsekit_fl.spec import RunSpec, by_id
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -275,5 +275,6 @@ def test_no_scores_that_clients_send_stop_a_run(sums, weights):
         Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
         for id, pair in enumerate(zip(sums, weights, strict=False))
     ]
-    scores = RoundScores.of(evaluations)
-    json.dumps(plain(scores.to_dict()), allow_nan=False)
+    scores = RoundScores.of([ClientScores.read(one) for one in evaluations])
+    record = RoundRecord(round=1, cohort=(), cost=WorkCost(), seconds=0.0, evaluation=scores)
+    json.dumps(record.to_dict(), allow_nan=False)

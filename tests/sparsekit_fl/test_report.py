@@ -37,10 +37,10 @@ def test_several_folders_need_a_folder_for_the_page_and_json_is_a_list_of_compar
     second = str(save(tmp_path / "b", result("fedlps"), result("fedavg", 1, dataset="digits")))
     assert execute(["report", first, second]) == 2
     assert "pass --out FOLDER" in capsys.readouterr().err
-    assert execute(["report", first, second, "--out", str(tmp_path / "out"), "--target", "0.6", "--json"]) == 0
+    assert execute(["report", first, second, "--out", str(tmp_path / "out"), "--json"]) == 0
     mnist, digits = json.loads(capsys.readouterr().out)
     assert mnist["methods"] == ["fedavg", "fedlps"], "the run that is in both counts once"
-    assert digits["summary"]["fedavg"]["target_seconds"] == {"mean": 50.0, "deviation": None, "count": 1, "of": 1}
+    assert digits["summary"]["fedavg"]["cost.simulated_seconds"] == {"mean": 50.0, "std": None}
     assert not (tmp_path / "a/report.html").exists()
     assert [page(tmp_path / "out").count(f"<h2>cnn on {data}") for data in ("mnist", "digits")] == [1, 1]
 

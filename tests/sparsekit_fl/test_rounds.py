@@ -27,10 +27,9 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
-    parts = {"personal", "validation", "global", "weighted", "worst_decile"}
-    assert set(raw["final"]) == {*parts, "primary_metric", "per_client", "state_sha256"}
-    own = {"id", "examples", "personal", "global", "ratio", "metrics", "weights"}
-    assert set(raw["final"]["per_client"][0]) == own
+    parts = {"personal", "validation", "global"}
+    assert set(raw["final"]) == {*parts, "per_client", "state_sha256"}
+    assert set(raw["final"]["per_client"][0]) == {*parts, "client_id", "examples", "ratio", "flops_deploying"}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}

@@ -47,7 +47,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert (training["lr"], training["batch_size"], training["local_epochs"]) == (0.05, 8, 1)
     assert len(result["final"]["per_client"]) == 4
     # What `tune` reads: of the clients' own validation data, never of test data.
-    validation = [one["metrics"]["validation"]["accuracy"] for one in result["final"]["per_client"]]
+    validation = [one["validation"]["accuracy"] for one in result["final"]["per_client"]]
     assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
     assert set(result["cost"]) == {
         "flops", "flops_paper", "flops_training", "flops_scoring", "flops_deploying", "uplink_bytes", "downlink_bytes",
@@ -115,7 +115,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
     assert "client 2: client 2 failed in round 2" in text
     assert "client 2 was not scored" in text
     assert execute([*arguments, "--json"]) == 3
-    assert [one["client"] for one in json.loads(capsys.readouterr().out)["failed_clients"]] == [2]
+    assert list(json.loads(capsys.readouterr().out)["failed_clients"]) == ["2"]
 
 
 @pytest.mark.parametrize(

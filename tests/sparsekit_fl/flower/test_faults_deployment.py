@@ -61,7 +61,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def _reason(storm: SimpleNamespace, round: int, client_id: int) -> str:
-    (found,) = [one["reason"] for one in storm.records[round - 1]["dropped"] if one["client"] == client_id]
+    (found,) = [reason for id, reason in storm.records[round - 1]["dropped"] if id == client_id]
     return str(found)
 
 
