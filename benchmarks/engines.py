@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import product
@@ -38,8 +38,7 @@ from common import round_seconds, show
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.client.fit import TrainingLog
-from sparsekit_fl.client.messages import Evaluation, Update
-from sparsekit_fl.engines import Engine, Processes
+from sparsekit_fl.engines import Engine, Memories, Processes, RunClients, RunSpec
 from sparsekit_fl.problem.models import Cnn, Vgg
 from sparsekit_fl.results import RoundRecord
 
@@ -190,21 +189,28 @@ def _peak_mib() -> float:
 
 
 class Watch(Callback):
-    """Notes times and memory as a run goes on."""
+    """Notes times and memory as a run goes on: as a callback and as an engine, which runs clients on another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.workers = engine, engine.workers
         self.cpu: list[float] = []
         self.trained = self.scored = self.training_peak = 0.0
 
-    def on_client_end(self, run: RunView, client_id: int, update: Update | Evaluation | None) -> None:
-        """The last update ends the training; the first evaluation begins the scoring, and the last ends it."""
-        del run, client_id
-        if not isinstance(update, Evaluation):
-            self.trained = time.perf_counter()
-            return
-        if not self.scored:
-            self.training_peak = _peak_mib()
-        self.scored = time.perf_counter()
+    @contextmanager
+    def open(self, spec: RunSpec, clients: Mapping[int, fl.Client], memories: Memories) -> Iterator[RunClients]:
+        """Note when replies come; the last update ends the training."""
+        with self.engine.open(spec, clients, memories) as run_clients:
+
+            def noted(requests: Sequence[fl.Request]) -> Iterator[fl.Reply]:
+                for request, reply in zip(requests, run_clients(requests), strict=True):
+                    if request.task == "train":
+                        self.trained = time.perf_counter()
+                    else:
+                        self.training_peak = self.training_peak or _peak_mib()
+                        self.scored = time.perf_counter()
+                    yield reply
+
+            yield noted
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round is over."""
@@ -226,10 +232,10 @@ def one(name: str, count: int, rounds: int, method: str) -> dict[str, Any]:
         capability="dynamic",
         capability_levels=(1.0, 0.5, 0.25, 0.125, 0.0625),
     )
-    watch = Watch()
+    watch = Watch(_engine(name))
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-        recipe, engine = fl.methods.registry[method](), _engine(name)
-        result = fl.run(recipe, problem, clients, config, engine=engine, callbacks=[watch], out=folder)
+        recipe = fl.methods.registry[method]()
+        result = fl.run(recipe, problem, clients, config, engine=watch, callbacks=[watch], out=folder)
         memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
         checkpoint = Path(folder, "checkpoint.pt").stat().st_size
     marks = [record.cost.wall_seconds for record in result.rounds]

@@ -6,23 +6,21 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
 from sparsekit.errors import InvalidValueError, nearest
-from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.client.messages import Evaluation, Update, WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path, save_whole
-from sparsekit_fl.results import PARTS, RoundRecord, RoundScores, RunResult, primary_metric
+from sparsekit_fl.problem.metrics import Metric, lower_is_better
+from sparsekit_fl.results import PARTS, RoundRecord, primary_metric
 from sparsekit_fl.stored import number_text, score_text, texts
 
 if TYPE_CHECKING:
@@ -48,36 +46,26 @@ class RunView:
     Args:
         method: Name of the method.
         config: The options.
-        clients: Number of clients.
-        round: The last finished round; 0 before the first.
+        metrics: Name → metric, of the problem.
         records: One per saved round, also of those before the run was resumed. A callback that counts here, and keeps nothing
             on itself, does the same in a run that was killed and resumed.
         out: Folder of the run; None if it keeps nothing.
-        metrics: Names of the problem's metrics, and "loss".
-        lower: Metrics of which small values are good.
-        parts: Parts (personal, validation, global) that are scored before the run ends.
-        state: Returns the global state. Read it, and change nothing.
         model: Makes a fresh module that holds the global state.
         stopped: The reason why the run stops after this round; empty as long as it continues.
     """
 
     method: str
     config: RunConfig
-    clients: int
-    round: int = 0
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     records: Sequence[RoundRecord] = ()
     out: Path | None = None
-    metrics: tuple[str, ...] = ("accuracy", "loss")
-    lower: frozenset[str] = frozenset({"loss"})
-    parts: tuple[str, ...] = PARTS
-    state: Callable[[], StateDict] = dict
     model: Callable[[], nn.Module] = nn.Module
     stopped: str = ""
 
     @property
-    def cost(self) -> WorkCost:
-        """Cost of the saved rounds."""
-        return self.records[-1].cost if self.records else WorkCost()
+    def round(self) -> int:
+        """The last saved round; 0 before the first."""
+        return self.records[-1].round if self.records else 0
 
     def stop(self, reason: str) -> None:
         """End the run after this round. Every client is scored and the result is written, as after the last round.
@@ -91,52 +79,15 @@ class RunView:
 class Callback:
     """Base class: override the hooks you need. A callback only reads, but it may stop the run.
 
-    An error in a callback ends the run; everything up to the round before is saved. What you decide by, read from
-    `RunView.records`: then one object can serve several runs, and a resumed run decides the same.
+    An error in a callback ends the run; every round that was told is saved. What you decide by, read from `RunView.records`:
+    then one object can serve several runs, and a resumed run decides the same.
     """
 
     def on_run_start(self, run: RunView) -> None:
         """Before the first round; worker processes already run."""
 
-    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        """A client was trained (Update), or scored (Evaluation); None if it failed."""
-
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        """All clients of an evaluation were scored; the round has no record yet."""
-
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round ended and is saved."""
-
-    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """The run ended and is saved; None if an error or Ctrl-C ended it."""
-
-
-class Callbacks:
-    """Several callbacks, called in their order.
-
-    Args:
-        callbacks: The callbacks.
-
-    Raises:
-        InvalidValueError: one is not a Callback.
-    """
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        for one in callbacks:
-            if not isinstance(one, Callback):
-                hint = "; make an object of it" if isinstance(one, type) else "; inherit from sparsekit_fl.Callback"
-                raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}{hint}")
-        self._all = tuple(callbacks)
-
-    def tell(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of all by its name. The end of a run reaches each, even if another one fails."""
-        if hook != "on_run_end":
-            for one in self._all:
-                getattr(one, hook)(*arguments)
-            return
-        with ExitStack() as stack:
-            for one in reversed(self._all):
-                stack.callback(one.on_run_end, *arguments)
 
 
 class _Monitor(Callback):
@@ -150,31 +101,39 @@ class _Monitor(Callback):
             )
 
     def on_run_start(self, run: RunView) -> None:
-        """Check that the run has the number.
+        """Look again at the last saved round: the run may have been killed before it was told.
 
         Raises:
             InvalidValueError: the run never has this number.
         """
-        self._name = self._metric or primary_metric(run.metrics)
-        if self._name not in run.metrics:
-            raise InvalidValueError(f"no metric {self._name!r} to monitor; {nearest(self._name, run.metrics)}")
-        if self._part not in run.parts:
+        names = (*run.metrics, "loss")
+        self._name = self._metric or primary_metric(names)
+        if self._name not in names:
+            raise InvalidValueError(f"no metric {self._name!r} to monitor; {nearest(self._name, names)}")
+        self._lower = lower_is_better(self._name, run.metrics.get(self._name))
+        if self._part == "global" and run.config.eval_global_every is None:
             raise InvalidValueError(
-                f"{type(self).__name__} cannot monitor {self._part}.{self._name}, which is not scored before the end;"
-                " validation needs clients with validation data, global needs eval_global_every (--set eval_global_every=N)"
+                f"{type(self).__name__} cannot monitor global.{self._name}, which is not scored before the end; set"
+                " eval_global_every (--set eval_global_every=N)"
             )
-        self._sign = -1 if self._name in run.lower else 1
+        if run.records:
+            self.on_round_end(run, run.records[-1])
 
-    def _course(self, run: RunView, scores: RoundScores | None) -> tuple[list[tuple[int, float]], int | None]:
-        """Return round and value of each evaluation that has the number, and the place of the first best one, if one is finite.
+    def _course(self, run: RunView) -> tuple[list[tuple[int, float]], int | None]:
+        """Return round and value of each evaluation so far, and the place of the first best one, if one is finite.
 
-        The evaluations are those of the saved rounds and, if it is not None, `scores`.
+        Raises:
+            InvalidValueError: no client has validation data.
         """
-        evaluations = [*((record.round, record.evaluation) for record in run.records), (run.round, scores)]
-        found = [(round, one.part(self._part).get(self._name)) for round, one in evaluations if one is not None]
-        course = [(round, value) for round, value in found if value is not None]
+        scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
+        if scored and self._part == "validation" and not any(values for _, values in scored):
+            raise InvalidValueError(
+                f"{type(self).__name__} monitors {self._part}.{self._name}, but no client has validation data"
+            )
+        course = [(round, values[self._name]) for round, values in scored if self._name in values]
+        sign = -1 if self._lower else 1
         finite = [place for place, (_, value) in enumerate(course) if math.isfinite(value)]
-        return course, max(finite, key=lambda place: self._sign * course[place][1], default=None)
+        return course, max(finite, key=lambda place: sign * course[place][1], default=None)
 
 
 class EarlyStopping(_Monitor):
@@ -196,14 +155,10 @@ class EarlyStopping(_Monitor):
             raise InvalidValueError(f"patience must be an integer >= 1, got {patience!r}")
         self._patience, self._target = patience, target
 
-    def on_run_start(self, run: RunView) -> None:
-        super().on_run_start(run)
-        self.on_evaluation(run)  # a run that was killed after it stopped stops again
-
-    def on_evaluation(self, run: RunView, scores: RoundScores | None = None) -> None:
-        (course, best), text = self._course(run, scores), f"{self._part} {self._metric}".strip()
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        (course, best), text = self._course(run), f"{self._part} {self._metric}".strip()
         last = course[-1][1] if course else math.nan
-        if self._target is not None and math.isfinite(last) and self._sign * (last - self._target) >= 0:
+        if self._target is not None and (last <= self._target if self._lower else last >= self._target):
             run.stop(f"{text} reached {last:.4g}, the target is {self._target:g}")
         waited = len(course) if best is None else len(course) - 1 - best
         if waited >= self._patience:
@@ -228,22 +183,22 @@ class BestCheckpoint(_Monitor):
             raise InvalidValueError("BestCheckpoint needs the folder of the run; give it one (out=, --out DIR)")
         super().on_run_start(run)
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        course, best = self._course(run, scores)
-        if run.out is None or best is None or course[best][0] != run.round:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        course, best = self._course(run)
+        if run.out is None or best is None or course[best][0] != record.round:
             return
         path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
-        note = {"round": run.round, "monitor": f"{self._part}.{self._name}", "value": course[best][1]}
+        note = {"round": record.round, "monitor": f"{self._part}.{self._name}", "value": course[best][1]}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
 
 
 class TensorBoard(Callback):
     """Write the numbers of every round as event files, and numbers alone: no options. A resumed run continues the same curves.
 
-    Tags are `train/loss`, `personal/accuracy`, `validation/…`, `global/…`, `cost/flops`,
-    `round/dropped`, …; the step is the round.
+    Tags are `train/loss`, `personal/accuracy`, `validation/…`, `global/…`, `cost/flops`, `round/dropped`, …; the step is the
+    round.
 
     Args:
         folder: Folder of the event files; None takes `tensorboard` in the run's folder.
@@ -278,10 +233,6 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(f"{group}/{rest}", value, record.round)
         self._writer.flush()
 
-    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
 
 class LiveProgress(Callback):
     """Show round, scores, FLOPs and time left on stderr: a bar on a terminal, elsewhere a line per evaluation.
@@ -315,31 +266,19 @@ class LiveProgress(Callback):
 
     def on_run_start(self, run: RunView) -> None:
         self._label = self._label or run.method
-        self._show(run, run.round)
+        self._bar.update(self._task, description=self._label, total=run.config.rounds, completed=run.round)
         self._bar.start()
-
-    def _show(self, run: RunView, done: int, facts: str = "") -> None:
-        rounds, cohort = run.config.rounds, run.config.cohort
-        text = f"{self._label} round {min(done + 1, rounds)}/{rounds}  {facts}".rstrip()
-        self._bar.update(self._task, description=text, total=rounds * cohort, completed=done * cohort)
-
-    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        if not isinstance(work, Evaluation):
-            self._bar.advance(self._task)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         # With the prefix of the whole run, so that all lines have one.
         whole = record.cost.flops / record.round * run.config.rounds
         scores, flops = record.evaluation, f"{texts('flops', [record.cost.flops, whole])[0]} FLOPs"
+        text = f"{self._label} round {record.round}/{run.config.rounds}"
         if scores is not None and scores.personal:
             name = primary_metric(scores.personal)
             self._score = score_text(name, scores.personal[name])
             if self._lines:
                 valid = f"validation {score_text(name, scores.validation[name])}" if name in scores.validation else ""
                 parts = filter(None, [self._score, valid, flops, number_text("seconds", time.monotonic() - self._began)])
-                line = f"{self._label} round {record.round}/{run.config.rounds}: {', '.join(parts)}"
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._show(run, record.round, f"{self._score}  {flops}".strip())
-
-    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        self._bar.stop()
+                self._console.print(f"{text}: {', '.join(parts)}", markup=False, highlight=False, soft_wrap=True)
+        self._bar.update(self._task, description=f"{text}  {self._score}  {flops}", completed=record.round)

@@ -225,7 +225,6 @@ class RunResult:
         experiment: What the caller said about the run, such as data set and model; in files, a part of `config`.
         state: The final global state; not part of the file.
         note: What the method's line in tables says.
-        fingerprint: Version of the code, and a cheap hash of the data.
         stopped: The reason why a callback ended the run before its last round; empty for none.
     """
 
@@ -239,7 +238,6 @@ class RunResult:
     experiment: Annotated[Mapping[str, Any], Field(exclude=True)] = field(default_factory=dict)
     state: Annotated[StateDict, PlainValidator(dict), Field(exclude=True)] = field(default_factory=dict, repr=False)
     note: str = ""
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
 
     @property

@@ -7,18 +7,15 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict, UnitGraph
-from sparsekit.version import __version__
-from sparsekit_fl.callbacks import Callback, Callbacks, RunView
+from sparsekit.graph import StateDict
+from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
-from sparsekit_fl.client.messages import Reply, Request, Update, WorkCost, request_bytes
+from sparsekit_fl.client.messages import Reply, Update, WorkCost, request_bytes
 from sparsekit_fl.client.packing import clone, digest
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients
@@ -26,7 +23,6 @@ from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFe
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.models import hash_models, model_path, save_whole, write_recipe
 from sparsekit_fl.problem.data import Client
-from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.processes import describe_environment
 from sparsekit_fl.results import ClientScores, FinalScores, RoundRecord, RoundScores, RunResult, load_result
@@ -53,7 +49,6 @@ def run(
     callbacks: Sequence[Callback] = (),
     out: Path | str | None = None,
     resume: bool = False,
-    graph: UnitGraph | None = None,
     experiment: Mapping[str, Any] | None = None,
     init: Path | str | StateDict | None = None,
 ) -> RunResult:
@@ -75,7 +70,6 @@ def run(
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. One run at a time writes to
             it. A fresh run needs a folder without files of another run.
         resume: Continue from the checkpoint in `out`, to the same bits as a run that was never interrupted.
-        graph: The units of the model, if they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
         init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
             is resumed needs the same.
@@ -94,13 +88,13 @@ def run(
         WorkerDiedError: a worker process was killed; says how to continue.
         StorageError: the folder could not be written, as when the disk is full; says how to continue.
     """
-    roster = _checked(method, clients, config)
+    roster = _checked(method, clients, config, callbacks)
     if resume and out is None:
         raise InvalidValueError("resume needs out, the folder of the run to continue")
     check_fit(problem, list(roster.values()))
-    told, engine = Callbacks(callbacks), Processes() if engine is None else engine
+    engine = Processes() if engine is None else engine
     with RunFolder.open(out, resume=resume) as folder:
-        spec = RunSpec.build(method, problem, config, graph=graph, init=init)
+        spec = RunSpec.build(method, problem, config, init=init)
         described = plain(spec.describe(roster, experiment or {}))
         state, lines = folder.load(described, State(0, clone(spec.initial)))
         if state is not None and state.round == config.rounds and (folder.path / "result.json").exists():
@@ -108,24 +102,20 @@ def run(
             if len(saved.rounds) == state.round:  # else a callback had stopped it
                 return replace(saved, state=state.model)
         server = Server(spec, roster, state)
-        loop = _Loop(server, folder, told, engine, described, [RoundRecord.from_dict(line) for line in lines])
-        with loop.explained(), engine.open(spec, roster, folder.memories) as run_clients, loop.told():
-            for round in range(server.state.round + 1, spec.config.rounds + 1):
-                if loop.view.stopped:
-                    break
-                began = time.perf_counter()
-                trained = loop.train(server.requests(round), run_clients)
-                seconds = server.aggregate(trained.good, trained.replies)
-                scores, unscored = loop.score(round, run_clients)
-                loop.save(trained.record(scores, unscored, loop.cost(trained, seconds, time.perf_counter() - began)))
-            return loop.finish(run_clients)
+        loop = _Loop(server, folder, callbacks, engine, described, [RoundRecord.from_dict(line) for line in lines])
+        with loop.explained(), engine.open(spec, roster, folder.memories) as run_clients:
+            return loop.run(run_clients)
 
 
-def _checked(method: Method, clients: Sequence[Client], config: RunConfig) -> dict[int, Client]:
+def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
     """Return the clients by id, if there can be a run of these."""
     if not isinstance(method, Method):
         name = method if isinstance(method, str) else getattr(method, "__name__", "fedlps").lower()
         raise InvalidValueError(f"method must be a Method, got {method!r}; call what makes one: fl.methods.{name}()")
+    for one in callbacks:
+        if not isinstance(one, Callback):
+            hint = "make an object of it" if isinstance(one, type) else "inherit from sparsekit_fl.Callback"
+            raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}; {hint}")
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
@@ -136,69 +126,42 @@ def _checked(method: Method, clients: Sequence[Client], config: RunConfig) -> di
 
 
 @dataclass(eq=False)
-class _Trained:
-    """What came of the requests of a round: replies in their order, valid updates, and why the others were dropped."""
-
-    requests: Sequence[Request]
-    replies: list[Reply] = field(default_factory=list)
-    good: list[Update] = field(default_factory=list)
-    dropped: dict[int, Exception] = field(default_factory=dict)
-
-    def record(self, scores: RoundScores | None, unscored: Sequence[str], cost: WorkCost) -> RoundRecord:
-        """Return the record of the round, with its own cost."""
-        return RoundRecord(
-            round=self.requests[0].round,
-            cohort=tuple(request.client_id for request in self.requests),
-            dropped=tuple((client_id, str(error)) for client_id, error in self.dropped.items()),
-            loss=self._mean("loss"),
-            accuracy=self._mean("accuracy"),
-            ratios={update.client_id: update.ratio for update in self.good},
-            capabilities={request.client_id: request.capability.ratio for request in self.requests},
-            cost=cost,
-            seconds=cost.simulated_seconds,
-            evaluation=scores,
-            notes=(*(reply.note for reply in self.replies if reply.note), *unscored),
-        )
-
-    def _mean(self, name: str) -> float | None:
-        found = [(update.metrics[name], update.examples) for update in self.good if name in update.metrics]
-        return sum(value * examples for value, examples in found) / sum(examples for _, examples in found) if found else None
-
-
-@dataclass(eq=False)
 class _Loop:
     """What the rounds of one run share: the server, the folder, the callbacks and the records."""
 
     server: Server
     folder: RunFolder
-    callbacks: Callbacks
+    callbacks: Sequence[Callback]
     engine: Engine
     described: Mapping[str, Any]
     records: list[RoundRecord]
 
     def __post_init__(self) -> None:
-        spec, clients, metrics = self.server.spec, self.server.clients, self.server.spec.problem.metrics
-        self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
+        spec = self.server.spec
         self._saved = self.server.state.round
         self._final: list[ClientScores] | None = None  # of every client, after the last round
-        self._result: RunResult | None = None
-        self.view = RunView(
+        self._view = RunView(
             method=spec.method.name,
             config=spec.config,
-            clients=len(clients),
-            round=self._saved,
-            records=self.records,
+            metrics=spec.problem.metrics,
             out=self.folder.path if self.folder.durable else None,
-            metrics=(*metrics, "loss"),
-            lower=self._lower,
-            parts=_scored_parts(spec.config, clients.values()),
-            state=lambda: self.server.state.model,
-            model=self._model,
+            records=self.records,
+            model=lambda: spec.model(self.server.state.model),
         )
 
-    def _model(self) -> nn.Module:
-        """Make a module that holds the global state."""
-        return self.server.spec.model(self.server.state.model)
+    def run(self, run_clients: RunClients) -> RunResult:
+        """Run the rounds that are left, and return the result."""
+        for one in self.callbacks:
+            one.on_run_start(self._view)
+        for round in range(self._saved + 1, self.server.spec.config.rounds + 1):
+            if self._view.stopped:
+                break
+            self.records.append(self._round(round, run_clients))
+            self.folder.save(self.server.state, self.records[-1].to_dict())
+            self._saved = round
+            for one in self.callbacks:
+                one.on_round_end(self._view, self.records[-1])
+        return self._finish(run_clients)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -206,80 +169,80 @@ class _Loop:
         try:
             yield
         except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
-            done = f"round {self._saved} of {self.server.spec.config.rounds}"
+            done = f"round {self._saved} of {self.server.spec.config.rounds} was the last to be finished"
             hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
             if self.folder.durable:
                 hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
             if isinstance(error, KeyboardInterrupt):
-                raise RunInterrupted(f"stopped by the user after {done}; {hint}") from None
-            if isinstance(error, TooFewRepliesError):
-                raise TooFewRepliesError(f"{error}; {hint}") from error.__cause__
-            if isinstance(error, WorkerDiedError):
-                raise WorkerDiedError(f"{error}; {done} was finished; {hint}") from error
+                raise RunInterrupted(f"stopped by the user; {done}; {hint}") from None
+            if isinstance(error, TooFewRepliesError | WorkerDiedError):
+                raise type(error)(f"{error}; {done}; {hint}") from error
             if error.errno not in _FULL:
                 raise
-            raise StorageError(f"{error}; make room first. {done.capitalize()} was the last to be saved; {hint}") from error
+            raise StorageError(f"{error}; make room first; {done}; {hint}") from error
 
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Tell the callbacks that the run begins and ends."""
-        try:
-            self.callbacks.tell("on_run_start", self.view)
-            yield
-        except BaseException:
-            try:
-                self.callbacks.tell("on_run_end", self.view, None)
-            except Exception:  # noqa: BLE001 - anybody's callback; what ended the run is what matters
-                _log.exception("a callback failed when it was told that the run has ended")
-            raise
-        self.callbacks.tell("on_run_end", self.view, self._result)
-
-    def train(self, requests: Sequence[Request], run_clients: RunClients) -> _Trained:
-        """Let the cohort train.
+    def _round(self, round: int, run_clients: RunClients) -> RoundRecord:
+        """Let the cohort train, change the global model, and score clients if it is time.
 
         Raises:
-            TooFewRepliesError: too few of them sent a valid update.
+            TooFewRepliesError: too few clients sent a valid update.
         """
-        trained = _Trained(requests)
+        began, spec = time.perf_counter(), self.server.spec
+        requests, replies = self.server.requests(round), list[Reply]()
+        good, dropped = list[Update](), dict[int, Exception]()
         for request, reply in zip(requests, run_clients(requests), strict=True):
-            trained.replies.append(reply)
-            self.callbacks.tell("on_client_end", self.view, request.client_id, reply.update)
+            replies.append(reply)
             try:
-                trained.good.append(self.server.validate(request, reply))
+                good.append(self.server.validate(request, reply))
             except (ClientError, UpdateError) as error:
-                trained.dropped[request.client_id] = error
-                _log.warning("round %d continues without client %d: %s", request.round, request.client_id, error)
-        needed = self.server.spec.config.needed_replies(len(requests))
-        if len(trained.good) < needed:
-            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in trained.dropped.items()])
+                dropped[request.client_id] = error
+                _log.warning("round %d continues without client %d: %s", round, request.client_id, error)
+        needed = spec.config.needed_replies(len(requests))
+        if len(good) < needed:
+            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
             raise TooFewRepliesError(
-                f"round {requests[0].round}: {len(trained.good)} of {len(requests)} updates were valid and {needed} are needed"
+                f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
                 f" (min_replies); {reasons}. Nothing of that round counted"
-            ) from next(iter(trained.dropped.values()), None)
-        return trained
+            ) from next(iter(dropped.values()), None)
+        seconds = self.server.aggregate(good, replies)
+        scores, unscored = self._score(round, run_clients)
+        done = [reply.update.cost for reply in replies if reply.update is not None]
+        # Of clients that failed counts what they were sent.
+        lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
+        cost = round_cost(done, wall_seconds=time.perf_counter() - began, seconds=seconds)
+        cost += WorkCost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
+        return RoundRecord(
+            round=round,
+            cohort=tuple(request.client_id for request in requests),
+            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+            loss=_mean("loss", good),
+            accuracy=_mean("accuracy", good),
+            ratios={update.client_id: update.ratio for update in good},
+            capabilities={request.client_id: request.capability.ratio for request in requests},
+            cost=self._cost() + cost,
+            seconds=cost.simulated_seconds,
+            evaluation=scores,
+            notes=(*(reply.note for reply in replies if reply.note), *unscored),
+        )
 
-    def score(self, round: int, run_clients: RunClients) -> tuple[RoundScores | None, list[str]]:
+    def _cost(self) -> WorkCost:
+        """Return the cost of the rounds so far."""
+        return self.records[-1].cost if self.records else WorkCost()
+
+    def _score(self, round: int, run_clients: RunClients) -> tuple[RoundScores | None, list[str]]:
         """Score the models of clients if it is time; return the scores, and a text for each client that was not scored."""
-        self.view.round = round
-        config, last = self.server.spec.config, round == self.server.spec.config.rounds
-        every = config.eval_global_every
+        ids, config = list(self.server.clients), self.server.spec.config
+        last, every, count = round == config.rounds, config.eval_global_every, config.eval_clients
         whole = last or (every is not None and round % every == 0)  # the global model is scored too
         if not whole and round % (config.eval_every or 1):
             return None, []
-        ids = list(self.server.clients) if last else self._sampled(round)
+        if not last and count is not None and count < len(ids):
+            # From seed and round: the same for any engine and method.
+            positions = Streams(config.seed).evaluation(round).choice(len(ids), size=count, replace=False)
+            ids = [ids[position] for position in sorted(positions)]
         found, unscored = self._evaluate(ids, run_clients, last=last, with_shared=whole)
-        scores = RoundScores.of(found)
-        self.callbacks.tell("on_evaluation", self.view, scores)
         self._final = found if last else None
-        return scores, unscored
-
-    def _sampled(self, round: int) -> list[int]:
-        """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
-        ids, config = list(self.server.clients), self.server.spec.config
-        if config.eval_clients is None or config.eval_clients >= len(ids):
-            return ids
-        positions = Streams(config.seed).evaluation(round).choice(len(ids), size=config.eval_clients, replace=False)
-        return [ids[position] for position in sorted(positions)]
+        return RoundScores.of(found), unscored
 
     def _evaluate(
         self, ids: Sequence[int], run_clients: RunClients, *, last: bool, with_shared: bool = True
@@ -289,42 +252,18 @@ class _Loop:
         Raises:
             ClientError: none could.
         """
-        round = self.view.round
-        found: list[ClientScores] = []
-        unscored: list[str] = []
-        with_model = last and self.folder.durable
-        for reply in run_clients(self.server.scoring(ids, with_shared=with_shared, with_model=with_model)):
-            if reply.evaluation is None:
-                unscored.append(f"client {reply.client_id} was not scored: {reply.error}")
-                continue
-            self.callbacks.tell("on_client_end", self.view, reply.client_id, reply.evaluation)
-            found.append(ClientScores.read(reply.evaluation))
+        round = self.server.state.round
+        requests = self.server.scoring(ids, with_shared=with_shared, with_model=last and self.folder.durable)
+        replies = list(run_clients(requests))
+        found = [ClientScores.read(reply.evaluation) for reply in replies if reply.evaluation is not None]
+        unscored = [f"client {one.client_id} was not scored: {one.error}" for one in replies if one.evaluation is None]
         if unscored:
             _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), _shortened(unscored))
         if not found:
             raise ClientError(f"no client could be scored after round {round}: {_shortened(unscored)}")
         return found, unscored
 
-    def cost(self, trained: _Trained, seconds: float | None, wall_seconds: float) -> WorkCost:
-        """Return the work of a round: of clients that failed, what they were sent."""
-        pairs = list(zip(trained.requests, trained.replies, strict=True))
-        done = [reply.update.cost for _, reply in pairs if reply.update is not None]
-        sent = sum(request_bytes(request, self.server.spec.graph) for request, reply in pairs if reply.update is None)
-        return round_cost(done, wall_seconds=wall_seconds, seconds=seconds) + WorkCost(downlink_bytes=sent)
-
-    def save(self, record: RoundRecord) -> None:
-        """Save a round, and tell the callbacks.
-
-        Args:
-            record: Of the round, with its own cost.
-        """
-        record = replace(record, cost=self.view.cost + record.cost)
-        self.records.append(record)
-        self.folder.save(self.server.state, record.to_dict())
-        self._saved = record.round
-        self.callbacks.tell("on_round_end", self.view, record)
-
-    def finish(self, run_clients: RunClients) -> RunResult:
+    def _finish(self, run_clients: RunClients) -> RunResult:
         """Score all clients unless the last round did, and write models and result."""
         spec, state, out = self.server.spec, self.server.state, self.folder.path
         final = self._final
@@ -333,28 +272,33 @@ class _Loop:
             final, _ = self._evaluate(list(self.server.clients), run_clients, last=True)
         # A worker that outlived a killed run may have written once more after this one began.
         self.folder.clean()
-        self._result = result = RunResult(
+        result = RunResult(
             method=spec.method.name,
             policies=spec.method.describe(),
             config=spec.config,
             rounds=tuple(self.records),
             final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
-            cost=replace(self.view.cost, flops_deploying=sum(one.flops_deploying for one in final)),
+            cost=replace(self._cost(), flops_deploying=sum(one.flops_deploying for one in final)),
             environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
             experiment=self.described["experiment"],
             state=state.model,
             note=spec.method.note,
-            fingerprint={"sparsekit": __version__, "data": self.described["clients"]["data"]},
-            stopped=self.view.stopped,
+            stopped=self._view.stopped,
         )
         if self.folder.durable:
             (out / "models").mkdir(exist_ok=True)
-            save_whole(model_path(out, "global"), self._model())
+            save_whole(model_path(out, "global"), self._view.model())
             personal = not getattr(self.engine, "keeps_models", False)
             hashes = hash_models(out)
             write_recipe(out, {**spec.recipe, "personal": personal, "clients": list(self.server.clients), "sha256": hashes})
             result.save(out / "result.json")
         return result
+
+
+def _mean(name: str, updates: Sequence[Update]) -> float | None:
+    """Return the mean of a metric of training over the updates that have it, weighted by examples."""
+    found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
+    return sum(value * examples for value, examples in found) / sum(examples for _, examples in found) if found else None
 
 
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
@@ -373,13 +317,6 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float
     else:
         scoring = 0.0
     return replace(sum(costs, WorkCost()), seconds=seconds, scoring_seconds=scoring, wall_seconds=wall_seconds)
-
-
-def _scored_parts(config: RunConfig, clients: Iterable[Client]) -> tuple[str, ...]:
-    """Return the parts of scores that rounds before the last one can have."""
-    validation = any(len(client.data.val) for client in clients)
-    along = config.eval_global_every is not None and config.eval_global_every < config.rounds
-    return ("personal", *(["validation"] if validation else []), *(["global"] if along else []))
 
 
 def _shortened(texts: Sequence[str]) -> str:

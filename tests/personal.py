@@ -1,7 +1,8 @@
 """Shared by the tests of personalised and weight-mask methods: a model of three numbers, small problems, watched runs."""
 
 import json
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -75,15 +76,26 @@ def _deep() -> nn.Module:
     return model
 
 
-class Watch(fl.Callback):
-    """Keeps every update."""
+@dataclass
+class Watching:
+    """An engine that keeps the requests and the replies of another one."""
 
-    def __init__(self) -> None:
-        self.updates: list[fl.Update] = []
+    engine: fl.Engine = field(default_factory=fl.Processes)
+    seen: list[tuple[fl.Request, fl.Reply]] = field(default_factory=list)
 
-    def on_client_end(self, run, client_id, update) -> None:
-        if isinstance(update, fl.Update):
-            self.updates.append(update)
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    @contextmanager
+    def open(self, spec, clients, memories):
+        with self.engine.open(spec, clients, memories) as run_clients:
+
+            def watched(requests):
+                for request, reply in zip(requests, run_clients(requests), strict=True):
+                    self.seen.append((request, reply))
+                    yield reply
+
+            yield watched
 
 
 def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds=4, **given):
@@ -94,10 +106,11 @@ def tiny_run(method="fedavg", *, problem=None, clients=None, config=None, rounds
     return fl.run(method, problem or tiny_problem(), clients or tiny_clients(), config, **given)
 
 
-def watched(method="fedavg", **options):
+def watched(method="fedavg", *, engine=None, **options):
     """A small run and its updates."""
-    watch = Watch()
-    return tiny_run(method, callbacks=[watch], **options), watch.updates
+    watching = Watching(engine or fl.Processes())
+    result = tiny_run(method, engine=watching, **options)
+    return result, [reply.update for _, reply in watching.seen if reply.update is not None]
 
 
 def training(config, **changes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +22,7 @@ _MOST_REASONS = 5
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.callbacks import Callbacks, LiveProgress, RunView
+    from sparsekit_fl.callbacks import LiveProgress, RunView
     from sparsekit_fl.cli.simulate import simulate
     from sparsekit_fl.methods import make_method
 
@@ -38,9 +37,9 @@ def _run(method_name: str, options: RunOptions) -> None:
     with LiveProgress(quiet=options.quiet or options.as_json) as progress:
         own = [progress, _keeping_options(method_name, options)]
         if experiment.engine is None:
-            view = RunView(method=method.name, config=experiment.config, clients=len(experiment.clients), out=options.out)
+            view = RunView(method=method.name, config=experiment.config, out=options.out)
             progress.on_run_start(view)
-            result = simulate(method_name, options, partial(Callbacks(own).tell, "on_round_end", view))
+            result = simulate(method_name, options, lambda record: [one.on_round_end(view, record) for one in own])
         else:
             result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
     _show(result, options)

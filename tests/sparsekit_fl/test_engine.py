@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from engine_contract import EngineContract
-from personal import tiny_run
+from personal import tiny_run, watched
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
@@ -40,7 +40,7 @@ class Deadly(Method):
 def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     deadly = Deadly(round=3, signal=int(signal.SIGKILL))
     with pytest.raises(
-        WorkerDiedError, match=r"a worker process died.*client \d+.* in round 3.*round 2 of 4 was finished.*--resume"
+        WorkerDiedError, match=r"a worker process died.*client \d+.* in round 3.*round 2 of 4 was the last.*--resume"
     ):
         tiny_run(deadly, engine=Processes(2), out=tmp_path)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
@@ -59,20 +59,10 @@ class Looks(Method):
         return replace(super().train(client, task), metrics={"dropped": dropped})
 
 
-class Told(fl.Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_client_end(self, run, client_id, work):
-        if isinstance(work, fl.Update):
-            self.found.append(work.metrics["dropped"])
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_the_servers_mask_drops_arrives_as_zero_also_where_nothing_travels(workers):
-    told = Told()
-    tiny_run(Looks(), rounds=1, engine=Processes(workers), callbacks=[told])
-    assert told.found == [0.0] * 4
+    _, updates = watched(Looks(), rounds=1, engine=Processes(workers))
+    assert [update.metrics["dropped"] for update in updates] == [0.0] * 4
 
 
 class OnlyHere:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from personal import tiny_run
+from personal import Watching, tiny_run
 
 import sparsekit_fl as fl
 from sparsekit_fl.checkpoint import holds_run
@@ -22,7 +22,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
     raw = json.loads((tmp_path / "result.json").read_text())
     named = {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment", "failed_clients", "note"}
-    assert set(raw) == {"schema", "fingerprint", "stopped", *named}
+    assert set(raw) == {"schema", "stopped", *named}
     assert raw["method"] == "fedavg"
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
@@ -43,30 +43,28 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw == result.to_dict()
 
 
-class Scored(fl.Callback):
-    def __init__(self):
-        self.by_round = {}
-
-    def on_client_end(self, run, client_id, work):
-        if isinstance(work, fl.Evaluation):
-            self.by_round.setdefault(run.round, []).append(client_id)
+def scored(watching):
+    """Round → ids of the clients that were scored after it."""
+    rounds = {request.round for request, _ in watching.seen if request.task == "score"}
+    return {round: [one.client_id for one, _ in watching.seen if (one.round, one.task) == (round, "score")] for round in rounds}
 
 
 @pytest.mark.same_bits
 def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end():
-    seen, others = Scored(), Scored()
-    result = tiny_run("fedlps", rounds=6, eval_clients=3, callbacks=[seen])
+    seen, others = Watching(), Watching(fl.Processes(2))
+    result = tiny_run("fedlps", rounds=6, eval_clients=3, engine=seen)
     whole = tiny_run("fedlps", rounds=6)
-    assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
-    assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
+    by_round = scored(seen)
+    assert [len(by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
+    assert by_round[2] == sorted(set(by_round[2])) != by_round[4]
     # Scoring changes nothing, and what it scores is the same for any method.
     assert result.final == whole.final
-    tiny_run("local", rounds=6, eval_clients=3, callbacks=[others], engine=fl.Processes(2))
-    assert others.by_round == seen.by_round
+    tiny_run("local", rounds=6, eval_clients=3, engine=others)
+    assert scored(others) == by_round
 
 
 def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_path):
-    with pytest.raises(fl.errors.RunInterrupted, match=r"after round 1 of 4; the state is in .*--resume"):
+    with pytest.raises(fl.errors.RunInterrupted, match=r"round 1 of 4 was the last to be finished; the state is in .*--resume"):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     changed = replace(tiny_config(), training=replace(tiny_config().training, lr=0.2))
     with pytest.raises(fl.errors.ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):

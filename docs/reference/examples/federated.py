@@ -76,18 +76,18 @@ splits = deal(fl.datasets["digits"](), clients=10, rng=np.random.default_rng(0))
 dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
 
 # sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation
-class Sizes(fl.Callback):
+class Sizes(fl.Method):
     """Prints what clients send; messages are made by the run, and not by hand."""
 
-    def on_client_end(self, run: fl.RunView, client_id: int, work: fl.Update | fl.Evaluation | None) -> None:
-        if isinstance(work, fl.Update):
-            cost: fl.WorkCost = work.cost
-            print(client_id, work.ratio, work.examples, cost.flops, cost.uplink_bytes)
-        elif work is not None:
-            print(client_id, work.personal["accuracy"])
+    def aggregate(self, server: fl.ServerContext, updates):
+        for update in updates:
+            cost: fl.WorkCost = update.cost
+            print(update.client_id, update.ratio, update.examples, cost.flops, cost.uplink_bytes)
+        return super().aggregate(server, updates)
 
 
-fl.run(fl.methods.fedlps(), problem, clients, config, callbacks=[Sizes()])
+fl.run(Sizes(), problem, clients, config)
+answer = fl.Reply(client_id=0, evaluation=fl.Evaluation(client_id=0, examples=10, personal={"accuracy": (9.0, 10.0)}))
 
 
 # sparsekit_fl.Request
@@ -259,7 +259,7 @@ class Spend(fl.Callback):
         self.flops = flops
 
     def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
-        if run.cost.flops > self.flops:
+        if record.cost.flops > self.flops:
             run.stop(f"{self.flops} FLOPs are spent")
 
 

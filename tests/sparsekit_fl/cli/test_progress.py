@@ -25,9 +25,8 @@ def test_a_bar_on_a_terminal_a_line_per_evaluation_elsewhere_and_nothing_when_to
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=160)
     with LiveProgress(quiet=quiet, label="1/2 [fedavg], seed 0", console=console) as progress:
-        run = RunView(method="fedavg", config=RunConfig(rounds=2, cohort=2), clients=2)
+        run = RunView(method="fedavg", config=RunConfig(rounds=2, cohort=2))
         progress.on_run_start(run)
-        progress.on_client_end(run, 0, None)
         progress.on_round_end(run, record(1, None))
         progress.on_round_end(run, record(2, SCORES))
     if quiet:

@@ -158,7 +158,7 @@ def test_a_process_of_the_simulation_that_died_ends_the_run() -> None:
     def killed(message: Message, _: Message) -> Message:
         return Message(Error(code=0, reason="ray.exceptions.ActorDiedError: The actor died"), reply_to=message)
 
-    with pytest.raises(fl.errors.WorkerDiedError, match=r"a process that trains clients failed.*round 0 of 2 was finished"):
+    with pytest.raises(fl.errors.WorkerDiedError, match=r"a process that trains clients failed.*round 0 of 2 was the last"):
         _run(InProcess(fault=planted(killed, times=1)))
 
 
