@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.client.packing import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm, is_finite
+from sparsekit_fl.client.packing import foreach_add_, foreach_mul, foreach_norm, is_finite
 from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
 from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import in_batches, loss_weight
@@ -144,15 +144,14 @@ Adjust = Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 """Changes the gradients of a step: leaf → gradient, of the leaves that have one."""
 
 
-class SgdStep:
-    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
+class LocalStep:
+    """One step of local training. Plain SGD is one fused operation, with the same numbers as `torch.optim.SGD`.
 
     Args:
         parameters: What trains; those that need no gradient are left alone.
-        lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: Weight decay.
+        lr: Learning rate of plain SGD.
         clip: Largest norm of the whole gradient, before weight decay; None: any.
+        optimizer: Changes the parameters by their gradients; None: plain SGD.
     """
 
     def __init__(
@@ -160,15 +159,12 @@ class SgdStep:
         parameters: Iterable[Tensor],
         *,
         lr: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
         clip: float | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.lr = lr
-        self._momentum, self._weight_decay, self._clip = momentum, weight_decay, clip
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimizer, which follows the units of a learnable mask."""
+        self.optimizer = optimizer
+        self._lr, self._clip = lr, clip
 
     def __call__(self, loss: Tensor, adjusts: Iterable[Adjust] = ()) -> None:
         """Take one step down a loss; `adjusts` change the gradients, one after the other, before clipping."""
@@ -177,12 +173,7 @@ class SgdStep:
         with torch.no_grad():
             for adjust in adjusts:
                 gradients = adjust(gradients)
-            self._apply(self._clipped(list(gradients.values())), list(gradients))
-
-    @property
-    def holder(self) -> Any:
-        """What holds the state of the leaves, so that it can follow a mask."""
-        return self
+            self._apply(list(gradients), self._clipped(list(gradients.values())))
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         # All out of place, since autograd may hand out expanded or shared tensors.
@@ -191,72 +182,43 @@ class SgdStep:
         norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         return list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
 
-    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Change the leaves that have a gradient."""
-        if self._weight_decay:
-            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
-        if self._momentum:
-            velocity = [self._velocity(parameter) for parameter in parameters]
-            foreach_mul_(velocity, self._momentum)
-            foreach_add_(velocity, gradients)
-            gradients = velocity
-        foreach_add_(parameters, gradients, alpha=-self.lr)
-
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        state = self.state.setdefault(parameter, {})
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
-
-
-class TorchStep(SgdStep):
-    """An optimizer of torch, which the options name, behind the calls of `SgdStep`.
-
-    Raises:
-        InvalidValueError: the options give a momentum or a weight decay that it does not take, or a value that it refuses.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], training: TrainingConfig) -> None:
-        super().__init__(parameters, lr=training.lr, clip=training.clip)
-        kind = optimizer_class(training.optimizer)
-        known = inspect.signature(kind).parameters
-        given: dict[str, Any] = {"lr": training.lr}
-        for name in ("momentum", "weight_decay"):
-            value = getattr(training, name)
-            if name in known:
-                given[name] = value
-            elif value:
-                raise InvalidValueError(f"optimizer {training.optimizer!r} takes no {name}, got {value}; leave it out")
-        try:
-            self._optimizer = kind(self.parameters, **given) if self.parameters else None
-        except (TypeError, ValueError) as error:
-            raise InvalidValueError(f"optimizer {training.optimizer!r} refuses its arguments: {error}") from error
-
-    @property
-    def holder(self) -> Any:
-        """The optimizer of torch."""
-        return self._optimizer
-
-    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
-        assert self._optimizer is not None
+        if self.optimizer is None:
+            foreach_add_(parameters, gradients, alpha=-self._lr)
+            return
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._optimizer.step()
+        self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
 
 
 def check_training(training: TrainingConfig) -> None:
     """Raise UnknownNameError or InvalidValueError where torch lacks the optimizer of the options, or it refuses an argument."""
-    if not training.is_plain:
-        make_step(training, [torch.nn.Parameter(torch.zeros(2, 2))])
+    make_step(training, [torch.nn.Parameter(torch.zeros(2, 2))])
 
 
-def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> SgdStep | TorchStep:
-    """Build the optimizer of some leaves as the options say."""
-    if training.optimizer != "sgd":
-        return TorchStep(leaves, training)
-    return SgdStep(leaves, lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay, clip=training.clip)
+def make_step(training: TrainingConfig, leaves: Iterable[Tensor]) -> LocalStep:
+    """Build the optimizer of some leaves as the options say.
+
+    Raises:
+        InvalidValueError: the options give a momentum or a weight decay that it does not take, or a value that it refuses.
+    """
+    name, given = training.optimizer, {"momentum": training.momentum, "weight_decay": training.weight_decay}
+    leaves, optimizer = [leaf for leaf in leaves if leaf.requires_grad], None
+    if leaves and (name != "sgd" or any(given.values())):
+        kind: Any = optimizer_class(name)
+        known = inspect.signature(kind).parameters
+        for option, value in given.items():
+            if value and option not in known:
+                raise InvalidValueError(f"optimizer {name!r} takes no {option}, got {value}; leave it out")
+        try:
+            options = {option: value for option, value in given.items() if option in known}
+            optimizer = kind(leaves, lr=training.lr, **options)
+        except (TypeError, ValueError) as error:
+            raise InvalidValueError(f"optimizer {name!r} refuses its arguments: {error}") from error
+    return LocalStep(leaves, lr=training.lr, clip=training.clip, optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

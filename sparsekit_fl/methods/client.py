@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
 from sparsekit_fl.client.context import ClientContext
-from sparsekit_fl.client.fit import Adjust, Batch, Batches, SgdStep, Step, TorchStep, TrainingLog, make_step
+from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep, Step, TrainingLog, make_step
 from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import (
     Kept,
@@ -199,11 +199,11 @@ def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjust
     return client.fit(client.masked.model, batches, local_step(client.masked, client.problem.loss, update, adjusts))
 
 
-def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
+def local_step(masked: LearnableMask, loss_of: Loss, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
     """Return the step of every method that trains one model by one loss: first the mask changes, then the weights."""
     module = masked.model
-    if update.parameters:
-        masked.add_optimizer(update.holder)
+    if update.optimizer is not None:
+        masked.add_optimizer(update.optimizer)
 
     def step(batch: Batch) -> tuple[Any, Tensor]:
         masked.unit_mask()

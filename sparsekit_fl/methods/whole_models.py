@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import part_flops
-from sparsekit_fl.client.fit import Batch, Batches, SgdStep, TrainingLog, make_step
+from sparsekit_fl.client.fit import Batch, Batches, LocalStep, TrainingLog, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.client.packing import foreach_copy_
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, StateDict, Task, UnitGraph, sgd
@@ -68,10 +68,10 @@ class PerFedAvg(Method):
 
     adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
 
-    def _adaptation(self, client: ClientContext, leaves: Leaves) -> SgdStep:
+    def _adaptation(self, client: ClientContext, leaves: Leaves) -> LocalStep:
         """Return plain gradient descent at the adaptation rate, clipped as the run clips."""
         rate = 0.1 * client.training.lr if self.adaptation_lr is None else self.adaptation_lr
-        return SgdStep(leaves.values(), lr=rate, clip=client.training.clip)
+        return LocalStep(leaves.values(), lr=rate, clip=client.training.clip)
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is two gradients."""
