@@ -15,10 +15,11 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import Registry
+from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
-from sparsekit_fl.models import model_path, save_whole
+from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.metrics import Metric, lower_is_better
 from sparsekit_fl.results import PARTS, RoundRecord, primary_metric
 from sparsekit_fl.stored import number_text, score_text, texts
@@ -189,7 +190,7 @@ class BestCheckpoint(_Monitor):
             return
         path = model_path(run.out, "best")
         path.parent.mkdir(exist_ok=True)
-        save_whole(path, run.model())
+        save_compact(run.model(), path)
         note = {"round": record.round, "monitor": f"{self._part}.{self._name}", "value": course[best][1]}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())
 

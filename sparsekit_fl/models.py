@@ -1,9 +1,9 @@
 """Models on disk: the files of a run's folder, all in the format of `save_compact`, and the weights that a run starts from."""
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit.registry import load_object
-from sparsekit.surgery import Factory, load_compact, save_compact
-from sparsekit_fl.checkpoint import loads, write_atomically
-from sparsekit_fl.client.packing import pack
+from sparsekit.surgery import Factory, load_compact
+from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.methods import make_method
-from sparsekit_fl.problem.models import factory_spec, models
 from sparsekit_fl.problem.problem import Problem
 
 _log = logging.getLogger(__name__)
 _INNER = "model."  # what a model with exits puts before the keys
-_CHECKPOINT = "checkpoint.pt"
 _MOST_NAMED = 5
 
 
@@ -32,35 +29,24 @@ def model_path(out: Path, which: str | int) -> Path:
     return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 
-def save_whole(path: Path, model: nn.Module) -> None:
-    """Write a whole model; one whose state `save_compact` cannot keep as its tensors alone."""
+def recipe_of(model: Callable[[], nn.Module]) -> dict[str, Any] | None:
+    """Return how another process makes a model again: the path of its code, and arguments, as JSON values.
+
+    None if it cannot: the code is that of a script or a lambda, or an argument is not a JSON value.
+    """
+    made = model if isinstance(model, partial) else partial(model)
+    path = f"{getattr(made.func, '__module__', '')}:{getattr(made.func, '__qualname__', '')}"
+    recipe = {"factory": path, "args": list(made.args), "keywords": made.keywords}
     try:
-        save_compact(model, path)
-    except InvalidValueError as error:
-        _log.warning("%s holds the tensors alone: %s", path, error)
-        write_atomically(path, pack(model.state_dict(), {"kind": "state"}))
-
-
-def hash_models(out: Path) -> dict[str, str]:
-    """Return file name → SHA-256 of the models of a finished run; the best one may still change."""
-    files = sorted(path for path in (out / "models").glob("*.safetensors") if path.stem != "best")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        json.dumps(recipe)
+        return recipe if not path.startswith("__main__") and load_object(path) is made.func else None
+    except (InvalidValueError, TypeError):  # a lambda, an object of a class, or an argument that is one
+        return None
 
 
 def write_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
     """Write how the models of a run are made again, as `models/model.json`."""
     write_atomically(out / "models" / "model.json", (json.dumps(recipe, indent=1) + "\n").encode())
-
-
-def _read_recipe(out: Path) -> dict[str, Any]:
-    """Return what `write_recipe` wrote; nothing where the run has no such file."""
-    path = out / "models" / "model.json"
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}; restore it, or pass model= (--model)") from error
 
 
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
@@ -69,8 +55,8 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     Entries that do not agree, such as the head of a model that was trained for other classes, stay fresh; a warning names them.
 
     Args:
-        source: A state dict; a `.safetensors` file, or one of `torch.save` (of a state dict, or of a dict that has one under
-            "state_dict" or "model"); or the folder of an earlier run, whose global model is taken.
+        source: A state dict; a `.safetensors` file, or a state dict in a file of `torch.save`; or the folder of a finished run,
+            whose global model is taken.
         fresh: The state of a new model.
 
     Raises:
@@ -98,16 +84,11 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    if path.is_dir():
-        path = next((file for file in (model_path(path, "global"), path / _CHECKPOINT) if file.is_file()), path)
+    path = model_path(path, "global") if path.is_dir() else path
     try:
-        if path.name == _CHECKPOINT:
-            return dict(loads(path.read_bytes())["state"]["model"])
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        nested = next((loaded[name] for name in ("state_dict", "model") if isinstance(loaded.get(name), Mapping)), loaded)
-        return dict(nested)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         # The readers raise many kinds, from OSError to those of the pickle machine.
         raise DataError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
@@ -132,61 +113,40 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         global model gets that.
 
     Raises:
-        DataError: there is no finished run, or no such client, or its model is not here or damaged.
+        DataError: there is no finished run, or no such client, or its model is not here.
         InvalidValueError: the run does not say how its model is made, and `model` is None.
         CompactFileError: the file is damaged, or `model` makes another architecture.
     """
-    out = Path(out)
-    recipe = _read_recipe(out)
-    path = _model_file(out, which, recipe)
-    expected = recipe.get("sha256", {}).get(path.name)  # a device writes none
-    if expected not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
-        raise DataError(f"{path} is damaged: its checksum differs from the one in model.json; restore it, or resume the run")
-    factory = _prepared(_factory(recipe, out) if model is None else model, recipe)
-    return load_compact(path, factory).eval()
-
-
-def _model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
-    """Return the file of a model of a run; a text of digits is a client's id."""
-    whole = model_path(out, "global")
-    if not whole.exists():
-        raise DataError(f"{out} holds no finished run: {whole} is not there; pass the --out folder, or resume the run first")
-    if which == "global":
-        return whole
-    if which != "best" and (isinstance(which, bool) or not str(which).isdecimal()):
-        raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
-    known = recipe.get("clients")
-    if which != "best" and known is not None and int(which) not in known:
-        raise DataError(f"the run in {out} has no client {which}; it has {len(known)}, from {min(known)} to {max(known)}")
-    own = model_path(out, which if which == "best" else int(which))
-    if own.exists():
-        return own
-    if which == "best":
-        raise DataError(f"{out} holds no best model; run with --callback best, or take 'global'")
-    if not recipe.get("personal", True):
-        raise DataError(f"the model of client {which} stayed on its device, and {out} has the global one alone; take 'global'")
-    return whole
-
-
-def _factory(recipe: Mapping[str, Any], out: Path) -> Factory:
-    about = recipe.get("about", {})
+    path = Path(out) / "models" / "model.json"
     try:
-        if "model" in about:
-            spec = factory_spec(about["model"], models.find(about["model"]))
-            return spec.factory(about["kind"], tuple(about["shape"]), about["classes"])
-        if recipe.get("factory"):
-            return str(recipe["factory"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{out}/models/model.json is damaged: {error!r}; pass model= (--model)") from error
-    raise InvalidValueError(
-        f"the run in {out} does not say where the code of its model is; pass model= (--model package.module:function)"
-    )
+        recipe = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"{out} holds no finished run: {error}; pass the --out folder, or resume the run first") from error
+    number = int(which) if str(which).isdecimal() else None
+    own = model_path(Path(out), str(which) if number is None else number)
+    if not own.exists():
+        if number is None:
+            raise DataError(f"{out} holds no model {which!r}; take 'global', the id of a client, or 'best' (--callback best)")
+        if number not in recipe["clients"]:
+            raise DataError(f"the run in {out} has no client {number}; it has {_named(list(map(str, recipe['clients'])))}")
+        if not recipe["personal"]:
+            raise DataError(f"the model of client {number} stayed on its device; take 'global'")
+        own = model_path(Path(out), "global")
+    made = recipe["model"]
+    if model is None and made is None:
+        raise InvalidValueError(
+            f"the run in {out} does not say where the code of its model is; pass model= (--model package.module:function)"
+        )
+    if model is None:
+        keywords = {name: tuple(value) if isinstance(value, list) else value for name, value in made["keywords"].items()}
+        model = partial(load_object(made["factory"]), *made["args"], **keywords)
+    return load_compact(own, _prepared(model, recipe)).eval()
 
 
 def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
     """Return the factory with what the run's method adds to a model, such as the exits of DepthFL."""
-    name = recipe.get("prepared_by")
-    if not name:
+    name = recipe["prepared_by"]
+    if name is None:
         return factory
     try:
         method = make_method(name)
@@ -194,8 +154,7 @@ def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
         raise InvalidValueError(f"the run's method {name!r} changed its model, and is not here: {error}") from error
     found: Any = load_object(factory) if isinstance(factory, str) else factory
     make: Callable[[], nn.Module] = (lambda: found) if isinstance(found, nn.Module) else found
-    shapes = recipe.get("example_inputs", [None])
-    if None in shapes:
+    if None in recipe["example_inputs"]:
         raise InvalidValueError("the run does not say what its model takes; an input that is not a tensor is not written down")
-    inputs = tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in shapes)
+    inputs = tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in recipe["example_inputs"])
     return method.prepare(Problem(model=make, example_inputs=inputs)).model

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
+from sparsekit.surgery import save_compact
 from sparsekit_fl.callbacks import Callback, RunView
 from sparsekit_fl.checkpoint import RunFolder, State
 from sparsekit_fl.client.messages import Reply, Update, WorkCost, request_bytes
@@ -21,7 +22,7 @@ from sparsekit_fl.config import RunConfig
 from sparsekit_fl.engines import Engine, Processes, RunClients
 from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, UpdateError, WorkerDiedError
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.models import hash_models, model_path, save_whole, write_recipe
+from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.processes import describe_environment
@@ -287,10 +288,9 @@ class _Loop:
         )
         if self.folder.durable:
             (out / "models").mkdir(exist_ok=True)
-            save_whole(model_path(out, "global"), self._view.model())
+            save_compact(self._view.model(), model_path(out, "global"))
             personal = not getattr(self.engine, "keeps_models", False)
-            hashes = hash_models(out)
-            write_recipe(out, {**spec.recipe, "personal": personal, "clients": list(self.server.clients), "sha256": hashes})
+            write_recipe(out, {**spec.recipe, "personal": personal, "clients": list(self.server.clients)})
             result.save(out / "result.json")
         return result
 

@@ -23,7 +23,7 @@ from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.client.packing import clone, digest, plain_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.models import read_initial
+from sparsekit_fl.models import read_initial, recipe_of
 from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
@@ -45,7 +45,7 @@ class RunSpec:
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
         rates: Learning rate of each round.
-        recipe: How another process makes the model again; see `Problem.recipe`.
+        recipe: How another process makes the model again; see `load_model`.
     """
 
     method: Method
@@ -65,7 +65,6 @@ class RunSpec:
         problem: Problem,
         config: RunConfig,
         *,
-        graph: UnitGraph | None = None,
         init: Path | str | StateDict | None = None,
     ) -> RunSpec:
         """Make the model from the run's seed, trace its units and its costs.
@@ -74,23 +73,24 @@ class RunSpec:
             method: The recipe.
             problem: Model, loss and metrics, as the user gave them.
             config: The options.
-            graph: The units of the model, where they are already known.
-            init: Weights to start from; see `state.initial.read_initial`. None: those of the fresh model.
+            init: Weights to start from; see `read_initial`. None: those of the fresh model.
         """
         config = method.configure(config)
         check_training(config.training)
         given, problem = problem, method.prepare(problem)
+        shapes = [
+            {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
+            for one in given.example_inputs
+        ]
         # A method that needs another architecture makes it of the user's.
-        recipe = {**given.recipe(), "prepared_by": None if problem is given else method.name}
+        prepared_by = None if problem is given else method.name
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
-        if graph is None:
-            try:
-                graph = trace_units(model, *problem.example_inputs)
-            except NoUnitsError:
-                # Methods that train the whole model need no units; the others say so when they choose a mask.
-                graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
-        graph.check_state(model.state_dict())
+        try:
+            graph = trace_units(model, *problem.example_inputs)
+        except NoUnitsError:
+            # Methods that train the whole model need no units; the others say so when they choose a mask.
+            graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
         method.check(problem, graph)
         costs = cost_model(model, *problem.example_inputs, graph=graph)
@@ -106,7 +106,7 @@ class RunSpec:
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
             rates=config.learning_rates(),
-            recipe=recipe,
+            recipe={"model": recipe_of(given.model), "example_inputs": shapes, "prepared_by": prepared_by},
         )
 
     def shared_names(self) -> list[str]:

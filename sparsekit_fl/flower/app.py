@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
+from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, client_ids
@@ -25,7 +26,7 @@ from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read, run_of
-from sparsekit_fl.models import model_path, save_whole, write_recipe
+from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
 from sparsekit_fl.processes import check_device, one_thread, use_exact_arithmetic
@@ -96,7 +97,7 @@ class Node:
         if shared is not self._global:
             path = model_path(self.memories.folder.parent, "global")
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_whole(path, self.spec.model({**self.spec.initial, **shared}))
+            save_compact(self.spec.model({**self.spec.initial, **shared}), path)
             write_recipe(path.parent.parent, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
             self._global = shared
 

@@ -129,7 +129,6 @@ def _problem_for(source: DataSource, name: str) -> tuple[Problem, DataSource]:
         example_inputs=tuple(torch.zeros_like(one) for one in source.train.batch(slice(1))[0]),
         metrics={"accuracy": TokenAccuracy(source.never_right) if source.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
-        about={"model": name, "kind": source.kind, "shape": list(shape), "classes": source.classes},
     )
     return problem, source
 

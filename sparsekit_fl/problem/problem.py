@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError, TraceError
-from sparsekit.registry import load_object
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.data import Client, TensorData, arranged, read
 from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, in_batches
@@ -34,7 +33,6 @@ class Problem:
         channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
-        about: Plain JSON values that say how the model is made and raw inputs are read; a run saves them with its models.
 
     Raises:
         InvalidValueError: something of the wrong kind, with the remedy.
@@ -45,7 +43,6 @@ class Problem:
     loss: Loss = cross_entropy
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
     channels_last: bool = False
-    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
@@ -82,31 +79,6 @@ class Problem:
                 " give it one named 'accuracy', in [0, 1] and larger is better (for regression, the share of predictions within"
                 " a tolerance), or choose another method"
             )
-
-    def recipe(self) -> dict[str, Any]:
-        """Return how another process makes the model again and reads raw inputs, as plain JSON values.
-
-        Returns:
-            `about`; `factory`, the model's code as `package.module:function` where that can be imported; `example_inputs`, the
-            shape and dtype of each.
-        """
-        shapes = [
-            {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
-            for one in self.example_inputs
-        ]
-        return {
-            "about": dict(self.about),
-            "factory": _importable(self.model),
-            "example_inputs": shapes,
-        }
-
-
-def _importable(model: Callable[[], nn.Module]) -> str | None:
-    path = f"{getattr(model, '__module__', '')}:{getattr(model, '__qualname__', '')}"
-    try:
-        return path if not path.startswith("__main__") and load_object(path) is model else None
-    except InvalidValueError:  # a lambda, or an object of a class
-        return None
 
 
 def check_fit(problem: Problem, clients: Sequence[Client]) -> None:

@@ -18,7 +18,7 @@ import sparsekit_fl as fl
 from sparsekit.errors import DataError
 from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories
-from sparsekit_fl.testing import StopAfter, TinyNet, tiny_config
+from sparsekit_fl.testing import StopAfter, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,25 +178,15 @@ def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(nam
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-def test_a_flipped_bit_anywhere_in_the_memory_or_the_model_of_a_client_is_found_and_said_by_name(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_the_memory_of_a_client_is_found_and_said_by_name(tmp_path: Path) -> None:
     with pytest.raises(fl.errors.RunInterrupted):
         tiny_run(OwnModels(), out=tmp_path, callbacks=[StopAfter(3)])
     memories = sorted((tmp_path / "clients").glob("*.pt"))
     for _ in flipped(memories[0]):
         with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from"):
             Memories(tmp_path / "clients", durable=False).read(*map(int, memories[0].stem.split("-")))
-    whole = {path: path.read_bytes() for path in memories}
-    for path, content in whole.items():
-        path.write_bytes(content[:-1])
+    for path in memories:
+        path.write_bytes(path.read_bytes()[:-1])
     for workers in (1, 2):  # the same error
         with pytest.raises(DataError, match=r"the memory of client \d of round \d cannot be read from .*checksum"):
             tiny_run(OwnModels(), out=tmp_path, resume=True, engine=fl.Processes(workers))
-    for path, content in whole.items():
-        path.write_bytes(content)
-    tiny_run(OwnModels(), out=tmp_path, resume=True)
-    path = next((tmp_path / "models").glob("client-*.safetensors"))
-    client_id = int(path.stem.removeprefix("client-"))
-    fl.load_model(tmp_path, client_id, model=TinyNet)
-    for _ in flipped(path):
-        with pytest.raises(DataError, match=re.escape(f"{path} is damaged")):
-            fl.load_model(tmp_path, client_id, model=TinyNet)
