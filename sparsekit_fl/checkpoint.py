@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from sparsekit.errors import DataError
 from sparsekit.version import __version__
@@ -69,24 +69,6 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         sync_folder(path.parent)
 
 
-def _lock_folder(folder: Path) -> BaseFileLock:
-    """Keep other processes, and other runs of this one, from writing to a folder, which is made if absent, until release.
-
-    The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
-    Worker processes do not inherit the lock.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    # Not reentrant: a second run in this process would delete the files of the first one too.
-    lock = FileLock(folder / ".lock", is_singleton=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FolderInUseError(
-            f"another run is writing to {folder}; wait until it has ended, end it, or choose another folder"
-        ) from None
-    return lock
-
-
 def dumps(value: Any) -> bytes:
     """Return a value as what `torch.save` writes, after the SHA-256 of it.
 
@@ -99,7 +81,7 @@ def dumps(value: Any) -> bytes:
     import torch
 
     buffer = io.BytesIO()
-    torch.save(_checked(value, ""), buffer)
+    torch.save(_checked(value), buffer)
     payload = buffer.getvalue()
     return hashlib.sha256(payload).digest() + payload
 
@@ -117,7 +99,7 @@ def loads(payload: bytes) -> Any:
     return torch.load(io.BytesIO(payload[_HASH_BYTES:]), weights_only=True)
 
 
-def _checked(value: Any, path: str) -> Any:
+def _checked(value: Any) -> Any:
     """Return a value as it can be saved; a view of a larger tensor would bring the whole of it along."""
     import torch
 
@@ -127,15 +109,12 @@ def _checked(value: Any, path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
-        return type(value)(_checked(item, f"{path}[{position}]") for position, item in enumerate(value))
-    if isinstance(value, Mapping):
-        for key in value:
-            if type(key) not in (str, int):
-                raise MemoryStateError(f"memory {path or 'itself'} has the key {key!r}; keys must be strings or integers")
-        return {key: _checked(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+        return type(value)(map(_checked, value))
+    if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
+        return {key: _checked(item) for key, item in value.items()}
     raise MemoryStateError(
-        f"memory {path!r} holds a {type(value).__name__}; allowed are tensors, numbers, strings, None, and lists, tuples and"
-        " dicts of these; convert it, for example with float() or torch.from_numpy()"
+        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these, with"
+        " strings or integers as keys; convert it, for example with float() or torch.from_numpy()"
     )
 
 
@@ -222,8 +201,8 @@ class State:
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
     """Return one text for each place where two plain JSON values differ, as in `lr: was 0.1, now 0.01`."""
-    if isinstance(saved, dict) and isinstance(given, dict):
-        named = {key: f"{path}.{key}" if path else key for key in sorted(saved.keys() | given)}
+    if isinstance(saved, Mapping) and isinstance(given, Mapping):
+        named = {key: f"{path}.{key}" if path else key for key in sorted({*saved, *given})}
         return [text for key, name in named.items() for text in differences(saved.get(key), given.get(key), name)]
     return [] if saved == given else [f"{path}: was {json.dumps(saved)}, now {json.dumps(given)}"]
 
@@ -236,49 +215,61 @@ def holds_run(path: Path) -> bool:
 class RunFolder:
     """The files of a run: `checkpoint.pt`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
 
-    No two runs write to one folder: a lock is held from here to `close`. The folder is made if absent, unless the run is to be
-    resumed. A fresh run deletes nothing that was there before.
-
     Args:
         path: The folder.
-        resume: Whether the run continues.
         durable: Whether the run is kept; False for a folder that is deleted when the run ends: it holds memories alone.
-
-    Raises:
-        FolderInUseError: another run writes to it.
-        ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False, durable: bool = True) -> None:
+    def __init__(self, path: Path, *, durable: bool) -> None:
         self.path, self.durable = path, durable
+        self.memories = Memories(path / "clients", durable=durable)
         self._checkpoint, self._records = path / _CHECKPOINT, path / _RECORDS
         self._run: dict[str, Any] = {}
         self._size, self._written = 0, hashlib.sha256()  # of what is in the file of records
         self._versions: Mapping[int, int] = {}  # of memories, that the checkpoint names
-        if resume and not holds_run(path):
-            raise ResumeError(f"no run to resume in {path}; check the path, or omit resume=True (--resume) to start one there")
-        self._lock = _lock_folder(path)
-        found = [] if resume else _files_of_a_run(path)
-        if found:
-            self._lock.release()
-            raise ResumeError(
-                f"{path} already holds a run ({', '.join(found)}); resume it with resume=True (--resume), or choose another"
-                " folder"
-            )
-        self.memories = Memories(path / "clients", durable=durable)
 
     @staticmethod
     @contextlib.contextmanager
     def open(path: Path | str | None, *, resume: bool) -> Iterator[RunFolder]:
-        """Lock the folder of a run as long as the block lasts; None: a temporary folder, which is not kept."""
-        with contextlib.ExitStack() as stack:
-            if path is None:
-                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparsekit-"))
-                folder = RunFolder(Path(temporary), durable=False)
-            else:
-                folder = RunFolder(Path(path), resume=resume)
-            stack.callback(folder._lock.release)
-            yield folder
+        """Hold the folder of a run as long as the block lasts. It is made if absent, unless the run is to be resumed.
+
+        The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
+        Worker processes do not inherit the lock. A fresh run deletes nothing that was there before.
+
+        Args:
+            path: The folder; None: a temporary folder, which is not kept.
+            resume: Whether the run continues.
+
+        Raises:
+            FolderInUseError: another run, of this process or of another, writes to it.
+            ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False.
+        """
+        if path is None:
+            with tempfile.TemporaryDirectory(prefix="sparsekit-") as name:
+                yield RunFolder(Path(name), durable=False)
+            return
+        path = Path(path)
+        if resume and not holds_run(path):
+            raise ResumeError(f"no run to resume in {path}; check the path, or omit resume=True (--resume) to start one there")
+        path.mkdir(parents=True, exist_ok=True)
+        # Not reentrant: a second run in this process would delete the files of the first one too.
+        lock = FileLock(path / ".lock", is_singleton=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise FolderInUseError(
+                f"another run is writing to {path}; wait until it has ended, end it, or choose another folder"
+            ) from None
+        try:
+            found = [] if resume else _files_of_a_run(path)
+            if found:
+                raise ResumeError(
+                    f"{path} already holds a run ({', '.join(found)}); resume it with resume=True (--resume), or choose another"
+                    " folder"
+                )
+            yield RunFolder(path, durable=True)
+        finally:
+            lock.release()
 
     def load(self, described: Mapping[str, Any], fresh: State) -> tuple[State, list[dict[str, Any]]]:
         """Return the state and the records of the last saved round.
@@ -303,35 +294,27 @@ class RunFolder:
     def _read(self, described: Mapping[str, Any]) -> tuple[State, list[dict[str, Any]]]:
         try:
             saved = loads(self._checkpoint.read_bytes())
-            state = State(**saved["state"])
-            changed = differences({name: saved["run"][name] for name in described}, dict(described))
-            if changed:
-                raise ResumeError(
-                    f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it"
-                    " was started with, or another folder. For a longer run, start another with init=FOLDER (--init FOLDER)"
-                )
-            return state, self._read_records(saved["records_bytes"], saved["records_sha256"], state.round)
+            state, changed = State(**saved["state"]), differences({name: saved["run"][name] for name in described}, described)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
                 f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"
             ) from error
-
-    def _read_records(self, size: int, sha256: str, round: int) -> list[dict[str, Any]]:
-        self._records.touch()
-        if self._records.stat().st_size < size:
+        if changed:
             raise ResumeError(
-                f"{self._records} is shorter than the checkpoint of round {round} says; restore it or start afresh"
+                f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it"
+                " was started with, or another folder. For a longer run, start another with init=FOLDER (--init FOLDER)"
             )
+        self._records.touch()
         with self._records.open("rb+") as file:
-            written = file.read(size)
-            self._size, self._written = size, hashlib.sha256(written)
-            if self._written.hexdigest() != sha256:
+            written = file.read(saved["records_bytes"])
+            self._size, self._written = len(written), hashlib.sha256(written)
+            if self._written.hexdigest() != saved["records_sha256"]:
                 raise ResumeError(
-                    f"{self._records} is damaged: its checksum is not that of round {round}; restore a copy of the folder, or"
-                    " start afresh in another"
+                    f"{self._records} is damaged: its checksum is not that of round {state.round}; restore a copy of the folder,"
+                    " or start in another"
                 )
-            file.truncate(size)
-        return [json.loads(line) for line in written.decode().splitlines()]
+            file.truncate(self._size)
+        return state, [json.loads(line) for line in written.decode().splitlines()]
 
     def save(self, state: State, record: Mapping[str, Any]) -> None:
         """Save a round: memories, the line of `rounds.jsonl`, the checkpoint; then remove the memories that it replaced.
