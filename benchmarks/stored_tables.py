@@ -124,4 +124,4 @@ def read_comparisons(path: Path | str) -> list[Comparison]:
 if __name__ == "__main__":
     from sparsekit_fl.report import write_report
 
-    print(*write_report(read_comparisons(sys.argv[1]), sys.argv[2]))
+    print(write_report(read_comparisons(sys.argv[1]), sys.argv[2]))

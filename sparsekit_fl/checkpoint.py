@@ -113,8 +113,8 @@ def _checked(value: Any) -> Any:
     if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
         return {key: _checked(item) for key, item in value.items()}
     raise MemoryStateError(
-        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these, with"
-        " strings or integers as keys; convert it, for example with float() or torch.from_numpy()"
+        f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
+        " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
     )
 
 
@@ -310,8 +310,8 @@ class RunFolder:
             self._size, self._written = len(written), hashlib.sha256(written)
             if self._written.hexdigest() != saved["records_sha256"]:
                 raise ResumeError(
-                    f"{self._records} is damaged: its checksum is not that of round {state.round}; restore a copy of the folder,"
-                    " or start in another"
+                    f"{self._records} is damaged: its checksum is not that of round {state.round}; restore a copy of the"
+                    " folder, or start in another"
                 )
             file.truncate(self._size)
         return state, [json.loads(line) for line in written.decode().splitlines()]

@@ -10,9 +10,8 @@ from sparsekit_fl.errors import need
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import scale
 
-# Okabe and Ito's colours, which remain distinct to colour-blind readers.
+# Okabe and Ito's colours, which remain distinct to colour-blind readers; more methods get others.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_GREY = "#C8CCD0"
 _STYLE = {"font.family": "sans-serif", "font.size": 10, "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
 _AXES = (
     ("round", "round", "number"),
@@ -35,27 +34,21 @@ def curves_of(comparison: Comparison) -> Any:
     means = _means(comparison, metric)
     if means.empty:
         return None
-    groups = dict(list(means.groupby("series")))
-    ranked = comparison.summary[f"final.personal.{metric}", "mean"].sort_values(ascending=False, kind="stable").index
-    clear = [name for name in dict.fromkeys(["fedlps", "fedavg", *ranked]) if name in groups][: len(_COLOURS)]
     with matplotlib.rc_context(_STYLE):
         figure = need("matplotlib.figure").Figure(figsize=(3.9 * len(_AXES), 3.9), layout="constrained")
         figure.suptitle(f"{metric.capitalize()} on the clients' own test data", x=0.01, ha="left", fontsize=11)
         for axes, (x, text, x_unit) in zip(figure.subplots(1, len(_AXES)), _AXES, strict=True):
             axes.grid(visible=True, color="#E4E6E8", linewidth=0.8)
             axes.spines[["top", "right"]].set_visible(False)
-            for name in [*(name for name in groups if name not in clear), *clear]:
-                own, colour = groups[name], _COLOURS[clear.index(name)] if name in clear else _GREY
-                axes.plot(own[x], own["y"], color=colour, linewidth=1.6, label=name if name in clear else "others")
-                if name in clear:
-                    low, high = own["y"] - own["deviation"], own["y"] + own["deviation"]
-                    axes.fill_between(own[x], low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.set_prop_cycle(color=[*_COLOURS, *matplotlib.colormaps["tab20"].colors])
+            for name, own in means.groupby("series"):
+                (line,) = axes.plot(own[x], own["y"], linewidth=1.6, label=name)
+                low, high = own["y"] - own["deviation"], own["y"] + own["deviation"]
+                axes.fill_between(own[x], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             axes.set(xlabel=text, ylabel=f"mean personal {metric}" if x == "round" else "")
             _units(axes.xaxis, x_unit, means[x])
             _units(axes.yaxis, unit, means["y"])
-        handles, labels = axes.get_legend_handles_labels()
-        first = {label: labels.index(label) for label in labels}  # "others" is one entry
-        figure.legend([handles[at] for at in first.values()], first, frameon=False, loc="outside lower center", ncols=7)
+        figure.legend(*axes.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=7)
     return figure
 
 

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import MissingDependencyError
 from sparsekit_fl.checkpoint import write_atomically
 from sparsekit_fl.comparison import Comparison, comparisons_of, read_results
 from sparsekit_fl.errors import need
@@ -29,30 +28,21 @@ def read_comparisons(*folders: Path | str) -> list[Comparison]:
     return comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
 
 
-def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Path, str]:
-    """Write `report.html` into a folder: a section for each comparison.
-
-    Returns:
-        The file, and why it has no pictures; empty where it has them.
+def write_report(comparisons: Sequence[Comparison], out: Path | str) -> Path:
+    """Write `report.html` into a folder, a section for each comparison; return the file.
 
     Raises:
-        MissingDependencyError: Jinja2 is not installed.
+        MissingDependencyError: Jinja2 or matplotlib is not installed.
     """
-    sections, missing = [], ""
+    sections = []
     for comparison in comparisons:
-        picture = ""
-        try:
-            figure = curves_of(comparison)
-            picture = "" if figure is None else base64.b64encode(to_svg(figure)).decode()
-        except MissingDependencyError as error:
-            missing = str(error)
-        published = published_beside(comparison)
+        figure, published = curves_of(comparison), published_beside(comparison)
         sections.append(
             {
                 "comparison": comparison,
                 "about": _about(comparison),
                 "tables": [_html(comparison.table(part)) for part in ("final", "cost") if len(comparison.summary)],
-                "picture": picture,
+                "picture": "" if figure is None else base64.b64encode(to_svg(figure)).decode(),
                 "published": None if published is None else _html(published_table(published)),
             }
         )
@@ -64,7 +54,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> tuple[Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another `compare` may write the page of its own trials at the same time.
     write_atomically(path, template.render(title=title, sections=sections, source=source).encode())
-    return path, missing
+    return path
 
 
 def published_table(published: Any) -> Any:

@@ -79,12 +79,9 @@ def _compare(
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
         try:
-            path, missing = write_report([comparison], options.out)
-            end = f"{path} has tables{'' if missing else ' and a picture'}; {end}"
+            end = f"{write_report([comparison], options.out)} has tables and a picture; {end}"
         except MissingDependencyError as error:
-            missing = str(error)
-        if missing:
-            typer.echo(f"warning: {missing}; then `sparsekit report {options.out}` draws what is missing", err=True)
+            typer.echo(f"warning: {error}; then `sparsekit report {options.out}` writes report.html", err=True)
     if options.as_json:
         print_json(comparison.to_dict())
     else:

@@ -34,7 +34,7 @@ def _report(
     if out is None and len(folders) > 1:
         raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
     comparisons = read_comparisons(*folders)
-    path, missing = write_report(comparisons, out or folders[0])
+    path = write_report(comparisons, out or folders[0])
     if as_json:
         print_json([comparison.to_dict() for comparison in comparisons])
         return
@@ -45,9 +45,7 @@ def _report(
         if published is not None:
             print_wrapped("published numbers; * differs by more than two deviations, FLOPs also by more than rounding")
             _show_frame(published_table(published).drop(columns=["published as", "why they differ"]))
-    typer.echo(f"tables{'' if missing else ' and a picture'} are in {path}")
-    if missing:
-        typer.echo(f"warning: no picture: {missing}", err=True)
+    typer.echo(f"tables and a picture are in {path}")
 
 
 def show(comparison: Comparison) -> None:

@@ -61,16 +61,9 @@ def test_no_file_a_damaged_one_and_that_of_another_client_or_round_are_no_memory
             memories.read(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("memory", "message"),
-    [
-        ({"a": {"b": object()}}, r"memory 'a.b' holds a object"),
-        ({"a": {1.5: 2}}, r"memory a has the key 1.5; keys must be strings or integers"),
-        ({"a": [torch.nn.Linear(1, 1)]}, r"memory 'a\[0\]' holds a Linear"),
-    ],
-)
-def test_what_cannot_be_saved_is_named_with_its_place(memory, message):
-    with pytest.raises(MemoryStateError, match=message):
+@pytest.mark.parametrize("memory", [{"a": [object()]}, {"a": {1.5: "object"}}])
+def test_what_cannot_be_saved_is_refused_and_shown(memory):
+    with pytest.raises(MemoryStateError, match=r"a memory holds .*object.*; allowed are tensors"):
         dumps(memory)
 
 
@@ -139,8 +132,8 @@ def test_a_folder_gives_back_the_state_of_its_last_round_and_nothing_that_came_a
         (tmp_path / "models").mkdir()
         for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "models" / ".client-1.safetensors.7.tmp"):
             left_over.touch()
-        with pytest.raises(FolderInUseError):
-            RunFolder(tmp_path, resume=True)
+        with pytest.raises(FolderInUseError), RunFolder.open(tmp_path, resume=True):
+            pass
     with RunFolder.open(tmp_path, resume=True) as folder:
         state, records = folder.load(DESCRIBED, FRESH)
         assert same(vars(state), {**vars(saved), "model": state.model})
