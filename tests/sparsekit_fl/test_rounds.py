@@ -89,19 +89,6 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-class StopAfterThree(fl.Callback):
-    def on_round_end(self, run, record):
-        if record.round == 3:
-            run.stop("enough")
-
-
-def test_the_rounds_of_a_result_are_the_lines_of_the_file_after_an_early_stop_too(tmp_path):
-    result = tiny_run(out=tmp_path, callbacks=[StopAfterThree()])
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert len(lines) == 3
-    assert json.loads((tmp_path / "result.json").read_text())["rounds"] == lines == result.to_dict()["rounds"]
-
-
 class Calls(fl.Callback):
     """Counts the events that a profiler sees, and notes how many there were at the end of each round."""
 

@@ -67,18 +67,15 @@ FAULTS = {
     "another round": (field(round=7), "is for round 7, expected round 1"),
     "a stranger": (field(client_id=99), "the update of client 99 is for round 1, expected round 1 of client"),
     "a million examples": (field(examples=10**6), "claims 1000000 training examples"),
-    "no examples": (field(examples=0), "claims 0 training examples"),
     "a missing key": (lambda u: replace(u, delta={"first.bias": u.delta["first.bias"]}), "missing or unknown"),
     "an unknown key": (entry("evil", torch.ones(1)), "missing or unknown: .'evil'"),
     "a wrong shape": (entry("first.bias", torch.ones(9)), r"'first.bias' as torch.float32 \(9,\), expected"),
-    "a wrong dtype": (entry("first.bias", torch.ones(8).double()), "torch.float64"),
     "a shorter dtype": (entry("first.bias", torch.ones(8).bfloat16()), "as torch.bfloat16"),
     "not a number": (entry("first.bias", torch.full((8,), math.nan)), "'first.bias' that are not finite"),
     "a model beyond floats": (entry("first.bias", LARGEST.repeat(8)), "beyond the largest"),
     "too large a count": (entry("norm.num_batches_tracked", torch.tensor(2**63 - 1)), "changes the integers"),
     "too small a count": (entry("norm.num_batches_tracked", torch.tensor(-(2**63))), "changes the integers"),
     "infinity in extra": (field(extra={"x": torch.tensor([math.inf])}), "'x' that are not finite"),
-    "a complex number that is none": (field(extra={"x": torch.tensor([complex(math.nan, 0)])}), "not finite"),
     "loss is nan": (field(metrics={"loss": math.nan}), "reports loss = nan"),
     "a ratio of two": (field(ratio=2.0), "wrong ratio or mask"),
     "a mask of another size": (field(mask=UnitMask({"first": torch.ones(9, dtype=torch.bool)})), "wrong ratio or"),
@@ -86,7 +83,6 @@ FAULTS = {
     "dense under a mask": (field(mask=HALF), r"expected torch.float32 \(4, 6\)"),
     "a weight mask of an unknown key": (field(mask=WeightMask({"x": torch.ones(1).bool()})), "wrong ratio or mask"),
     "a negative cost": (field(cost=fl.WorkCost(flops=-1)), "negative cost"),
-    "negative bytes": (field(cost=fl.WorkCost(downlink_bytes=-1)), "negative cost"),
     "seconds without end": (field(cost=fl.WorkCost(seconds=math.inf)), "without end"),
     "seconds that are none": (field(cost=fl.WorkCost(wall_seconds=math.nan)), "without end"),
 }
@@ -177,22 +173,6 @@ def test_a_change_in_the_type_that_was_not_asked_for_is_refused(spec):
     first, *_ = server.requests(1)
     with pytest.raises(fl.errors.UpdateError, match=r"as torch\.float32"):
         server.validate(first, reply(good(server, first)))
-
-
-def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entries(server):
-    (first, *_) = server.requests(1)
-    update = good(server, first)
-    bad = {
-        name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor
-        for name, tensor in update.delta.items()
-    }
-    reasons = set()
-    for names in (list(bad), list(reversed(bad))):
-        extra = {name: torch.ones(1) for name in names}
-        with pytest.raises(fl.errors.UpdateError) as refused:
-            server.validate(first, reply(replace(update, delta={name: bad[name] for name in names}, extra=extra)))
-        reasons.add(str(refused.value))
-    assert len(reasons) == 1
 
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")

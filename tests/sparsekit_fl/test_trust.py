@@ -1,6 +1,5 @@
 """What a run refuses to confuse, to overwrite or to hide: folders, data and failures."""
 
-import os
 import re
 import resource
 from collections import Counter
@@ -16,7 +15,6 @@ from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl import checkpoint
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.testing import StopAfter, tiny_config
 
@@ -65,9 +63,7 @@ def test_the_memory_of_a_client_whose_update_was_refused_does_not_count(tmp_path
     assert seen == {client_id: len(rounds) for client_id, rounds in counted.items()}
 
 
-@pytest.mark.parametrize(
-    "name", ["clients/notes.safetensors", "models/mine.safetensors", "rounds.jsonl", "result.json", "data.csv"]
-)
+@pytest.mark.parametrize("name", ["clients/notes.safetensors", "rounds.jsonl", "data.csv"])
 def test_a_fresh_run_deletes_and_replaces_nothing_that_was_there(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -142,19 +138,6 @@ def test_a_run_without_room_for_its_checkpoint_stops_and_resumes_to_the_same_bit
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opens = os.open
-
-    def as_windows(path: Any, *arguments: Any, **options: Any) -> int:
-        if os.path.isdir(path):
-            raise PermissionError(13, "Permission denied", str(path))
-        return opens(path, *arguments, **options)
-
-    monkeypatch.setattr(checkpoint, "_FOLDERS_OPEN", False)
-    monkeypatch.setattr(os, "open", as_windows)
-    assert len(tiny_run(out=tmp_path).rounds) == 4
 
 
 def flipped(path: Path) -> Iterator[int]:
