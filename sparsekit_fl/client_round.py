@@ -27,8 +27,6 @@ from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.streams import Purpose, Rngs, Streams
 
-_SPLITS = ("train", "val", "test")
-
 
 def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) -> Reply:
     """Run a client with its memory, and keep its new memory and its model. A failure of the client is a reply too.
@@ -81,7 +79,7 @@ def make_context(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
 ) -> ClientContext:
     """Return what a method sees on this client in this round; its memory is a part of the client's."""
-    streams, round, training = Streams(spec.config.seed), request.round, spec.config.training
+    round, training = request.round, spec.config.training
     rate = spec.rates[max(round, 1) - 1]
     return ClientContext(
         round=round,
@@ -94,14 +92,12 @@ def make_context(
         costs=spec.costs,
         masked=spec.masked,
         device=spec.config.device,
-        rngs=Rngs(streams.client(round, client.id)),
+        rngs=Rngs(Streams(spec.config.seed).client(round, client.id)),
         memory=memory.setdefault("method", {}),
         purpose=purpose,
         levels=spec.config.capability_levels or CAPABILITY_LEVELS,
         initial_state=lambda: spec.initial,
-        cache={},
         frozen=spec.frozen,
-        reading=lambda split: streams.reading(round, client.id).spawn(3)[_SPLITS.index(split)],
     )
 
 

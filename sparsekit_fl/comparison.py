@@ -42,19 +42,12 @@ _COSTS = (
     Column("cost.flops_paper", "FLOPs, paper", "flops"),
     Column("cost.wall_seconds", "wall time", "seconds"),
 )
-# Shown where a method runs forward passes by which it decides while it trains.
-_TRAINING = (
-    Column("cost.flops_training", "FLOPs, training alone", "flops"),
-    Column("cost.simulated_seconds_training", "time, training alone", "seconds"),
-)
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns of a table: accuracies, costs, and other metrics."""
     names = dict.fromkeys(name for one in results for name in one["final"].get("personal", {}) if name != "accuracy")
-    decided = any(one["cost"].get("flops_scoring") for one in results)
-    others = (Column(f"final.personal.{name}", name, "number") for name in names)
-    return (*_SCORES, *_COSTS, *(_TRAINING if decided else ()), *others)
+    return (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
 
 
 class Failure(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -136,7 +135,7 @@ def check_device(device: str, *, name: str = "device") -> None:
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
     """Return versions and settings that results may depend on, and when the run ended, as plain values.
 
-    `gpu` and `cuda` are None for a run on the CPU, `flwr` and `ray` if they are not installed.
+    `gpu` and `cuda` are None for a run on the CPU.
     """
     cuda = device.startswith("cuda")
     return {
@@ -145,22 +144,11 @@ def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "sparsekit": sparsekit.__version__,
-        "flwr": _version("flwr"),
-        "ray": _version("ray"),
         "threads": torch.get_num_threads(),
         "workers": workers,
         "device": device,
         "platform": platform.platform(),
         "gpu": [torch.cuda.get_device_name(name) for name in devices(device)] if cuda and torch.cuda.is_available() else None,
         "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

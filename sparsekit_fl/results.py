@@ -169,7 +169,6 @@ class RoundRecord:
         seconds: Simulated seconds of this round, with scoring.
         evaluation: Means over all clients or a sample; None if this round was not scored.
         notes: What else a reader should know, such as a client whose memory was lost.
-        capabilities: Client id → largest ratio that its device could train in this round.
     """
 
     round: int
@@ -182,7 +181,6 @@ class RoundRecord:
     seconds: float
     evaluation: RoundScores | None = None
     notes: tuple[str, ...] = ()
-    capabilities: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; `from_dict` reads them."""

@@ -219,7 +219,6 @@ class _Loop:
             loss=_mean("loss", good),
             accuracy=_mean("accuracy", good),
             ratios={update.client_id: update.ratio for update in good},
-            capabilities={request.client_id: request.capability.ratio for request in requests},
             cost=self._cost() + cost,
             seconds=cost.simulated_seconds,
             evaluation=scores,

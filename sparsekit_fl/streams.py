@@ -8,7 +8,7 @@ import numpy as np
 from sparsekit.errors import InvalidValueError
 
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
-_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION, _READING = range(8)
+_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION = range(7)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,8 @@ class Streams:
         """Return the generator for the choice of clients that are scored after a round, where not all are."""
         return self._generator(_EVALUATION, round)
 
-    def reading(self, round: int, id: int) -> np.random.Generator:
-        """Return the generator for random transforms of one client's examples in a round."""
-        return self._generator(_READING, round, id)
 
-
-Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
+Purpose = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal", "reading"]
 """What random numbers are for; the order decides which seed each has."""
 
 

@@ -46,9 +46,7 @@ class ClientContext:
         rngs: Purpose → its generator for this client in this round; they draw independently.
         memory: State of the method on this client, which lives from round to round.
         initial_state: Gives the global state of round 0.
-        reading: Split → the generator of random transforms of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
-        cache: Split → examples that were read in this call.
         scored: FLOPs of each call of `score` in this round.
         deploying: FLOPs of what makes the model that is deployed, such as a step of adaptation.
         levels: Ratios from which the run draws capabilities.
@@ -68,13 +66,12 @@ class ClientContext:
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
     memory: Memory
     initial_state: Callable[[], StateDict]
-    cache: dict[str, Examples] = field(repr=False)
     frozen: frozenset[str] = frozenset()
-    reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
     scored: list[int] = field(default_factory=list, repr=False)
     deploying: list[int] = field(default_factory=list, repr=False)
     levels: tuple[float, ...] = CAPABILITY_LEVELS
     purpose: Purpose = "local"
+    _read: dict[str, Examples] = field(default_factory=dict, repr=False)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -96,16 +93,16 @@ class ClientContext:
         Raises:
             DataError: its inputs hold NaN or infinity; what is read lazily is checked then.
         """
-        if split not in self.cache:
-            self.cache[split] = Examples(
+        if split not in self._read:
+            self._read[split] = Examples(
                 self.problem,
                 getattr(self.client.data, split),
                 device=self.device,
                 name=f"client {self.client.id}",
                 split=split,
-                rng=None if self.reading is None else self.reading(split),
+                rng=self.rngs["reading"],
             )
-        return self.cache[split]
+        return self._read[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
         """Return shuffled training batches; the defaults are those of the run."""

@@ -19,7 +19,7 @@ from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.client.packing import foreach_add_, foreach_mul, foreach_norm, is_finite
 from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
 from sparsekit_fl.problem.data import TensorData, arranged, read
-from sparsekit_fl.problem.metrics import in_batches, loss_weight
+from sparsekit_fl.problem.metrics import loss_weight
 from sparsekit_fl.problem.problem import Problem
 
 _EVALUATION_BATCH = 256
@@ -267,10 +267,10 @@ def fit(
 ) -> TrainingLog:
     """Run `step` over every batch; the only loop over batches. Return loss and accuracy per epoch, and counts.
 
-    The module is put in training mode. Accuracy is recorded where the problem has a metric of that name which looks at examples
-    one by one. `rng` seeds torch's global generator, from which dropout draws.
+    The module is put in training mode. Accuracy is recorded where the problem has a metric of that name. `rng` seeds torch's
+    global generator, from which dropout draws.
     """
-    accuracy = in_batches(metrics).get("accuracy")
+    accuracy = metrics.get("accuracy")
     losses: list[float] = []
     accuracies: list[float] = []
     examples = steps = epochs = 0
@@ -316,9 +316,6 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
     """
     if len(examples) == 0:
         return {}
-    metrics = in_batches(problem.metrics)
-    late = {name: metric for name, metric in problem.metrics.items() if name not in metrics}
-    kept: list[tuple[Any, Tensor]] = []
     sums: dict[str, tuple[float, float]] = {}
     count = len(examples) if positions is None else len(positions)
     bounds = [(start, min(start + _EVALUATION_BATCH, count)) for start in range(0, count, _EVALUATION_BATCH)]
@@ -326,28 +323,11 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, positio
     with torch.no_grad():
         for batch in examples.batches(positions, bounds):
             outputs = module(*batch.inputs)
-            found: dict[str, tuple[Any, Any]] = {name: metric(outputs, batch.targets) for name, metric in metrics.items()}
+            found: dict[str, tuple[Any, Any]] = {name: of(outputs, batch.targets) for name, of in problem.metrics.items()}
             counted = loss_weight(problem.loss, batch.targets)
             found["loss"] = (problem.loss(outputs, batch.targets) * counted, counted)
             for name, (score, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 # What has no weight has no value in this batch, whatever its sum is.
                 sums[name] = (before[0] + float(score), before[1] + float(weight)) if float(weight) else before
-            if late:
-                kept.append((outputs, batch.targets))
-        if late:
-            together = _joined(kept)
-            scored = {name: metric(*together) for name, metric in late.items()}
-            sums.update({name: (float(score), float(weight)) for name, (score, weight) in scored.items()})
     return sums
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Return the outputs of batches as those of one batch: tensors, or tuples, lists and mappings of them."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)  # type: ignore[arg-type]
-    if isinstance(first, Mapping):
-        return type(first)({name: _joined([part[name] for part in parts]) for name in first})  # type: ignore[call-arg]
-    together = [_joined(some) for some in zip(*parts, strict=True)]
-    return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)  # a named tuple takes its fields

@@ -1,6 +1,6 @@
 """Metrics and losses: a sum and its weight travel together, so that averages over batches and clients are exact."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 
-__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "lower_is_better", "whole"]
+__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "lower_is_better"]
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -17,7 +17,7 @@ IGNORED = -100
 Metric = Callable[[Any, Tensor], tuple[Any, Any]]
 """(outputs, targets) → (sum, weight), two numbers or scalars; the metric's value is Σ sum / Σ weight.
 
-Splits are scored in batches, so that a metric that is not a mean over examples needs `whole`. Weight 0: it has no value.
+Splits are scored in batches, so that it must be a mean over examples. Weight 0: it has no value.
 """
 
 
@@ -100,18 +100,3 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
     """
     told = getattr(metric, "lower_is_better", None)
     return name.endswith(("loss", "error", "perplexity")) if told is None else bool(told)
-
-
-def whole(metric: Metric) -> Metric:
-    """Mark a metric that is called once, with a whole split: AUC or F1, for example, which are not means over batches.
-
-    The same function is returned; an object says `whole = True` itself. The metric still returns `(sum, weight)`, so
-    `(value * len(targets), len(targets))`.
-    """
-    metric.whole = True  # type: ignore[attr-defined]
-    return metric
-
-
-def in_batches(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics that are called batch by batch: those that are not `whole`."""
-    return {name: metric for name, metric in metrics.items() if not getattr(metric, "whole", False)}

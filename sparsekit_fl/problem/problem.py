@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError, TraceError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.data import Client, TensorData, arranged, read
-from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy, in_batches
+from sparsekit_fl.problem.metrics import IGNORED, Metric, accuracy, cross_entropy
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
@@ -28,8 +28,8 @@ class Problem:
         model: Builds a fresh model with random weights; called without arguments.
         example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
         loss: (outputs, targets) → scalar mean.
-        metrics: Name → metric, each giving (sum, weight) of a batch, or of a split with `metrics.whole`; methods and reports
-            look for `accuracy`. The loss is always reported, as `loss`.
+        metrics: Name → metric, each giving (sum, weight) of a batch; methods and reports look for `accuracy`. The loss is always
+            reported, as `loss`.
         channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
@@ -125,7 +125,7 @@ def check_fit(problem: Problem, clients: Sequence[Client]) -> None:
         with _blamed(text, "pass a model with outputs that the loss takes, or a loss and metrics for these"):
             loss = problem.loss(outputs, targets)
             with torch.no_grad():
-                measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
+                measured = {name: metric(outputs, targets) for name, metric in problem.metrics.items()}
         if not isinstance(loss, Tensor) or loss.ndim:
             raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
         if not loss.requires_grad:

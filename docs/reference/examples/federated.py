@@ -306,12 +306,3 @@ model = fl.load_model("runs-mine", model=make_model)
 
 # sparsekit_fl.metrics.lower_is_better
 assert fl.metrics.lower_is_better("loss")
-
-
-# sparsekit_fl.metrics.whole
-@fl.metrics.whole
-def spread(outputs, targets):
-    return float(outputs.std()) * len(targets), len(targets)
-
-
-assert spread.whole

@@ -1,7 +1,6 @@
 """fit, batches, scores, and the random numbers of a client."""
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 from typing import get_args
 
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from personal import Read, tiny_run
-from sklearn.metrics import roc_auc_score
 from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit_fl.client.fit import Batches, Examples, TrainingLog, evaluate, fit
-from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
+from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.streams import Purpose, Rngs, Streams
 from sparsekit_fl.testing import tiny_clients
 
@@ -103,58 +101,6 @@ def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(c
                 assert (batch.inputs[0].stride()[1:] == (1, 5 * channels, channels)) == asked
 
 
-class _Exits(nn.Module):
-    """Two outputs, as a model with several exits has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.up(x).tanh()
-        return hidden[:, :2], self.head(hidden)
-
-
-class _Output(OrderedDict):
-    """Fields by name and by attribute, as outputs of transformers have them."""
-
-    __getattr__ = OrderedDict.__getitem__
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("count", [2, 257])
-def test_a_metric_of_the_whole_split_sees_it_once_and_whole_in_the_form_that_the_model_returns(count, lazy):
-    generator = torch.Generator().manual_seed(count)
-    x, y = torch.randn(count, 3, generator=generator), torch.arange(count) % 2
-    seen = []
-
-    @whole
-    def auc(outputs, targets):
-        seen.append(len(targets))
-        area = roc_auc_score(targets, torch.stack([outputs.first, *outputs.others]).mean(0)[:, 1])
-        return area * len(targets), len(targets)
-
-    torch.manual_seed(0)
-    model = _Exits()
-    model.register_forward_hook(lambda *given: _Output(first=given[-1][0], others=(given[-1][1],)))
-    problem = fl.Problem(
-        model=_Exits,
-        example_inputs=(x[:1],),
-        loss=lambda outputs, targets: cross_entropy(outputs.first, targets),
-        metrics={"auc": auc, "accuracy": lambda outputs, targets: accuracy(outputs.first, targets)},
-    )
-    data = fl.TensorData((x,), y)
-    for positions in (None, torch.arange(count).flip(0)[: max(2, count // 2)]):
-        scores = evaluate(model, problem, Examples(problem, Read(data) if lazy else data, device="cpu"), positions=positions)
-        part = slice(None) if positions is None else positions
-        with torch.no_grad():
-            outputs = model(x[part])
-        total, weight = scores["auc"]
-        assert total / weight == pytest.approx(auc(outputs, y[part])[0] / len(y[part]), abs=1e-9)
-        assert scores["accuracy"][1] == scores["loss"][1] == weight
-        assert seen[-2:] == [len(y[part])] * 2, "once by evaluate, once here"
-
-
 class Shaken(Read):
     """Items with a random transform, as torchvision's, which draws from torch's generator."""
 
@@ -193,7 +139,7 @@ def test_every_part_of_a_run_draws_from_a_generator_of_its_own_and_always_the_sa
         for round in (1, 2):
             generators += [streams.server(round), streams.evaluation(round)]
             for id in (1, 2):
-                generators += [streams.client(round, id), streams.capability(round, id), streams.reading(round, id)]
+                generators += [streams.client(round, id), streams.capability(round, id)]
         return [generator.random() for generator in generators]
 
     assert draws(0) == draws(0)
