@@ -28,8 +28,8 @@ class Problem:
         model: Builds a fresh model with random weights; called without arguments.
         example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
         loss: (outputs, targets) → scalar mean.
-        metrics: Name → metric, each giving (sum, weight) of a batch; methods and reports look for `accuracy`. The loss is always
-            reported, as `loss`.
+        metrics: Name → metric, each giving (sum, weight) of a batch; methods and reports look for `accuracy`. The loss is
+            always reported, as `loss`.
         channels_last: Feed inputs of four dimensions in torch.channels_last memory layout; the numbers are the same. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
