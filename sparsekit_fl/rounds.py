@@ -170,17 +170,19 @@ class _Loop:
         try:
             yield
         except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
-            done = f"round {self._saved} of {self.server.spec.config.rounds} was the last to be finished"
+            kind: type[BaseException] = type(error)
+            told, cause = str(error), None if isinstance(error, KeyboardInterrupt) else error
+            if isinstance(error, KeyboardInterrupt):
+                kind, told = RunInterrupted, "stopped by the user"
+            elif isinstance(error, OSError):
+                if error.errno not in _FULL:
+                    raise
+                kind, told = StorageError, f"{error}; make room first"
             hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
             if self.folder.durable:
                 hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
-            if isinstance(error, KeyboardInterrupt):
-                raise RunInterrupted(f"stopped by the user; {done}; {hint}") from None
-            if isinstance(error, TooFewRepliesError | WorkerDiedError):
-                raise type(error)(f"{error}; {done}; {hint}") from error
-            if error.errno not in _FULL:
-                raise
-            raise StorageError(f"{error}; make room first; {done}; {hint}") from error
+            rounds = self.server.spec.config.rounds
+            raise kind(f"{told}; round {self._saved} of {rounds} was the last to be finished; {hint}") from cause
 
     def _round(self, round: int, run_clients: RunClients) -> RoundRecord:
         """Let the cohort train, change the global model, and score clients if it is time.

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import StateDict
 from sparsekit_fl.checkpoint import State
 from sparsekit_fl.client.messages import Reply, Request, Update
 from sparsekit_fl.client.packing import Kept, clone, is_finite, upload_dtype
@@ -43,7 +42,7 @@ class Server:
         self.spec, self.clients = spec, clients
         self.state = state or State(0, clone(spec.initial))
         self._names = spec.shared_names()
-        self._ctx: ServerContext | None = None
+        self._ctx: ServerContext  # of the round whose requests were written
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
@@ -79,24 +78,18 @@ class Server:
         for client_id in cohort:
             task = spec.method.assign(ctx, client_id)
             more = {"mask": task.mask, "ratio": check_ratio(task.ratio), "extra": task.extra}
-            requests.append(self._request(round, ctx.roster, client_id, ctx.state, **more))
+            requests.append(self._request(round, ctx.roster, client_id, state=ctx.state, **more))
         return requests
 
     def scoring(self, ids: Iterable[int], *, with_shared: bool, with_model: bool) -> list[Request]:
         """Write requests to be scored, after the last finished round; see `Request`."""
         state, roster = self.shared(), Roster(self.clients, self.spec.config, self.state.round)
         more = {"with_shared": with_shared, "with_model": with_model}
-        return [self._request(self.state.round, roster, client_id, state, task="score", **more) for client_id in ids]
+        return [self._request(self.state.round, roster, id, state=state, task="score", **more) for id in ids]
 
-    def _request(self, round: int, roster: Mapping[int, ClientInfo], client_id: int, state: StateDict, **more: Any) -> Request:
-        return Request(
-            round=round,
-            client_id=client_id,
-            state=state,
-            capability=roster[client_id].capability,
-            memory_round=self.state.versions.get(client_id),
-            **more,
-        )
+    def _request(self, round: int, roster: Mapping[int, ClientInfo], client_id: int, **more: Any) -> Request:
+        can, wrote = roster[client_id].capability, self.state.versions.get(client_id)
+        return Request(round=round, client_id=client_id, capability=can, memory_round=wrote, **more)
 
     def validate(self, request: Request, reply: Reply) -> Update:
         """Return the update of a reply as it is added up.
@@ -110,7 +103,7 @@ class Server:
             if reply.traceback:
                 error.add_note(f"Where it failed:\n{reply.traceback}")
             raise error
-        ctx, update, ratio = self._now, reply.update, 1.0 if request.ratio is None else request.ratio
+        ctx, update, ratio = self._ctx, reply.update, 1.0 if request.ratio is None else request.ratio
         check_update(update, request, ctx, upload=self.spec.config.upload)
         self.spec.method.validate(ctx, update, Task(mask=request.mask, ratio=ratio, extra=request.extra))
         # What was rounded on the way is added up as exactly as anything else.
@@ -126,18 +119,13 @@ class Server:
         Returns:
             Simulated length of the round, if it does not wait for the slowest client.
         """
-        ctx, method = self._now, self.spec.method
+        ctx, method = self._ctx, self.spec.method
         self.state.model = {**self.state.model, **method.aggregate(ctx, updates)}
         self.state.round = ctx.round
         valid = {update.client_id for update in updates}
         written = {reply.client_id: ctx.round for reply in replies if reply.stored and reply.client_id in valid}
         self.state.versions = {**self.state.versions, **written}
         return method.seconds(ctx)
-
-    @property
-    def _now(self) -> ServerContext:
-        assert self._ctx is not None, "requests() comes first"
-        return self._ctx
 
 
 def check_update(update: Update, request: Request, ctx: ServerContext, *, upload: Upload = "float32") -> None:

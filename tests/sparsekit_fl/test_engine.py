@@ -83,14 +83,9 @@ def test_the_error_of_a_worker_whose_model_cannot_be_made_comes_out_as_it_is() -
         tiny_run(problem=problem, engine=Processes(2))
 
 
-@pytest.mark.parametrize(
-    ("device", "says"), [("cuda:7", "device cuda:7: this"), ("cuda", "device cuda: this"), ("gpu", "device must be cpu")]
-)
-def test_a_device_that_is_not_there_is_refused_before_anything_starts(
-    device: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidValueError, match=says):
+@pytest.mark.parametrize("device", ["cuda:7", "gpu"])
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(device: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"device '{device}' cannot be used: .*leave it out to run on the CPU"):
         tiny_run(device=device, engine=Processes(2))
 
 

@@ -117,7 +117,7 @@ def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flo
     context = _context()
     assert (sorted(app._node(context, RUN).clients), app._node(context, RUN).spec.config.device) == ([0, 1], "cpu")
     assert app._node(_context(device="meta"), RUN).spec.config.device == "meta"
-    with pytest.raises(InvalidValueError, match="device must be cpu, cuda, cuda:N or mps, or several by commas, got 'gpu1'"):
+    with pytest.raises(InvalidValueError, match="device 'gpu1' cannot be used"):
         app._node(_context(device="gpu1"), RUN)
     context.node_config = {"partition-id": 3, "num-partitions": 8, "state-dir": "state"}
     assert sorted(app._node(context, RUN).clients) == [3]
