@@ -50,14 +50,6 @@ def columns_of(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     return (*_SCORES, *_COSTS, *(Column(f"final.personal.{name}", name, "number") for name in names))
 
 
-class Failure(NamedTuple):
-    """A run that ended with an error."""
-
-    method: str
-    seed: int
-    error: str
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Runs under one protocol.
@@ -66,18 +58,17 @@ class Comparison:
         title: Model, data set and settings, in words.
         results: As in `result.json`: finished runs of all methods and seeds.
         methods: Names of the methods, in the order of tables.
-        failed: Runs that ended with an error.
     """
 
     title: str
     results: Sequence[Mapping[str, Any]]
     methods: tuple[str, ...]
-    failed: tuple[Failure, ...] = ()
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Configuration of the first run; empty if none is finished."""
-        return self.results[0]["config"] if self.results else {}
+        """Configuration of the first run."""
+        config: Mapping[str, Any] = self.results[0]["config"]
+        return config
 
     @property
     def dataset(self) -> str:
@@ -101,21 +92,18 @@ class Comparison:
 
     @cached_property
     def summary(self) -> Any:
-        """DataFrame of means over the seeds: a row per method with a finished run, and two columns per path.
+        """DataFrame of means over the seeds: a row per method, and two columns per path.
 
         They are `(path, "mean")`, NaN where no run has the number, and `(path, "std")`, the sample deviation, NaN with fewer
         than two runs.
         """
-        found = self.frame.groupby("method").agg(["mean", "std"])
-        return found.loc[[method for method in self.methods if method in found.index]]
+        return self.frame.groupby("method").agg(["mean", "std"]).loc[list(self.methods)]
 
     @cached_property
-    def runs(self) -> dict[str, str]:
-        """Method → number of runs behind its means: `3`, or `2 of 3` where one failed or has no finite score."""
-        ended = [method for method, _ in self.frame.index] + [one.method for one in self.failed]
+    def runs(self) -> dict[str, int]:
+        """Method → number of its runs that have a finite score."""
         known = [method for method, _ in self.frame.index[self._known]]
-        pairs = {method: (known.count(method), ended.count(method)) for method in self.summary.index}
-        return {method: str(good) if good == every else f"{good} of {every}" for method, (good, every) in pairs.items()}
+        return {method: known.count(method) for method in self.methods}
 
     @property
     def _known(self) -> Any:
@@ -128,7 +116,7 @@ class Comparison:
         Args:
             parts: Keep only the numbers under these keys of a result, "final" and "cost"; none keeps all.
         """
-        found = {"n": list(self.runs.values())}
+        found = {"n": list(map(str, self.runs.values()))}
         for path, title, unit in self.columns:
             own = self.summary[path]
             if own["mean"].notna().any() and (not parts or path.startswith(parts)):
@@ -137,7 +125,7 @@ class Comparison:
 
     def seeds_text(self) -> str:
         """Say over how many runs the means are taken."""
-        return "one seed" if set(self.runs.values()) <= {"1"} else "mean ± sample deviation over n seeds"
+        return "one seed" if max(self.runs.values()) == 1 else "mean ± sample deviation over n seeds"
 
     @property
     def notes(self) -> dict[str, list[str]]:
@@ -146,9 +134,8 @@ class Comparison:
         return {method: lines for method, lines in found.items() if lines}
 
     def remarks(self) -> list[str]:
-        """Return what stands below the table: notes, runs that failed, and finished ones whose scores are not finite."""
+        """Return what stands below the table: notes, and runs whose scores are not finite."""
         found = [f"{method}: {line}" for method, lines in self.notes.items() for line in lines]
-        found += [f"failed: {one.method}, seed {one.seed}: {one.error}" for one in self.failed]
         lost = self.frame.index[~self._known]
         return found + [f"diverged: {method}, seed {seed} has no finite score" for method, seed in lost]
 
@@ -159,7 +146,6 @@ class Comparison:
             "methods": list(self.methods),
             "runs": self.runs,
             "trials": plain(self.frame.reset_index().to_dict("records")),
-            "failed": [one._asdict() for one in self.failed],
             "summary": plain(
                 {method: {path: row[path].to_dict() for path in self.frame} for method, row in self.summary.iterrows()}
             ),
@@ -167,15 +153,12 @@ class Comparison:
         }
 
 
-def comparisons_of(
-    results: Iterable[Mapping[str, Any]], *, order: Sequence[str] = (), failed: Sequence[Failure] = ()
-) -> list[Comparison]:
+def comparisons_of(results: Iterable[Mapping[str, Any]], *, order: Sequence[str] = ()) -> list[Comparison]:
     """Make a comparison of the runs that have everything in common that must be equal in one table.
 
     Args:
         results: As in `result.json`.
         order: Methods in the order of tables; others follow as they appear.
-        failed: Runs that ended with an error. They belong to the first comparison, which they make if nothing is finished.
 
     Returns:
         The comparisons; titles that would be equal name the settings that differ.
@@ -190,16 +173,12 @@ def comparisons_of(
             groups.append((own, [result]))
         else:
             members.append(result)
-    if failed and not groups:
-        groups.append(({}, []))
-    titles = _titles([own for own, _ in groups])
     found = []
-    for number, (_, members) in enumerate(groups):
-        lost = () if number else tuple(failed)
-        present = dict.fromkeys([*(result["method"] for result in members), *(one.method for one in lost)])
+    for title, (_, members) in zip(_titles([own for own, _ in groups]), groups, strict=True):
+        present = dict.fromkeys(result["method"] for result in members)
         methods = tuple(dict.fromkeys([*(name for name in order if name in present), *present]))
         ranked = sorted(members, key=lambda one: (one["seed"], methods.index(one["method"])))
-        found.append(Comparison(titles[number], ranked, methods, lost))
+        found.append(Comparison(title, ranked, methods))
     return found
 
 

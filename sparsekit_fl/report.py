@@ -41,7 +41,7 @@ def write_report(comparisons: Sequence[Comparison], out: Path | str) -> Path:
             {
                 "comparison": comparison,
                 "about": _about(comparison),
-                "tables": [_html(comparison.table(part)) for part in ("final", "cost") if len(comparison.summary)],
+                "tables": [_html(comparison.table(part)) for part in ("final", "cost")],
                 "picture": "" if figure is None else base64.b64encode(to_svg(figure)).decode(),
                 "published": None if published is None else _html(published_table(published)),
             }

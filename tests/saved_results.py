@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.comparison import Comparison, Failure, comparisons_of
+from sparsekit_fl.comparison import Comparison, comparisons_of
 from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.stored import SCHEMA_NUMBER
 
@@ -59,9 +59,9 @@ def result(
     return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
 
 
-def compared(*results: dict[str, Any], failed: tuple[Failure, ...] = ()) -> Comparison:
+def compared(*results: dict[str, Any]) -> Comparison:
     """The comparison of results under one protocol."""
-    (found,) = comparisons_of(results, failed=failed)
+    (found,) = comparisons_of(results)
     return found
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,13 +18,20 @@ from sparsekit_fl.cli.options import RunOptions, with_run_options
 from sparsekit_fl.cli.report import show
 
 if TYPE_CHECKING:
-    from sparsekit_fl.comparison import Failure
     from sparsekit_fl.methods.base import Method
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
 
 _AXES = "What is compared"
+
+
+class Failure(NamedTuple):
+    """A run that ended with an error."""
+
+    method: str
+    seed: int
+    error: str
 
 
 def _compare(
@@ -47,7 +54,7 @@ def _compare(
     Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
-    from sparsekit_fl.comparison import Failure, comparisons_of
+    from sparsekit_fl.comparison import comparisons_of
     from sparsekit_fl.errors import RunInterrupted, need
     from sparsekit_fl.report import write_report
 
@@ -74,18 +81,21 @@ def _compare(
         raise typer.Exit(INTERRUPTED) from None
     failed = [one for one in ended if isinstance(one, Failure)]
     finished = [one for one in ended if not isinstance(one, Failure)]
-    comparison = comparisons_of(finished, order=list(made), failed=failed)[0]
+    comparisons = comparisons_of(finished, order=list(made))
     end = "Nothing was kept. With --out DIR you get every result, and report.html with tables and a picture."
     if options.out is not None:
         end = f"a folder per run is in {options.out}"
         try:
-            end = f"{write_report([comparison], options.out)} has tables and a picture; {end}"
+            end = f"{write_report(comparisons, options.out)} has tables and a picture; {end}" if finished else end
         except MissingDependencyError as error:
             typer.echo(f"warning: {error}; then `sparsekit report {options.out}` writes report.html", err=True)
     if options.as_json:
-        print_json(comparison.to_dict())
+        print_json({**(comparisons[0].to_dict() if finished else {}), "failed": [one._asdict() for one in failed]})
     else:
-        show(comparison)
+        for comparison in comparisons:
+            show(comparison)
+        for one in failed:
+            typer.echo(f"failed: {one.method}, seed {one.seed}: {one.error}")
         typer.echo(end)
     if failed:
         raise typer.Exit(FAILED)
@@ -142,7 +152,6 @@ def _ended(method: Method, options: RunOptions, home: Path | None, number: str) 
     """
     from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.checkpoint import holds_run
-    from sparsekit_fl.comparison import Failure
     from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted
     from sparsekit_fl.stored import number_text, score_text
 

@@ -11,7 +11,7 @@ from saved_results import compared, result, save
 
 from sparsekit.errors import DataError
 from sparsekit_fl.cli.report import show
-from sparsekit_fl.comparison import Comparison, Failure, comparisons_of, read_results
+from sparsekit_fl.comparison import Comparison, comparisons_of, read_results
 from sparsekit_fl.stored import texts
 
 
@@ -56,23 +56,15 @@ def test_means_deviations_and_n_are_those_of_each_row() -> None:
     assert "mean ± sample deviation over n seeds" in shown(comparison)
 
 
-def test_a_failed_seed_is_marked() -> None:
-    failed = Failure("a", 2, "[red] it diverged")
+def test_a_seed_that_diverged_is_marked_and_does_not_count() -> None:
     lost = result("a", 3)
     lost["final"]["personal"]["accuracy"] = None
-    comparison = compared(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
-    assert list(comparison.table()["n"]) == ["2 of 4", "1"]
-    for part in ("2 of 4", "failed: a, seed 2: [red] it diverged", "diverged: a, seed 3 has no finite score"):
-        assert part in shown(comparison)
+    comparison = compared(result("a"), result("a", 1), lost, result("b"))
+    assert list(comparison.table()["n"]) == ["2", "1"]
+    assert "diverged: a, seed 3 has no finite score" in shown(comparison)
     saved = comparison.to_dict()
-    assert [(one["seed"], one["error"]) for one in saved["failed"]] == [(2, "[red] it diverged")]
-    assert saved["runs"]["a"] == "2 of 4"
+    assert saved["runs"] == {"a": 2, "b": 1}
     assert saved["summary"]["a"]["final.personal.accuracy"] == {"mean": 0.75, "std": 0.0}
-
-
-def test_what_failed_alone_makes_a_table_without_rows() -> None:
-    alone = compared(failed=(Failure("a", 1, "no such option"),))
-    assert (len(alone.table()), alone.remarks(), alone.to_dict()["summary"]) == (0, ["failed: a, seed 1: no such option"], {})
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
