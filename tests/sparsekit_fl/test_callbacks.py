@@ -90,13 +90,6 @@ def test_a_number_that_the_run_never_has_is_refused_at_the_latest_when_it_is_mis
     assert (len(path.read_text().splitlines()) if path.exists() else 0) == rounds
 
 
-def test_the_global_model_of_the_best_round_is_kept_when_it_is_scored_in_the_run(tmp_path: Path) -> None:
-    config = replace(tiny_config(), eval_global_every=1)
-    result = tiny_run(callbacks=[fl.callbacks.BestCheckpoint("global.accuracy")], out=tmp_path, config=config)
-    scored = {record.round: record.evaluation.shared["accuracy"] for record in result.rounds}
-    assert json.loads((tmp_path / "models/best.json").read_text())["round"] == max(scored, key=lambda round: scored[round])
-
-
 STILL = replace(tiny_config(rounds=6), training=replace(tiny_config().training, lr=0.0), eval_every=1)
 
 FOLLOWING = {
@@ -125,13 +118,18 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
                 assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
+@pytest.mark.parametrize("monitor", ["personal.loss", "global.accuracy"])
 @pytest.mark.same_bits
-def test_the_best_checkpoint_is_the_model_of_its_round(tmp_path: Path) -> None:
-    tiny_run(callbacks=[fl.callbacks.BestCheckpoint("personal.loss")], out=tmp_path, eval_every=1)
+def test_the_best_checkpoint_is_the_model_of_its_round(monitor: str, tmp_path: Path) -> None:
+    best = fl.callbacks.BestCheckpoint(monitor)
+    result = tiny_run(callbacks=[best], out=tmp_path, eval_every=1, eval_global_every=1)
     note = json.loads((tmp_path / "models/best.json").read_text())
-    best = fl.load_model(tmp_path, "best", model=TinyNet)
+    part, _, metric = monitor.partition(".")
+    scores = {record.round: record.evaluation.part(part)[metric] for record in result.rounds if record.evaluation}
+    assert note["round"] == (min if metric == "loss" else max)(scores, key=lambda round: scores[round])
+    kept = fl.load_model(tmp_path, "best", model=TinyNet)
     then = tiny_run(rounds=note["round"])
-    assert all(torch.equal(best.state_dict()[name], tensor) for name, tensor in then.state.items())
+    assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in then.state.items())
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -32,9 +32,8 @@ def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored() -> No
 def test_problems_without_accuracy_show_their_own_metric() -> None:
     made = result("a")
     made["final"]["personal"] = {"loss": 0.9, "rmse": 0.3}
-    for record in made["rounds"]:
-        if record["evaluation"]:
-            record["evaluation"] = {"personal": {"loss": 0.5, "rmse": 0.4}}
+    for record in filter(lambda one: one["evaluation"], made["rounds"]):
+        record["evaluation"] = {"personal": {"loss": 0.5, "rmse": 0.4}}
     figure = curves_of(compared(made))
     assert figure.get_suptitle() == "Rmse on the clients' own test data"
     assert points(figure.axes[0], "a") == [(50, 0.4), (100, 0.4)]
