@@ -39,7 +39,12 @@ def _run(method_name: str, options: RunOptions) -> None:
         if experiment.engine is None:
             view = RunView(method=method.name, config=experiment.config, out=options.out)
             progress.on_run_start(view)
-            result = simulate(method_name, options, lambda record: [one.on_round_end(view, record) for one in own])
+
+            def told(record: RoundRecord) -> None:
+                for one in own:
+                    one.on_round_end(view, record)
+
+            result = simulate(method_name, options, told)
         else:
             result = experiment.run(method, options, [*own, *callbacks], resume=options.resume)
     _show(result, options)
