@@ -17,6 +17,7 @@ from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import Registry
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import write_atomically
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import need
 from sparsekit_fl.models import model_path
@@ -67,6 +68,11 @@ class RunView:
     def round(self) -> int:
         """The last saved round; 0 before the first."""
         return self.records[-1].round if self.records else 0
+
+    @property
+    def cost(self) -> WorkCost:
+        """Cost of the saved rounds."""
+        return self.records[-1].cost if self.records else WorkCost()
 
     def stop(self, reason: str) -> None:
         """End the run after this round. Every client is scored and the result is written, as after the last round.

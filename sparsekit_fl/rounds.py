@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,52 @@ def run(
             saved = load_result(folder.path)
             if len(saved.rounds) == state.round:  # else a callback had stopped it
                 return replace(saved, state=state.model)
-        server = Server(spec, roster, state)
-        loop = _Loop(server, folder, callbacks, engine, described, [RoundRecord.from_dict(line) for line in lines])
-        with loop.explained(), engine.open(spec, roster, folder.memories) as run_clients:
-            return loop.run(run_clients)
+        server, records = Server(spec, roster, state), [RoundRecord.from_dict(line) for line in lines]
+        view = RunView(
+            method=spec.method.name,
+            config=spec.config,
+            metrics=spec.problem.metrics,
+            records=records,
+            out=folder.path if folder.durable else None,
+            model=lambda: spec.model(server.state.model),
+        )
+        with _explained(view), engine.open(spec, roster, folder.memories) as run_clients:
+            for one in callbacks:
+                one.on_run_start(view)
+            final: list[ClientScores] | None = None
+            while view.round < spec.config.rounds and not view.stopped:
+                record, final = _run_round(server, view, run_clients)
+                folder.save(server.state, record.to_dict())
+                records.append(record)
+                for one in callbacks:
+                    one.on_round_end(view, record)
+            if final is None:
+                # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
+                final, _ = _score(server, list(roster), run_clients, with_shared=True, with_model=folder.durable)
+            # A worker that outlived a killed run may have written once more after this one began.
+            folder.clean()
+            environment = describe_environment(workers=engine.workers, device=spec.config.device)
+            state = server.state
+            result = RunResult(
+                method=spec.method.name,
+                policies=spec.method.describe(),
+                config=spec.config,
+                rounds=tuple(records),
+                final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
+                cost=replace(view.cost, flops_deploying=sum(one.flops_deploying for one in final)),
+                environment=environment,
+                experiment=described["experiment"],
+                state=state.model,
+                note=spec.method.note,
+                stopped=view.stopped,
+            )
+            if folder.durable:
+                (folder.path / "models").mkdir(exist_ok=True)
+                save_compact(view.model(), model_path(folder.path, "global"))
+                personal = not getattr(engine, "keeps_models", False)
+                write_recipe(folder.path, {**spec.recipe, "personal": personal, "clients": list(roster)})
+                result.save(folder.path / "result.json")
+            return result
 
 
 def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callbacks: Sequence[Callback]) -> dict[int, Client]:
@@ -126,174 +168,108 @@ def _checked(method: Method, clients: Sequence[Client], config: RunConfig, callb
     return roster
 
 
-@dataclass(eq=False)
-class _Loop:
-    """What the rounds of one run share: the server, the folder, the callbacks and the records."""
+@contextmanager
+def _explained(view: RunView) -> Iterator[None]:
+    """Say in errors which round was the last to be saved, and how to continue."""
+    try:
+        yield
+    except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
+        kind: type[BaseException] = type(error)
+        told, cause = str(error), None if isinstance(error, KeyboardInterrupt) else error
+        if isinstance(error, KeyboardInterrupt):
+            kind, told = RunInterrupted, "stopped by the user"
+        elif isinstance(error, OSError):
+            if error.errno not in _FULL:
+                raise
+            kind, told = StorageError, f"{error}; make room first"
+        hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
+        if view.out is not None:
+            hint = f"the state is in {view.out}; continue with resume=True (--resume)"
+        raise kind(f"{told}; round {view.round} of {view.config.rounds} was the last to be finished; {hint}") from cause
 
-    server: Server
-    folder: RunFolder
-    callbacks: Sequence[Callback]
-    engine: Engine
-    described: Mapping[str, Any]
-    records: list[RoundRecord]
 
-    def __post_init__(self) -> None:
-        spec = self.server.spec
-        self._saved = self.server.state.round
-        self._final: list[ClientScores] | None = None  # of every client, after the last round
-        self._view = RunView(
-            method=spec.method.name,
-            config=spec.config,
-            metrics=spec.problem.metrics,
-            out=self.folder.path if self.folder.durable else None,
-            records=self.records,
-            model=lambda: spec.model(self.server.state.model),
-        )
+def _run_round(server: Server, view: RunView, run_clients: RunClients) -> tuple[RoundRecord, list[ClientScores] | None]:
+    """Let the cohort train, change the global model, and score clients if it is time.
 
-    def run(self, run_clients: RunClients) -> RunResult:
-        """Run the rounds that are left, and return the result."""
-        for one in self.callbacks:
-            one.on_run_start(self._view)
-        for round in range(self._saved + 1, self.server.spec.config.rounds + 1):
-            if self._view.stopped:
-                break
-            self.records.append(self._round(round, run_clients))
-            self.folder.save(self.server.state, self.records[-1].to_dict())
-            self._saved = round
-            for one in self.callbacks:
-                one.on_round_end(self._view, self.records[-1])
-        return self._finish(run_clients)
+    Returns:
+        The record of the round, and after the last round the scores of each client, else None.
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Say in errors which round was the last to be saved, and how to continue."""
+    Raises:
+        TooFewRepliesError: too few clients sent a valid update.
+    """
+    began, spec, round = time.perf_counter(), server.spec, view.round + 1
+    requests, replies = server.requests(round), list[Reply]()
+    good, dropped = list[Update](), dict[int, Exception]()
+    for request, reply in zip(requests, run_clients(requests), strict=True):
+        replies.append(reply)
         try:
-            yield
-        except (KeyboardInterrupt, TooFewRepliesError, WorkerDiedError, OSError) as error:
-            kind: type[BaseException] = type(error)
-            told, cause = str(error), None if isinstance(error, KeyboardInterrupt) else error
-            if isinstance(error, KeyboardInterrupt):
-                kind, told = RunInterrupted, "stopped by the user"
-            elif isinstance(error, OSError):
-                if error.errno not in _FULL:
-                    raise
-                kind, told = StorageError, f"{error}; make room first"
-            hint = "nothing was kept, since the run had no output folder (out=, --out DIR)"
-            if self.folder.durable:
-                hint = f"the state is in {self.folder.path}; continue with resume=True (--resume)"
-            rounds = self.server.spec.config.rounds
-            raise kind(f"{told}; round {self._saved} of {rounds} was the last to be finished; {hint}") from cause
+            good.append(server.validate(request, reply))
+        except (ClientError, UpdateError) as error:
+            dropped[request.client_id] = error
+            _log.warning("round %d continues without client %d: %s", round, request.client_id, error)
+    needed = spec.config.needed_replies(len(requests))
+    if len(good) < needed:
+        reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
+        raise TooFewRepliesError(
+            f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
+            f" (min_replies); {reasons}. Nothing of that round counted"
+        ) from next(iter(dropped.values()), None)
+    seconds = server.aggregate(good, replies)
+    ids, whole = _scored_after(round, list(server.clients), spec.config)
+    last = round == spec.config.rounds
+    found, unscored = _score(server, ids, run_clients, with_shared=whole, with_model=last and view.out is not None)
+    done = [reply.update.cost for reply in replies if reply.update is not None]
+    # Of clients that failed counts what they were sent.
+    lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
+    cost = round_cost(done, wall_seconds=time.perf_counter() - began, seconds=seconds)
+    cost += WorkCost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
+    record = RoundRecord(
+        round=round,
+        cohort=tuple(request.client_id for request in requests),
+        dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+        loss=_mean("loss", good),
+        accuracy=_mean("accuracy", good),
+        ratios={update.client_id: update.ratio for update in good},
+        cost=view.cost + cost,
+        seconds=cost.simulated_seconds,
+        evaluation=RoundScores.of(found) if found else None,
+        notes=(*(reply.note for reply in replies if reply.note), *unscored),
+    )
+    return record, found if last else None
 
-    def _round(self, round: int, run_clients: RunClients) -> RoundRecord:
-        """Let the cohort train, change the global model, and score clients if it is time.
 
-        Raises:
-            TooFewRepliesError: too few clients sent a valid update.
-        """
-        began, spec = time.perf_counter(), self.server.spec
-        requests, replies = self.server.requests(round), list[Reply]()
-        good, dropped = list[Update](), dict[int, Exception]()
-        for request, reply in zip(requests, run_clients(requests), strict=True):
-            replies.append(reply)
-            try:
-                good.append(self.server.validate(request, reply))
-            except (ClientError, UpdateError) as error:
-                dropped[request.client_id] = error
-                _log.warning("round %d continues without client %d: %s", round, request.client_id, error)
-        needed = spec.config.needed_replies(len(requests))
-        if len(good) < needed:
-            reasons = _shortened([f"client {id}: {str(error).rstrip('.')}" for id, error in dropped.items()])
-            raise TooFewRepliesError(
-                f"round {round}: {len(good)} of {len(requests)} updates were valid and {needed} are needed"
-                f" (min_replies); {reasons}. Nothing of that round counted"
-            ) from next(iter(dropped.values()), None)
-        seconds = self.server.aggregate(good, replies)
-        scores, unscored = self._score(round, run_clients)
-        done = [reply.update.cost for reply in replies if reply.update is not None]
-        # Of clients that failed counts what they were sent.
-        lost = [request for request, reply in zip(requests, replies, strict=True) if reply.update is None]
-        cost = round_cost(done, wall_seconds=time.perf_counter() - began, seconds=seconds)
-        cost += WorkCost(downlink_bytes=sum(request_bytes(request, spec.graph) for request in lost))
-        return RoundRecord(
-            round=round,
-            cohort=tuple(request.client_id for request in requests),
-            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
-            loss=_mean("loss", good),
-            accuracy=_mean("accuracy", good),
-            ratios={update.client_id: update.ratio for update in good},
-            cost=self._cost() + cost,
-            seconds=cost.simulated_seconds,
-            evaluation=scores,
-            notes=(*(reply.note for reply in replies if reply.note), *unscored),
-        )
+def _scored_after(round: int, ids: list[int], config: RunConfig) -> tuple[list[int], bool]:
+    """Return the clients that are scored after a round, if any, and whether the global model is scored too."""
+    every, count = config.eval_global_every, config.eval_clients
+    if round == config.rounds:
+        return ids, True
+    whole = every is not None and round % every == 0
+    if not whole and round % (config.eval_every or 1):
+        return [], False
+    if count is not None and count < len(ids):
+        # From seed and round: the same for any engine and method.
+        positions = Streams(config.seed).evaluation(round).choice(len(ids), size=count, replace=False)
+        ids = [ids[position] for position in sorted(positions)]
+    return ids, whole
 
-    def _cost(self) -> WorkCost:
-        """Return the cost of the rounds so far."""
-        return self.records[-1].cost if self.records else WorkCost()
 
-    def _score(self, round: int, run_clients: RunClients) -> tuple[RoundScores | None, list[str]]:
-        """Score the models of clients if it is time; return the scores, and a text for each client that was not scored."""
-        ids, config = list(self.server.clients), self.server.spec.config
-        last, every, count = round == config.rounds, config.eval_global_every, config.eval_clients
-        whole = last or (every is not None and round % every == 0)  # the global model is scored too
-        if not whole and round % (config.eval_every or 1):
-            return None, []
-        if not last and count is not None and count < len(ids):
-            # From seed and round: the same for any engine and method.
-            positions = Streams(config.seed).evaluation(round).choice(len(ids), size=count, replace=False)
-            ids = [ids[position] for position in sorted(positions)]
-        found, unscored = self._evaluate(ids, run_clients, last=last, with_shared=whole)
-        self._final = found if last else None
-        return RoundScores.of(found), unscored
+def _score(
+    server: Server, ids: list[int], run_clients: RunClients, *, with_shared: bool, with_model: bool
+) -> tuple[list[ClientScores], list[str]]:
+    """Score clients; return a text for each that could not be scored.
 
-    def _evaluate(
-        self, ids: Sequence[int], run_clients: RunClients, *, last: bool, with_shared: bool = True
-    ) -> tuple[list[ClientScores], list[str]]:
-        """Score clients; at the end of the run they write their models. Return a text for each that could not be scored.
-
-        Raises:
-            ClientError: none could.
-        """
-        round = self.server.state.round
-        requests = self.server.scoring(ids, with_shared=with_shared, with_model=last and self.folder.durable)
-        replies = list(run_clients(requests))
-        found = [ClientScores.read(reply.evaluation) for reply in replies if reply.evaluation is not None]
-        unscored = [f"client {one.client_id} was not scored: {one.error}" for one in replies if one.evaluation is None]
-        if unscored:
-            _log.warning("after round %d, %d clients were not scored: %s", round, len(unscored), _shortened(unscored))
-        if not found:
-            raise ClientError(f"no client could be scored after round {round}: {_shortened(unscored)}")
-        return found, unscored
-
-    def _finish(self, run_clients: RunClients) -> RunResult:
-        """Score all clients unless the last round did, and write models and result."""
-        spec, state, out = self.server.spec, self.server.state, self.folder.path
-        final = self._final
-        if final is None:
-            # Resumed after the last round, or stopped by a callback: the scores of each client were not saved.
-            final, _ = self._evaluate(list(self.server.clients), run_clients, last=True)
-        # A worker that outlived a killed run may have written once more after this one began.
-        self.folder.clean()
-        result = RunResult(
-            method=spec.method.name,
-            policies=spec.method.describe(),
-            config=spec.config,
-            rounds=tuple(self.records),
-            final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
-            cost=replace(self._cost(), flops_deploying=sum(one.flops_deploying for one in final)),
-            environment=describe_environment(workers=self.engine.workers, device=spec.config.device),
-            experiment=self.described["experiment"],
-            state=state.model,
-            note=spec.method.note,
-            stopped=self._view.stopped,
-        )
-        if self.folder.durable:
-            (out / "models").mkdir(exist_ok=True)
-            save_compact(self._view.model(), model_path(out, "global"))
-            personal = not getattr(self.engine, "keeps_models", False)
-            write_recipe(out, {**spec.recipe, "personal": personal, "clients": list(self.server.clients)})
-            result.save(out / "result.json")
-        return result
+    Raises:
+        ClientError: none could.
+    """
+    replies = list(run_clients(server.scoring(ids, with_shared=with_shared, with_model=with_model))) if ids else []
+    found = [ClientScores.read(reply.evaluation) for reply in replies if reply.evaluation is not None]
+    unscored = [f"client {one.client_id} was not scored: {one.error}" for one in replies if one.evaluation is None]
+    if unscored:
+        text = "after round %d, %d clients were not scored: %s"
+        _log.warning(text, server.state.round, len(unscored), _shortened(unscored))
+    if ids and not found:
+        raise ClientError(f"no client could be scored after round {server.state.round}: {_shortened(unscored)}")
+    return found, unscored
 
 
 def _mean(name: str, updates: Sequence[Update]) -> float | None:
