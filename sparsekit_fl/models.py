@@ -11,13 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError, InvalidValueError, SparsekitError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.registry import load_object
 from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.methods import make_method
-from sparsekit_fl.problem.problem import Problem
 
 _log = logging.getLogger(__name__)
 _INNER = "model."  # what a model with exits puts before the keys
@@ -29,24 +27,50 @@ def model_path(out: Path, which: str | int) -> Path:
     return out / "models" / f"{which if isinstance(which, str) else f'client-{which}'}.safetensors"
 
 
-def recipe_of(model: Callable[[], nn.Module]) -> dict[str, Any] | None:
-    """Return how another process makes a model again: the path of its code, and arguments, as JSON values.
+def recipe_of(model: Callable[[], nn.Module]) -> Any:
+    """Return how another process makes a model again, as JSON values: the path of its code, and arguments.
 
-    None if it cannot: the code is that of a script or a lambda, or an argument is not a JSON value.
+    None if it cannot: the code is that of a script or a lambda, or an argument is neither a JSON value, a model nor a tensor.
     """
-    made = model if isinstance(model, partial) else partial(model)
-    path = f"{getattr(made.func, '__module__', '')}:{getattr(made.func, '__qualname__', '')}"
-    recipe = {"factory": path, "args": list(made.args), "keywords": made.keywords}
     try:
+        recipe = _written(model)
         json.dumps(recipe)
-        return recipe if not path.startswith("__main__") and load_object(path) is made.func else None
-    except (InvalidValueError, TypeError):  # a lambda, an object of a class, or an argument that is one
+    except (InvalidValueError, TypeError):
         return None
+    return recipe
 
 
-def write_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
-    """Write how the models of a run are made again, as `models/model.json`."""
-    write_atomically(out / "models" / "model.json", (json.dumps(recipe, indent=1) + "\n").encode())
+def _written(value: Any) -> Any:
+    if isinstance(value, Tensor):  # an example input, whose values do not matter
+        return {"zeros": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return [_written(one) for one in value]
+    if not callable(value):
+        return value
+    made = value if isinstance(value, partial) else partial(value)
+    path = f"{getattr(made.func, '__module__', '')}:{getattr(made.func, '__qualname__', '')}"
+    if path.startswith("__main__") or load_object(path) is not made.func:
+        raise InvalidValueError(f"{path} cannot be imported")
+    keywords = {name: _written(one) for name, one in made.keywords.items()}
+    return {"factory": path, "args": _written(made.args), "keywords": keywords}
+
+
+def _made(recipe: Any) -> Any:
+    """Undo `_written`; a list comes back as a tuple."""
+    if isinstance(recipe, list):
+        return tuple(map(_made, recipe))
+    if not isinstance(recipe, dict):
+        return recipe
+    if "zeros" in recipe:
+        return torch.zeros(recipe["zeros"], dtype=getattr(torch, recipe["dtype"]))
+    keywords = {name: _made(one) for name, one in recipe["keywords"].items()}
+    return partial(load_object(recipe["factory"]), *_made(recipe["args"]), **keywords)
+
+
+def write_recipe(out: Path, model: Callable[[], nn.Module], clients: list[int], *, personal: bool) -> None:
+    """Write `models/model.json`: how the models of a run are made again, its clients, and whether their models are here."""
+    about = {"model": recipe_of(model), "clients": clients, "personal": personal}
+    write_atomically(out / "models" / "model.json", (json.dumps(about, indent=1) + "\n").encode())
 
 
 def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, Tensor]:
@@ -106,7 +130,8 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         out: The folder of the run.
         which: "global", the id of a client, or "best" where a `BestCheckpoint` kept one.
         model: Makes the dense model, as in `load_compact`: the class or function of the problem, a module, or
-            `"package.module:function"`. None takes what the run wrote down: a model by name, or one that can be imported.
+            `"package.module:function"`; for DepthFL, a model with its exits. None takes what the run wrote down: a model by
+            name, or one that can be imported.
 
     Returns:
         A plain module in evaluation mode, narrow where the client trained a submodel, on the CPU. A client that deploys the
@@ -132,29 +157,8 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
         if not recipe["personal"]:
             raise DataError(f"the model of client {number} stayed on its device; take 'global'")
         own = model_path(Path(out), "global")
-    made = recipe["model"]
-    if model is None and made is None:
+    if model is None and recipe["model"] is None:
         raise InvalidValueError(
             f"the run in {out} does not say where the code of its model is; pass model= (--model package.module:function)"
         )
-    if model is None:
-        keywords = {name: tuple(value) if isinstance(value, list) else value for name, value in made["keywords"].items()}
-        model = partial(load_object(made["factory"]), *made["args"], **keywords)
-    return load_compact(own, _prepared(model, recipe)).eval()
-
-
-def _prepared(factory: Factory, recipe: Mapping[str, Any]) -> Factory:
-    """Return the factory with what the run's method adds to a model, such as the exits of DepthFL."""
-    name = recipe["prepared_by"]
-    if name is None:
-        return factory
-    try:
-        method = make_method(name)
-    except SparsekitError as error:
-        raise InvalidValueError(f"the run's method {name!r} changed its model, and is not here: {error}") from error
-    found: Any = load_object(factory) if isinstance(factory, str) else factory
-    make: Callable[[], nn.Module] = (lambda: found) if isinstance(found, nn.Module) else found
-    if None in recipe["example_inputs"]:
-        raise InvalidValueError("the run does not say what its model takes; an input that is not a tensor is not written down")
-    inputs = tuple(torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in recipe["example_inputs"])
-    return method.prepare(Problem(model=make, example_inputs=inputs)).model
+    return load_compact(own, _made(recipe["model"]) if model is None else model).eval()

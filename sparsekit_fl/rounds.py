@@ -145,7 +145,7 @@ def run(
                 (folder.path / "models").mkdir(exist_ok=True)
                 save_compact(view.model(), model_path(folder.path, "global"))
                 personal = not getattr(engine, "keeps_models", False)
-                write_recipe(folder.path, {**spec.recipe, "personal": personal, "clients": list(roster)})
+                write_recipe(folder.path, spec.problem.model, list(roster), personal=personal)
                 result.save(folder.path / "result.json")
             return result
 

@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
@@ -23,7 +23,7 @@ from sparsekit_fl.client.fit import check_training
 from sparsekit_fl.client.packing import clone, digest, plain_bytes
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.models import read_initial, recipe_of
+from sparsekit_fl.models import read_initial
 from sparsekit_fl.problem.data import Client, TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
@@ -45,7 +45,6 @@ class RunSpec:
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
         rates: Learning rate of each round.
-        recipe: How another process makes the model again; see `load_model`.
     """
 
     method: Method
@@ -57,7 +56,6 @@ class RunSpec:
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     rates: tuple[float, ...] = ()
-    recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def build(
@@ -77,13 +75,7 @@ class RunSpec:
         """
         config = method.configure(config)
         check_training(config.training)
-        given, problem = problem, method.prepare(problem)
-        shapes = [
-            {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
-            for one in given.example_inputs
-        ]
-        # A method that needs another architecture makes it of the user's.
-        prepared_by = None if problem is given else method.name
+        problem = method.prepare(problem)
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
         try:
@@ -106,7 +98,6 @@ class RunSpec:
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
             rates=config.learning_rates(),
-            recipe={"model": recipe_of(given.model), "example_inputs": shapes, "prepared_by": prepared_by},
         )
 
     def shared_names(self) -> list[str]:

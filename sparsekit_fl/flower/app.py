@@ -98,7 +98,7 @@ class Node:
             path = model_path(self.memories.folder.parent, "global")
             path.parent.mkdir(parents=True, exist_ok=True)
             save_compact(self.spec.model({**self.spec.initial, **shared}), path)
-            write_recipe(path.parent.parent, {**self.spec.recipe, "personal": True, "clients": sorted(self.clients)})
+            write_recipe(path.parent.parent, self.spec.problem.model, sorted(self.clients), personal=True)
             self._global = shared
 
 
