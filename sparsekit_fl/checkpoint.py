@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.version import __version__
-from sparsekit_fl.errors import FolderInUseError, MemoryStateError, ResumeError
+from sparsekit_fl.errors import ResumeError
 
 if TYPE_CHECKING:
     from torch import Tensor  # drawing a report writes files too, and needs no torch
@@ -76,7 +76,7 @@ def dumps(value: Any) -> bytes:
         value: Tensors, numbers, strings, None, and lists, tuples and dicts of these.
 
     Raises:
-        MemoryStateError: it holds something else.
+        InvalidValueError: it holds something else.
     """
     import torch
 
@@ -112,7 +112,7 @@ def _checked(value: Any) -> Any:
         return type(value)(map(_checked, value))
     if isinstance(value, Mapping) and {type(key) for key in value} <= {str, int}:
         return {key: _checked(item) for key, item in value.items()}
-    raise MemoryStateError(
+    raise InvalidValueError(
         f"a memory holds {value!r:.200}; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these,"
         " whose keys are strings or integers; convert it, for example with float() or torch.from_numpy()"
     )
@@ -158,7 +158,7 @@ class Memories:
         """Write a memory; `sync` makes its name durable.
 
         Raises:
-            MemoryStateError: it holds something that cannot be saved.
+            InvalidValueError: it holds something that cannot be saved.
         """
         payload = dumps({"client": [client_id, round], "memory": memory})
         write_atomically(self.path(client_id, round), payload, durable=self.durable, sync=False)
@@ -241,8 +241,8 @@ class RunFolder:
             resume: Whether the run continues.
 
         Raises:
-            FolderInUseError: another run, of this process or of another, writes to it.
-            ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False.
+            ResumeError: there is nothing to resume; or it holds files of a run, and `resume` is False; or another run, of this
+                process or of another, writes to it.
         """
         if path is None:
             with tempfile.TemporaryDirectory(prefix="sparsekit-") as name:
@@ -257,7 +257,7 @@ class RunFolder:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise FolderInUseError(
+            raise ResumeError(
                 f"another run is writing to {path}; wait until it has ended, end it, or choose another folder"
             ) from None
         try:

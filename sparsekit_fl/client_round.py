@@ -12,14 +12,14 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsekit.allocation import check_ratio
-from sparsekit.errors import SparsekitError
+from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitMask
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
-from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Model, Result, Task
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
@@ -45,7 +45,7 @@ def answer(spec: RunSpec, client: Client, request: Request, memories: Memories) 
             return reply
         try:
             memories.write(client.id, request.round, memory)
-        except MemoryStateError as error:
+        except InvalidValueError as error:
             raise _failure(request, spec, str(error)) from error
         return replace(reply, stored=True)
     except ClientError as error:

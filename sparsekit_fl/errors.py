@@ -7,8 +7,6 @@ from sparsekit.errors import MissingDependencyError, SparsekitError, install_hin
 
 __all__ = [
     "ClientError",
-    "FolderInUseError",
-    "MemoryStateError",
     "ResumeError",
     "RunInterrupted",
     "StorageError",
@@ -35,22 +33,14 @@ class TooFewRepliesError(ClientError, UpdateError):
     """
 
 
-class FolderInUseError(SparsekitError, RuntimeError):
-    """Another process writes to the folder of a run."""
-
-
 class StorageError(SparsekitError, OSError):
     """What a run keeps could not be written, as when the disk is full; says how to continue."""
 
     exit_code = 1
 
 
-class MemoryStateError(SparsekitError, TypeError):
-    """A policy put something into its memory that cannot be saved."""
-
-
 class ResumeError(SparsekitError, ValueError):
-    """A run cannot be resumed: nothing is there, or an option changed."""
+    """A run cannot use a folder: nothing is there to resume, an option changed, or another run is there or writes to it."""
 
 
 class RunInterrupted(SparsekitError, RuntimeError):

@@ -80,8 +80,8 @@ def run(
 
     Raises:
         InvalidValueError: no method, or clients and options that do not fit each other.
-        ResumeError: `out` holds another run, or none to resume, or an option, the model or the data changed.
-        FolderInUseError: another run writes to `out`.
+        ResumeError: `out` holds another run, or none to resume; another run writes to it; or an option, the model or the data
+            changed.
         TooFewRepliesError: too few clients of a round sent a valid update; says who did not and why.
         DataError: model, loss, metrics and data do not fit each other; see `check_fit`.
         ClientError: no client could be scored.

@@ -147,12 +147,11 @@ def _ended(method: Method, options: RunOptions, home: Path | None, number: str) 
 
     Raises:
         RunInterrupted, KeyboardInterrupt: it was stopped.
-        ResumeError: its folder holds a run of other settings.
-        FolderInUseError: another command does this run.
+        ResumeError: its folder holds a run of other settings, or another command does this run.
     """
     from sparsekit_fl.callbacks import LiveProgress
     from sparsekit_fl.checkpoint import holds_run
-    from sparsekit_fl.errors import FolderInUseError, ResumeError, RunInterrupted
+    from sparsekit_fl.errors import ResumeError, RunInterrupted
     from sparsekit_fl.stored import number_text, score_text
 
     names = list(filter(None, (method.name, options.heterogeneity)))
@@ -166,7 +165,7 @@ def _ended(method: Method, options: RunOptions, home: Path | None, number: str) 
         with LiveProgress(quiet=quiet, label=label) as progress:
             callbacks = [progress, *options.callbacks()]
             found = result = experiment.run(method, options.replaced(out=folder), callbacks, resume=resume).to_dict()
-    except (FolderInUseError, ResumeError, RunInterrupted):
+    except (ResumeError, RunInterrupted):
         raise
     except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other runs continue
         text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"

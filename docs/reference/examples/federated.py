@@ -202,10 +202,10 @@ right, of = fl.metrics.accuracy(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
 # sparsekit_fl.run
 result = fl.run(fl.methods.fedlps(), problem, clients, config)
 
-# sparsekit_fl.errors.ClientError, sparsekit_fl.errors.UpdateError, sparsekit_fl.errors.WorkerDiedError, sparsekit_fl.errors.MemoryStateError
+# sparsekit_fl.errors.ClientError, sparsekit_fl.errors.UpdateError, sparsekit_fl.errors.WorkerDiedError
 try:
     fl.run(fl.methods.fedavg(), problem, clients, config)
-except (fl.errors.ClientError, fl.errors.UpdateError, fl.errors.WorkerDiedError, fl.errors.MemoryStateError) as error:
+except (fl.errors.ClientError, fl.errors.UpdateError, fl.errors.WorkerDiedError) as error:
     print(error)  # names the method, the round and the client
 
 # sparsekit_fl.errors.TooFewRepliesError
@@ -292,12 +292,6 @@ from sparsekit_fl.callbacks import TensorBoard
 def curves() -> None:  # needs the extra `tensorboard`; then: tensorboard --logdir runs-curves
     fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[TensorBoard()], out="runs-curves")
 
-
-# sparsekit_fl.errors.FolderInUseError
-try:
-    fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine")
-except fl.errors.FolderInUseError as error:  # another process writes there
-    print(error)
 
 # sparsekit_fl.load_model, sparsekit_fl.load_result
 fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine")
