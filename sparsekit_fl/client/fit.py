@@ -230,14 +230,12 @@ class TrainingLog:
         accuracy: Mean training accuracy, one value per epoch; empty where the problem has no metric of that name.
         examples: Examples processed, over all epochs.
         padded_examples: The same with every last batch counted as full.
-        batches: Steps taken.
     """
 
     loss: tuple[float, ...] = ()
     accuracy: tuple[float, ...] = ()
     examples: int = 0
     padded_examples: int = 0
-    batches: int = 0
 
     def __add__(self, other: TrainingLog) -> TrainingLog:
         return TrainingLog(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -273,7 +271,7 @@ def fit(
     accuracy = metrics.get("accuracy")
     losses: list[float] = []
     accuracies: list[float] = []
-    examples = steps = epochs = 0
+    examples = epochs = 0
     module.train()
     with torch_scope(rng):
         for epoch in batches:
@@ -292,7 +290,6 @@ def fit(
                     score_sum += score
                     weight_sum += weight
                 seen += batch.size
-                steps += 1
             examples += seen
             epochs += 1
             losses.append(float(loss_sum) / seen)
@@ -303,7 +300,6 @@ def fit(
         accuracy=tuple(accuracies),
         examples=examples,
         padded_examples=batches.padded_examples * epochs,
-        batches=steps,
     )
 
 
