@@ -109,8 +109,8 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
     for round in range(1, len(whole.rounds) + 1):
         out = tmp_path / f"killed-{round}"
         with pytest.raises(fl.errors.RunInterrupted):
-            # The one that kills comes last, as a kill from outside does.
-            tiny_run(callbacks=[*made(), StopAfter(round)], config=STILL, out=out)
+            # The one that kills comes first: the others are never told of this round.
+            tiny_run(callbacks=[StopAfter(round), *made()], config=STILL, out=out)
         resumed = tiny_run(callbacks=made(), config=STILL, out=out, resume=True)
         assert (resumed.stopped, len(resumed.rounds), resumed.final) == (whole.stopped, len(whole.rounds), whole.final)
         for file in ("models/best.json", "models/best.safetensors"):
