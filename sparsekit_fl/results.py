@@ -90,13 +90,13 @@ class ClientScores(RoundScores):
     """Scores of one client, on its own data.
 
     Args:
-        client_id: The client.
+        client_id: The client. Called `id` in files.
         examples: Test examples.
         ratio: Ratio of its personal model; None where that is not sparse.
         flops_deploying: FLOPs of making its personal model out of what the server sent; 0 where nothing runs.
     """
 
-    client_id: int
+    client_id: Annotated[int, Field(alias="id")]
     examples: int
     ratio: float | None = None
     flops_deploying: int = 0
