@@ -113,13 +113,13 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
             result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
         delta, upload = _upload(spec, memory, result, received, start)
-    work = result.work or ctx.work(result.mask, result.log)
-    scored = sum(ctx.scored)
+    work, scored = result.work or ctx.work(result.mask, result.log), sum(ctx.scored)
     cost = WorkCost(
         flops=work.flops + scored,
         flops_paper=work.flops_paper,
         flops_scoring=scored,
         scoring_seconds=scored / request.capability.flops_per_second,
+        downlink_bytes=request_bytes(request, graph),
     )
     update = Update(
         round=request.round,
@@ -132,12 +132,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         metrics={**result.log.metrics(), **result.metrics},
         cost=cost,
     )
-    cost = replace(
-        cost,
-        uplink_bytes=update_bytes(update),
-        downlink_bytes=request_bytes(request, graph),
-        wall_seconds=time.perf_counter() - began,
-    )
+    cost = replace(cost, uplink_bytes=update_bytes(update), wall_seconds=time.perf_counter() - began)
     update = replace(update, cost=replace(cost, seconds=client_seconds(cost, request.capability)))
     return Reply(client_id=client.id, update=update), {kind: own for kind, own in memory.items() if own}
 

@@ -18,7 +18,6 @@ from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.checkpoint import write_atomically
 
 _log = logging.getLogger(__name__)
-_INNER = "model."  # what a model with exits puts before the keys
 _MOST_NAMED = 5
 
 
@@ -88,11 +87,7 @@ def read_initial(source: Path | str | StateDict, fresh: StateDict) -> dict[str, 
     """
     given = source if isinstance(source, Mapping) else _read(Path(source))
     where = "the state" if isinstance(source, Mapping) else str(source)
-    found = {  # a model with exits has a prefix
-        _INNER + name if name not in fresh and _INNER + name in fresh else name: tensor
-        for name, tensor in given.items()
-        if isinstance(tensor, Tensor)
-    }
+    found = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
     taken = {
         name: tensor.detach().to(fresh[name].dtype).cpu().clone()
         for name, tensor in found.items()

@@ -69,18 +69,19 @@ class Examples:
         if not self._lazy:
             whole = data.materialise(device)
             self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
-            self._check(self._inputs, range(len(self)), "examples")
+            self._check(self._inputs, range(len(self)))
 
     def __len__(self) -> int:
         return len(self._data) if self._lazy else len(self._targets)
 
-    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int], what: str) -> None:
+    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int]) -> None:
         floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
-        bad = {int(row) for item in floats for row in (~(item < math.inf)).reshape(len(item), -1).any(dim=1).nonzero()}
-        if bad:  # minus infinity is what hides positions in a float mask of attention
+        # Minus infinity is what hides positions in a float mask of attention.
+        bad = [int(row) for item in floats for row in (~(item < math.inf)).reshape(len(item), -1).any(dim=1).nonzero()]
+        if bad:
             raise DataError(
-                f"inputs of {self._name} hold NaN or infinity, in {len(bad)} of {len(positions)} {what} of {self._split},"
-                f" in example {min(positions[row] for row in bad)} first; fill them in, or leave these examples out"
+                f"inputs of {self._name} hold NaN or infinity, in example {positions[min(bad)]} of {self._split} for instance;"
+                " fill them in, or leave these examples out"
             )
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
@@ -105,7 +106,7 @@ class Examples:
             with torch_scope(self._rng):  # a data set may draw random numbers
                 inputs, targets = read(self._data, positions[start:stop])
             moved, targets = tuple(self._arrange(item.to(self._device)) for item in inputs), targets.to(self._device)
-            self._check(moved, positions[start:stop], "examples that were just read")
+            self._check(moved, positions[start:stop])
             yield Batch(moved, targets, stop - start)
 
 
