@@ -80,7 +80,7 @@ class Examples:
         bad = [int(row) for item in floats for row in (~(item < math.inf)).reshape(len(item), -1).any(dim=1).nonzero()]
         if bad:
             raise DataError(
-                f"inputs of {self._name} hold NaN or infinity, in example {positions[min(bad)]} of {self._split} for instance;"
+                f"inputs of {self._name} hold NaN or infinity, in example {positions[min(bad)]} of {self._split} first;"
                 " fill them in, or leave these examples out"
             )
 
