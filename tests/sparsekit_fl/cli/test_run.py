@@ -132,7 +132,7 @@ def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is
         ("fedlps --rounds many", "not a valid int"),
         ("fedlps --cohort 21", "there are only 20 clients"),
         ("fedlps --dataset sparsekit_fl.testing:tiny_data --cohort 19", "there are only 8 clients"),
-        ("fedlps --device tpu9", "--device must be"),
+        ("fedlps --device tpu9", "--device 'tpu9' cannot be used"),
         ("fedlps --partition even", "unknown partition"),
         ("fedlps --heterogeneity much", "heterogeneity must be 'low', 'median', 'high' or 'own', got 'much'"),
         ("fedlps --resume", "--resume needs --out"),
