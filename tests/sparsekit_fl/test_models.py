@@ -1,6 +1,7 @@
 """Where a run starts: from a file, an earlier run or a state; and what never trains neither travels nor is kept."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from personal import tiny_run
 from safetensors.torch import save_file
 
 import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.models import read_initial
 from sparsekit_fl.testing import TinyNet
 
@@ -40,6 +42,22 @@ def test_a_run_starts_where_an_earlier_one_ended(tmp_path):
     second = tiny_run("fedavg", rounds=1, init=tmp_path)
     same = tiny_run("fedavg", rounds=1, init=first.state)
     assert second.final.state_sha256 == same.final.state_sha256 != first.final.state_sha256
+
+
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [("fedavg", partial(torch.nn.Linear, 6, out_features=3)), ("depthfl", TinyNet), ("fedavg", lambda: TinyNet())],
+)
+def test_a_model_is_made_again_from_what_the_run_wrote_down(method, model, tmp_path):
+    problem = fl.Problem(model=model, example_inputs=(torch.zeros(2, 6),))
+    state = tiny_run(method, problem=problem, rounds=1, out=tmp_path).state
+    if method == "fedavg" and not isinstance(model, partial):
+        with pytest.raises(InvalidValueError, match="does not say where the code of its model is"):
+            fl.load_model(tmp_path)
+        return
+    loaded = fl.load_model(tmp_path).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 def frozen_net():
