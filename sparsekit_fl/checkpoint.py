@@ -302,7 +302,7 @@ class RunFolder:
         if changed:
             raise ResumeError(
                 f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)}); pass the options it"
-                " was started with, or another folder. For a longer run, start another with init=FOLDER (--init FOLDER)"
+                " was started with, or another folder. For a longer run, start another with init=FOLDER (--set init=FOLDER)"
             )
         self._records.touch()
         with self._records.open("rb+") as file:

@@ -69,7 +69,7 @@ def test_a_changed_option_and_other_data_are_refused_on_resume_and_named(tmp_pat
     changed = replace(tiny_config(), training=replace(tiny_config().training, lr=0.2))
     with pytest.raises(fl.errors.ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):
         tiny_run(out=tmp_path, resume=True, config=changed)
-    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 4, now 5.*--init"):
+    with pytest.raises(fl.errors.ResumeError, match=r"config.rounds: was 4, now 5.*--set init="):
         tiny_run(out=tmp_path, resume=True, rounds=5)
     with pytest.raises(fl.errors.ResumeError, match=r'method.name: was "fedavg", now "fedprox mu=0.5"'):
         tiny_run("fedprox mu=0.5", out=tmp_path, resume=True)

@@ -79,7 +79,7 @@ dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
 class Sizes(fl.Method):
     """Prints what clients send; messages are made by the run, and not by hand."""
 
-    def aggregate(self, server: fl.ServerContext, updates):
+    def aggregate(self, server: fl.ServerContext, updates: list[fl.Update]):
         for update in updates:
             cost: fl.WorkCost = update.cost
             print(update.client_id, update.ratio, update.examples, cost.flops, cost.uplink_bytes)
