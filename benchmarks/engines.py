@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,9 +54,6 @@ class Idle(fl.Method):
         return fl.Result(state=state, mask=None, log=TrainingLog())
 
 
-idle = Idle
-
-
 def _shared_splits(shape: tuple[int, ...], count: int, sizes: tuple[int, int, int]) -> list[fl.ClientData]:
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(64, *shape, generator=generator), torch.arange(64) % 10
@@ -75,19 +71,16 @@ def vgg_data(ids: Collection[int] | None = None) -> tuple[fl.Problem, list[fl.Cl
     return problem, [fl.Client(id=id, data=data) for id in (range(4) if ids is None else ids)]
 
 
-def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[Any, int]]:
-    """Name → a plan, which a deployment understands too, and the number of clients."""
-    from sparsekit_fl.cli.flower_app import AppOptions
-    from sparsekit_fl.paper.presets import PRESETS
+def loads(preset: str, data_dir: str, rounds: int) -> dict[str, tuple[str, Any]]:
+    """Name → a method and its options."""
+    from sparsekit_fl.cli.options import RunOptions
 
     folder = Path(data_dir) if data_dir else None
-    plan = AppOptions(preset=preset, rounds=rounds, eval_every=rounds, cohort=10, data_dir=folder)
-    clients = PRESETS[preset].clients
-    still = plan.replaced(method="engines:idle")
+    plan = RunOptions(preset=preset, rounds=rounds, eval_every=rounds, cohort=10, data_dir=folder)
     return {
-        "messages": (still, clients),
-        "bytes": (still.replaced(preset=None, dataset="engines:vgg_data", cohort=4), 4),
-        preset: (plan, clients),
+        "messages": ("engines:Idle", plan),
+        "bytes": ("engines:Idle", plan.replaced(preset=None, dataset="engines:vgg_data", cohort=4)),
+        preset: ("fedlps", plan),
     }
 
 
@@ -109,51 +102,18 @@ def _timing(records: Sequence[RoundRecord], total: float) -> Timing:
     return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
 
 
-def _here(name: str, plan: Any) -> Timing:
+def _here(name: str, method: str, plan: Any) -> Timing:
     from sparsekit_fl.cli.experiment import Experiment
     from sparsekit_fl.cli.simulate import simulate
+    from sparsekit_fl.methods import make_method
 
     began = time.perf_counter()
     if name == "ray":
-        result = simulate(plan.method, plan.replaced(engine="flower", workers=WORKERS), lambda _: None)
+        result = simulate(method, plan.replaced(engine="flower", workers=WORKERS), lambda _: None)
     else:
         made = Experiment.of(plan)
-        result = fl.run(plan.make_method(), made.problem, made.clients, made.config, engine=_engine(name))
+        result = fl.run(make_method(method), made.problem, made.clients, made.config, engine=_engine(name))
     return _timing(result.rounds, time.perf_counter() - began)
-
-
-@contextmanager
-def deployed(clients: int, *, data_dir: str = "", **options: Any) -> Iterator[Any]:
-    """A SuperLink and two SuperNodes on the loopback, each with half of the clients.
-
-    Args:
-        clients: Number of clients.
-        data_dir: Folder of the data sets on the nodes.
-        **options: Of the tests' own class, which also watches that no process contacts anybody outside this machine.
-    """
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "sparsekit_fl" / "flower"))
-    from fault_deployment import Deployment
-
-    with (
-        tempfile.TemporaryDirectory(prefix="sparsekit-") as folder,
-        Deployment(Path(folder), planted=False, **options) as deployment,
-    ):
-        deployment.start_superlink()
-        for key, ids in enumerate((f"0-{clients // 2 - 1}", f"{clients // 2}-{clients - 1}")):
-            deployment.start_node(f"node-{key}", ids, data_dir=data_dir)
-        yield deployment
-
-
-def _deployed(plan: Any, count: int) -> Timing:
-    """A run submitted to a SuperLink and two SuperNodes."""
-    began = time.perf_counter()
-    folder = str(plan.data_dir or "")
-    with deployed(count, data_dir=folder, eager=False, paths=(Path(__file__).resolve().parent,)) as deployment:
-        out = deployment.folder / "out"
-        deployment.submit(plan.replaced(out=out))
-        deployment.await_result(out)
-        total = time.perf_counter() - began
-        return _timing([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
 
 
 def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -164,8 +124,7 @@ def overhead(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in names for engine in options.engines}
     for _ in range(options.repeats):
         for load, engine in found:
-            plan, count = known[load]
-            timing = _deployed(plan, count) if engine == "deployment" else _here(engine, plan)
+            timing = _here(engine, *known[load])
             found[load, engine].append(timing)
             print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
     for (load, engine), timings in found.items():
@@ -267,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     costs = commands.add_parser("overhead", help="seconds per round of every engine")
-    costs.add_argument("--engines", nargs="+", default=["processes-1", "processes-2", "ray", "deployment"])
+    costs.add_argument("--engines", nargs="+", default=["processes-1", "processes-2", "ray"])
     costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
     costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
     costs.add_argument("--repeats", type=int, default=3, help="default 3")

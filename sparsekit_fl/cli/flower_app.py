@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from sparsekit.cli import command_app
 from sparsekit.errors import DISTRIBUTION, InvalidValueError
-from sparsekit_fl.cli.options import RunOptions, text_of, toml_of
-from sparsekit_fl.options import Count, NonNegative, options_of, read_keywords, read_settings
-
-if TYPE_CHECKING:
-    from sparsekit_fl.methods.base import Method
+from sparsekit_fl.cli.options import MOMENTARY, RunOptions, path_of, text_of, toml_of
+from sparsekit_fl.options import Checked, Count, NonNegative, read_keywords, read_settings
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning in their folder.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
-_SET = "set."
-_LOCAL = ("config", "quiet", "as_json", "set")  # of the machine that starts a run
 
 
-class AppOptions(RunOptions):
-    """The options of a Flower app: those of `sparsekit run`, and these.
-
-    In Flower's run configuration, which has no none and no lists, empty text stands for what was not given, and the options
-    of `--set` are a table `[tool.flwr.app.config.set]`.
+@dataclass(frozen=True, kw_only=True)
+class AppOptions(Checked):
+    """The run configuration of the Flower app.
 
     Args:
-        method: A method by name, or package.module:Class.
+        run: A method, and options of the run by path as `sparsekit run METHOD --set` takes them, such as
+            "fedprox rounds=3 training.momentum=0.5 mu=0.1 out=/data/run".
+        resume: Whether to continue the run in `out`.
         nodes: Number of SuperNodes to wait for.
         wait_seconds: How long to wait for them.
         timeout_seconds: Give up replies that take longer; zero waits.
-        error_file: File to which an error that ends the run is written.
+        error_file: File to which an error that ends the run is written; empty: none.
     """
 
-    method: str = "fedlps"
+    run: str = "fedlps"
+    resume: bool = False
     nodes: Count = 2
     wait_seconds: NonNegative = 300.0
     timeout_seconds: NonNegative = 0.0
-    error_file: Path | None = None
+    error_file: str = ""
 
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> AppOptions:
@@ -54,38 +52,27 @@ class AppOptions(RunOptions):
             UnknownNameError: no such option.
             InvalidValueError: a value that is not allowed.
         """
-        settings = {key: value for key, value in run_config.items() if key.startswith(_SET)}
-        texts = tuple(f"{key.removeprefix(_SET)}={text_of(value)}" for key, value in settings.items())
-        given = {key.replace("-", "_"): text_of(value) for key, value in run_config.items() if key not in settings}
-        # Flower's numbers may be of another kind: 1.0 for 1.
-        read = read_keywords(AppOptions, {name: text for name, text in given.items() if text}, name="the run configuration")
-        changed = {
-            name: value for name, value in read.items() if value != options_of(AppOptions)[name].default or value is None
-        }
-        return AppOptions(**changed, **({"set": texts} if texts else {}))
+        given = {name.replace("-", "_"): value for name, value in run_config.items()}
+        return AppOptions(**read_keywords(AppOptions, given, name="the run configuration"))
 
-    def to_run_config(self) -> dict[str, bool | int | float | str]:
+    def to_run_config(self) -> dict[str, Any]:
         """Return the options as Flower's run configuration; undoes `of`."""
-        config: dict[str, bool | int | float | str] = {}
-        for name, option in options_of(AppOptions).items():
-            # None is text if it was given, and empty if it was not.
-            value = getattr(self, name) if name in self.model_fields_set or option.default is not None else ""
-            if name == "set":
-                config |= {_SET + path: text for path, text in read_settings(value or ()).items()}
-            elif name not in _LOCAL and (name != "error_file" or value):
-                config[name.replace("_", "-")] = value if isinstance(value, bool | int | float) else text_of(value)
-        return config
+        return {name.replace("_", "-"): value for name, value in asdict(self).items()}
 
-    @property
-    def simulated(self) -> bool:
-        """Whether this is a run of Flower's simulation, which the command line started."""
-        return self.engine == "flower"
+    def parsed(self) -> tuple[str, RunOptions]:
+        """Return the method, as the user wrote it, and the options of the run; undoes `run_text`.
 
-    def make_method(self) -> Method:
-        """Return the method, with its options."""
-        from sparsekit_fl.methods import make_method
+        Raises:
+            SparsekitError: an option that is not allowed.
+        """
+        method, *settings = shlex.split(self.run) or [""]
+        return method, RunOptions.read(read_settings(settings), resume=self.resume)
 
-        return make_method(self.method, settings=self.settings())
+
+def run_text(method: str, given: Mapping[str, Any]) -> str:
+    """Return a method and options that were given as the option `run` of the app."""
+    settings = [f"{path_of(name)}={text_of(value)}" for name, value in given.items() if name not in (*MOMENTARY, "set")]
+    return shlex.join([method, *settings, *(given.get("set") or ())])
 
 
 def client_ids(text: str) -> list[int]:
@@ -102,8 +89,13 @@ def client_ids(text: str) -> list[int]:
     return ids
 
 
-def write_app(folder: Path, options: AppOptions | None = None) -> list[Path]:
+def write_app(folder: Path, options: AppOptions | None = None, *, port: int = 8000) -> list[Path]:
     """Write the app into a folder, which is made if absent, and return its files; Flower is needed only where it runs.
+
+    Args:
+        folder: The folder.
+        options: Its run configuration.
+        port: The SuperLink's, on this machine.
 
     Raises:
         InvalidValueError: a file is there already; nothing was written.
@@ -112,13 +104,12 @@ def write_app(folder: Path, options: AppOptions | None = None) -> list[Path]:
     if taken:
         raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")
     here = folder.resolve()
-    config = (options or AppOptions()).to_run_config()
     words = {
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
+        "@PORT@": str(port),
         "@DISTRIBUTION@": DISTRIBUTION,
-        "@CONFIG@": toml_of({name: value for name, value in config.items() if not name.startswith(_SET)}),
-        "@SET@": toml_of({name[len(_SET) :]: value for name, value in config.items() if name.startswith(_SET)}),
+        "@CONFIG@": toml_of((options or AppOptions()).to_run_config()),
     }
     template = files("sparsekit_fl").joinpath("flower/template")
     written = []

@@ -18,7 +18,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
-from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.flower_app import AppOptions, run_text, write_app
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 
 if TYPE_CHECKING:
@@ -65,24 +65,30 @@ def simulate(method: str, options: RunOptions, on_round: Callable[[RoundRecord],
     temporary = tempfile.TemporaryDirectory(prefix="sparsekit-flower-", ignore_cleanup_errors=True)
     with _sigterm_as_ctrl_c(), temporary as name:
         base = Path(name)
-        out, failed = base / "out" if options.out is None else options.out.resolve(), base / "error.json"
-        command, env = _app_for(method, options, base, out, failed)
+        out, failed, log = base / "out" if options.out is None else options.out.resolve(), base / "error.json", base / "log"
+        port = free_port()
+        command, env = _app_for(method, options, base, out, failed, port)
         shown = len(_lines(out / "rounds.jsonl")) if options.resume else 0
-        with _superlink(base, env) as start:
-            submitted = start(command)
-            while True:
-                ended = submitted.poll() is not None  # before the last look
-                for line in _lines(out / "rounds.jsonl")[shown:]:
-                    shown += 1
-                    on_round(RoundRecord.from_dict(json.loads(line)))
-                if ended or failed.exists():
-                    break
-                time.sleep(_POLL_SECONDS)
+        try:
+            with programs(log, env) as start:
+                link = start("flower-superlink", "--simulation", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+                await_port(port, link, log)
+                submitted = start(*command)
+                while True:
+                    ended = submitted.poll() is not None  # before the last look
+                    for line in _lines(out / "rounds.jsonl")[shown:]:
+                        shown += 1
+                        on_round(RoundRecord.from_dict(json.loads(line)))
+                    if ended or failed.exists():
+                        break
+                    time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            raise errors.RunInterrupted("stopped by the user; what was saved in --out continues with --resume") from None
         if failed.exists():
             told = json.loads(failed.read_text())
             raise getattr(errors, told["kind"], errors.WorkerDiedError)(told["text"])
         if not (out / "result.json").exists():
-            raise errors.WorkerDiedError("Flower ended without a result:\n" + "\n".join(_lines(base / "log")[-_LOG_LINES:]))
+            raise errors.WorkerDiedError("Flower ended without a result:\n" + "\n".join(_lines(log)[-_LOG_LINES:]))
         return load_result(out)
 
 
@@ -96,7 +102,9 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Path) -> tuple[list[str], dict[str, str]]:
+def _app_for(
+    method: str, options: RunOptions, base: Path, out: Path, failed: Path, port: int
+) -> tuple[list[str], dict[str, str]]:
     """Write the app; return the command that submits it, and the environment of Flower's processes."""
     from sparsekit_fl.processes import devices
 
@@ -104,10 +112,11 @@ def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Pa
     gpus = len(found) if found[0].startswith("cuda") else 0
     nodes = options.supernodes or min(options.clients or _MAX_NODES, _MAX_NODES)
     workers = options.workers or gpus or min(os.cpu_count() or 1, MOST_WORKERS)
-    given = options.given | {"method": method, "nodes": nodes, "workers": workers, "out": out, "error_file": failed}
+    given = options.given | {"workers": workers, "out": out}
     if gpus:
         given["device"] = "cuda"  # Ray shows each process the GPUs that it may use, under numbers of their own
-    write_app(base / "app", AppOptions(**given))
+    app = AppOptions(run=run_text(method, given), resume=options.resume, nodes=nodes, error_file=str(failed))
+    write_app(base / "app", app, port=port)
     env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
     # What this process can import, others can too.
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))
@@ -124,38 +133,22 @@ def _app_for(method: str, options: RunOptions, base: Path, out: Path, failed: Pa
 
 
 @contextmanager
-def _superlink(base: Path, env: Mapping[str, str]) -> Iterator[Callable[[list[str]], subprocess.Popen[bytes]]]:
-    """Start a SuperLink that simulates; give a function that starts other programs. Leaving the context ends all of them."""
-    from sparsekit_fl.errors import RunInterrupted, WorkerDiedError
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    connections = base / "app" / "flwr-home" / "config.toml"
-    connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
+def programs(log: Path, env: Mapping[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Give a function that starts a program of Flower's, whose output goes to a log. Leaving the context ends all of them."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def start(command: list[str]) -> subprocess.Popen[bytes]:
-        program = Path(sys.executable).with_name(command[0])
-        found = str(program) if program.exists() else which(command[0])
+    def start(name: str, *words: str) -> subprocess.Popen[bytes]:
+        program = Path(sys.executable).with_name(name)
+        found = str(program) if program.exists() else which(name)
         if found is None or find_spec("ray") is None:
             raise MissingDependencyError(f"engine 'flower' needs flwr[simulation]; {install_hint('flower')}")
-        with (base / "log").open("ab") as log:
+        with log.open("ab") as file:
             # In a session of its own, so that Ctrl-C reaches this process alone, which then ends the others.
-            running.append(subprocess.Popen([found, *command[1:]], env=env, stdout=log, stderr=log, start_new_session=True))
+            running.append(subprocess.Popen([found, *words], env=env, stdout=file, stderr=file, start_new_session=True))
         return running[-1]
 
     try:
-        where = ["--insecure", "--host", "127.0.0.1", "--port", str(port)]
-        link = start(["flower-superlink", "--simulation", *where, "--disable-runtime-dependency-installation"])
-        end = time.monotonic() + _START_SECONDS
-        while not _listens(port):
-            if link.poll() is not None or time.monotonic() > end:
-                raise WorkerDiedError("Flower's SuperLink did not start:\n" + "\n".join(_lines(base / "log")[-_LOG_LINES:]))
-            time.sleep(_POLL_SECONDS)
         yield start
-    except KeyboardInterrupt:
-        raise RunInterrupted("stopped by the user; what was saved in --out continues with --resume") from None
     finally:
         for process in running:
             process.terminate()
@@ -167,9 +160,25 @@ def _superlink(base: Path, env: Mapping[str, str]) -> Iterator[Callable[[list[st
             process.wait()
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def await_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a process listens to its port; raise WorkerDiedError with the end of its log if it never does."""
+    from sparsekit_fl.errors import WorkerDiedError
+
+    end = time.monotonic() + _START_SECONDS
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None or time.monotonic() > end:
+            raise WorkerDiedError("Flower's SuperLink did not start:\n" + "\n".join(_lines(log)[-_LOG_LINES:]))
+        time.sleep(_POLL_SECONDS)
 
 
 def _lines(path: Path) -> list[str]:

@@ -22,10 +22,12 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, client_ids
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read, run_of
+from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
@@ -132,22 +134,23 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
 
 
 @lru_cache(maxsize=1)  # a process of the simulation answers for all clients; that of a device answers one message
-def _load(options: AppOptions, ids: tuple[int, ...] | None, device: str) -> tuple[RunSpec, dict[int, Client]]:
+def _load(method: str, options: RunOptions, ids: tuple[int, ...] | None, device: str) -> tuple[RunSpec, dict[int, Client]]:
     check_device(device)
     experiment = Experiment.of(options, ids=ids)
     check_fit(experiment.problem, experiment.clients)
     config = replace(experiment.config, device=device)
     if config.deterministic:
         use_exact_arithmetic()
-    return RunSpec.build(options.make_method(), experiment.problem, config, init=options.init), by_id(experiment.clients)
+    made = make_method(method, settings=options.settings())
+    return RunSpec.build(made, experiment.problem, config, init=options.init), by_id(experiment.clients)
 
 
 def _node(context: Context, run: str) -> Node:
     """Return the node of a message: in the simulation one with all clients, on a device one with its own."""
-    options, own = AppOptions.of(context.run_config), context.node_config
+    own, (method, options) = context.node_config, AppOptions.of(context.run_config).parsed()
     device = str(own.get("device", options.device or "cpu"))
-    if options.simulated:
-        return Node(*_load(options, None, device), Memories(Path(run), durable=True))
+    if options.engine == "flower":
+        return Node(*_load(method, options, None, device), Memories(Path(run), durable=True))
     named = own.get("clients", own.get("partition-id"))  # what Flower's own examples call it: one client
     home = str(own.get("state-dir", ""))
     if named is None or not home:
@@ -160,7 +163,7 @@ def _node(context: Context, run: str) -> Node:
     if own.get("data-dir"):
         options = options.replaced(data_dir=Path(str(own["data-dir"])))
     memories = Memories(Path(home) / run / "clients", durable=True)
-    return Node(*_load(options, tuple(client_ids(str(named))), device), memories, device=True)
+    return Node(*_load(method, options, tuple(client_ids(str(named))), device), memories, device=True)
 
 
 def serve(grid: Grid, context: Context) -> None:
@@ -168,26 +171,30 @@ def serve(grid: Grid, context: Context) -> None:
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
     from sparsekit_fl.callbacks import LiveProgress
 
-    options = AppOptions.of(context.run_config)
+    app = AppOptions.of(context.run_config)
     try:
-        experiment = Experiment.of(options, ids=None if options.simulated else ())
+        name, options = app.parsed()
+        simulated = options.engine == "flower"
+        method, experiment = (
+            make_method(name, settings=options.settings()),
+            Experiment.of(options, ids=None if simulated else ()),
+        )
         engine = GridEngine(
             grid,
-            nodes=options.nodes,
-            wait_seconds=options.wait_seconds,
-            timeout_seconds=options.timeout_seconds or None,
-            simulated=(options.workers or 1) if options.simulated else 0,
+            nodes=app.nodes,
+            wait_seconds=app.wait_seconds,
+            timeout_seconds=app.timeout_seconds or None,
+            simulated=(options.workers or 1) if simulated else 0,
         )
-        method = options.make_method()
-        if not options.simulated:
+        if not simulated:
             clients = engine.introduce(RunSpec.build(method, experiment.problem, experiment.config, init=options.init))
             experiment = experiment.with_clients(options, list(clients.values()))
         callbacks = [LiveProgress(), *options.callbacks()]
         result = replace(experiment, engine=engine).run(method, options, callbacks, resume=options.resume)
     except Exception as error:
-        if options.error_file is not None:
+        if app.error_file:
             told = {"kind": type(error).__name__, "text": str(error)}
-            write_atomically(options.error_file, json.dumps(told).encode(), durable=False)
+            write_atomically(Path(app.error_file), json.dumps(told).encode(), durable=False)
         raise
     _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
 

@@ -1,34 +1,22 @@
-"""A method whose clients do as files tell them, and a server app that says how it ended: for deployments that must fail.
+"""A method whose clients do as files tell them, for runs in processes of Flower's that must fail.
 
 Files in the folder that SPARSEKIT_FAULTS names, for client 3 in round 2: `raise-3-2` makes it raise, `hold-3-2` makes it
-wait until that file is gone. It writes `began-3-2` with the id of its process, and `done-3-2` with the number of rounds
-that its memory knows of.
+wait until that file is gone. It writes `began-3-2`, and `done-3-2` with the number of rounds that its memory knows of.
 """
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
 from own_models import OwnModels
 
 import sparsekit_fl as fl
+from sparsekit_fl.cli.simulate import QUIET
 
-
-def events() -> Path:
-    """The folder of the files."""
-    return Path(os.environ["SPARSEKIT_FAULTS"])
-
-
-def say(name: str, text: str) -> None:
-    """Write a file that is never seen half-written."""
-    path = events() / name
-    hidden = path.with_name(f".{name}.{os.getpid()}")
-    hidden.write_text(text)
-    hidden.replace(path)
+_HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +27,29 @@ class Planted(OwnModels):
 
     def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
         """Raise, wait, or train."""
-        spot = f"{client.client.id}-{client.round}"
+        events, spot = Path(os.environ["SPARSEKIT_FAULTS"]), f"{client.client.id}-{client.round}"
         client.memory["count"] = client.memory.get("count", 0) + 1
-        if (events() / f"raise-{spot}").exists():
+        if (events / f"raise-{spot}").exists():
             raise ArithmeticError(f"planted in {spot}")
-        say(f"began-{spot}", str(os.getpid()))
-        while (events() / f"hold-{spot}").exists():
+        (events / f"began-{spot}").touch()
+        while (events / f"hold-{spot}").exists():
             time.sleep(0.1)
         result = super().train(client, task)
-        say(f"done-{spot}", str(client.memory["count"]))
+        (events / f"done-{spot}").write_text(str(client.memory["count"]))
         return result
 
 
-method = Planted
+def environment(events: Path) -> dict[str, str]:
+    """The environment of processes that import this file, and do as the files in a folder, made here, tell them."""
+    events.mkdir()
+    paths = [*map(str, (_HERE, *_HERE.parents[1:3])), os.environ.get("PYTHONPATH", "")]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "SPARSEKIT_FAULTS": str(events), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **QUIET, **more}
 
-server = ServerApp()
 
-
-@server.main()
-def main(grid: Grid, context: Context) -> None:
-    """The server app of a deployment, which says how it ended."""
-    from sparsekit_fl.flower.app import serve
-
-    try:
-        serve(grid, context)
-    except BaseException as error:
-        say("ended", repr(error))
-        raise
-    say("ended", "")
+def until(condition: Callable[[], object], what: str, *, seconds: float = 600.0) -> None:
+    """Wait until a condition is true; the limit is only there so that a test that hangs ends some day."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} seconds"
+        time.sleep(0.1)

@@ -39,18 +39,6 @@ def test_the_learning_rate_decays_from_round_to_round():
     assert RunConfig(rounds=3, lr_decay=0.5, training=TrainingConfig(lr=0.8)).learning_rates() == (0.8, 0.4, 0.2)
 
 
-def test_flowers_run_configuration_has_the_same_options_with_empty_text_for_what_is_not_given() -> None:
-    written = AppOptions().to_run_config()
-    offered = {name.replace("_", "-") for name in (*options_of(RunConfig), *options_of(TrainingConfig))}
-    assert offered - {"training", "capability-levels"} <= set(written)
-    assert all(isinstance(value, bool | int | float | str) for value in written.values())
-    assert AppOptions.of(written).given == {}
-    # What is typed at the command line of Flower may be text, and zero is a value.
-    given = AppOptions.of({**written, "rounds": "3", "lr": 0, "clip": "none", "upload": "bfloat16"})
-    assert given == AppOptions(rounds=3, lr=0, clip=None, upload="bfloat16")
-    assert given.given_of(TrainingConfig) == {"lr": 0, "clip": None}
-
-
 @pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, AppOptions])
 def test_every_option_of_a_run_says_what_it_is_and_its_default(kind: type) -> None:
     assert [name for name, option in options_of(kind).items() if not option.about] == []

@@ -1,0 +1,113 @@
+"""A run on two devices over TLS, of which one dies while it trains and comes back: the bits of one process.
+
+A third one, whose key nobody registered, asks in vain. The test waits for events, never for a number of seconds: for files
+that `fault_planted` writes, and for lines of the log.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+
+from fault_planted import Planted, environment, until
+
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.simulate import await_port, free_port, programs
+from sparsekit_fl.rounds import run
+from sparsekit_fl.testing import tiny_clients, tiny_problem
+
+RUN = "fault_planted:Planted dataset=sparsekit_fl.testing:tiny_data seed=3 rounds=4 cohort=6 eval_every=4 min_replies=1"
+RUN += " training.local_epochs=1 training.batch_size=8 training.lr=0.1"
+
+# Flower takes a SuperNode for gone after two of its intervals, of 30 seconds by itself.
+NODE = """import flwr.common.constant as constant
+constant.HEARTBEAT_DEFAULT_INTERVAL = constant.HEARTBEAT_MIN_INTERVAL
+from flwr.supernode.cli.flower_supernode import flower_supernode
+flower_supernode()"""
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+@pytest.mark.same_bits
+def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
+    options = AppOptions(run=f"{RUN} out={out}", error_file=str(tmp_path / "error.json"))
+    write_app(app, options, port=port)
+    env = {**environment(events), "FLWR_HOME": str(app / "flwr-home"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+    subprocess.run(["sh", "make_certificates.sh", "localhost", "2"], cwd=app, check=True)
+    keys = app / "keys"
+
+    def event(name: str) -> str:
+        until(lambda: (events / name).exists() or Path(options.error_file).exists(), name)
+        return (events / name).read_text()
+
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(programs(log, env))
+        stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")[-8000:]))
+
+        def node(name: str, clients: str, *key: str) -> subprocess.Popen[bytes]:
+            config = f'clients="{clients}" state-dir="{tmp_path / name}"'
+            where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()), "--node-config", config)
+            return start("python", "-c", NODE, "--root-certificates", str(keys / "ca.crt"), *key, *where)
+
+        tls = ("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key")
+        secure = [str(keys / word) if "." in word else word for word in tls]
+        where = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+        )
+        await_port(port, start("flower-superlink", *secure, *where), log)
+        (events / "hold-3-2").touch()
+        (events / "hold-0-3").touch()
+        for number in (0, 1):
+            name = ("--name", f"client-{number}")
+            assert start("flwr", "supernode", "register", str(keys / f"node-{number}.pub"), "server", *name).wait() == 0
+        private = [("--auth-supernode-private-key", str(keys / f"node-{number}")) for number in (0, 1)]
+        node("steady", "0-2", *private[0])
+        mortal = node("mortal", "3-5", *private[1])
+        node("stranger", "0-5")
+        assert start("flwr", "run", str(app), "server").wait() == 0
+        event("began-3-2")
+        os.killpg(mortal.pid, signal.SIGKILL)
+        event("began-0-3")  # so round 2 is over, without those clients
+        known = log.read_text(errors="replace").count("SuperNode ID: ")
+        node("mortal", "3-5", *private[1])
+        until(lambda: log.read_text(errors="replace").count("SuperNode ID: ") > known, "it is known again")
+        (events / "hold-0-3").unlink()
+        until(lambda: (out / "result.json").exists() or Path(options.error_file).exists(), "the result")
+        assert "[code: 2001]" in log.read_text(errors="replace"), "the stranger is refused"
+
+    result = json.loads((out / "result.json").read_text())
+    records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [sorted(record["ratios"]) for record in records] == [[*"012345"], [*"012"], [*"012"], [*"012345"]]
+    reasons = [[one["reason"] for one in record["dropped"]] for record in records]
+    assert all("Flower's error" in reason for reason in reasons[1])
+    assert all("no SuperNode has client" in reason for reason in reasons[2])
+    assert "is gone, with the clients [3, 4, 5]" in "; ".join(records[2]["notes"])
+    assert "came, with the clients [3, 4, 5]" in "; ".join(records[3]["notes"])
+    # Its clients go on from their memories: round 1 counted, round 2 was cut off, round 3 missed.
+    assert [event(f"done-{client_id}-4") for client_id in (3, 4, 5)] == ["2"] * 3
+    assert len(result["final"]["per_client"]) == 6
+
+    # The same run in this process, with clients that raise where those of the device were missing.
+    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
+    for client_id, round in ((3, 2), (4, 2), (5, 2), (3, 3), (4, 3), (5, 3)):
+        (events / f"raise-{client_id}-{round}").touch()
+    _, given = options.parsed()
+    config = Experiment.of(given, ids=()).with_clients(given, tiny_clients(6)).config
+    calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
+    assert result["final"]["state_sha256"] == calm.final.state_sha256
