@@ -36,7 +36,7 @@ ALL = range(10**6)
 
 def task_of(message: Message) -> dict[str, Any]:
     """Task, client and round of the first request of a message."""
-    parts = read(message)
+    _, parts = read(message)
     if not parts:
         return {"task": "query", "client_id": -1, "round": 0}
     meta = unpack(parts[1])[1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from sparsekit.errors import DataError
@@ -129,6 +130,8 @@ class Update:
         metrics: Training loss and accuracy, and what a method adds.
         cost: What the work took.
     """
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     round: int
     client_id: int
@@ -251,7 +254,7 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
     """Undo `encode_request`; what the mask drops is zero, or that of `state`.
 
     Args:
-        payload: What was received.
+        payload: What the server sent.
         graph: The units of the model.
         state: The dense shared state, if the request was sent without it.
 
@@ -324,57 +327,41 @@ def _common(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], g
     if meta["kind"] != kind:
         raise DataError(f"expected an {kind}, got a message of kind {str(meta['kind'])[:40]!r}")
     mask = unpack_mask(tensors, meta["mask"], graph)
-    numbers = {"round": _integer(meta, "round"), "client_id": _integer(meta, "client")}
-    return {**numbers, "mask": mask, "extra": _section(tensors, "extra")}
+    return {"round": meta["round"], "client_id": meta["client"], "mask": mask, "extra": _section(tensors, "extra")}
 
 
 def _section(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
 
 
-def _integer(meta: Mapping[str, Any], name: str) -> int:
-    value = meta[name]
-    # JSON knows integers of any length, and true for 1.
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise DataError(f"{name!r} must be an integer from 0 to 2^63 - 1, got {type(value).__name__}")
-    return value
-
-
-def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, *shape: int) -> Any:
-    tensor = tensors[name]
-    if (tensor.dtype, tensor.shape) != (dtype, shape):
-        raise DataError(f"{name!r} must be {dtype} of shape {shape}, got {tensor.dtype} of {tuple(tensor.shape)}")
-    return tensor.tolist()
-
-
 def _read_update(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], request: Request, graph: UnitGraph) -> Update:
-    kinds = _INT_COSTS if len(tensors["cost"]) == len(_INT_COSTS) else _INT_COSTS[:-1]
-    costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
-    scored = costs.get("flops_scoring", 0)
-    costs["flops"] = costs.pop("flops_training") + scored
-    seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
-    names = meta["metrics"]
-    if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
-        raise DataError("'metrics' must be distinct names")
-    return Update(
-        **_common("update", tensors, meta, graph),
-        examples=_integer(meta, "examples"),
-        delta=_section(tensors, "delta"),
-        ratio=_numbers(tensors, "ratio", torch.float64),
-        metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
-        cost=WorkCost(**costs, **seconds, scoring_seconds=max(0, scored) / request.capability.flops_per_second),
+    kinds = (*_INT_COSTS[: len(tensors["cost"])], *_FLOAT_COSTS)
+    cost = dict(zip(kinds, [*tensors["cost"].tolist(), *tensors["seconds"].tolist()], strict=True))
+    scored = cost.get("flops_scoring", 0)
+    cost["flops"] = cost.pop("flops_training") + scored
+    cost["scoring_seconds"] = max(0, scored) / request.capability.flops_per_second
+    return _UPDATE.validate_python(
+        {
+            **_common("update", tensors, meta, graph),
+            "examples": meta["examples"],
+            "delta": _section(tensors, "delta"),
+            "ratio": tensors["ratio"].tolist(),
+            "metrics": dict(zip(meta["metrics"], tensors["metrics"].tolist(), strict=True)),
+            "cost": cost,
+        }
     )
 
 
 def _read_scores(raw: Mapping[str, Any], client_id: int) -> Evaluation:
-    parts = {name: raw[name] for name in ("personal", "validation", "shared")}
-    if parts["shared"] is None:
-        del parts["shared"]
-    read = {name: {str(metric): (float(s), float(w)) for metric, (s, w) in part.items()} for name, part in parts.items()}
-    found = Evaluation(**{**raw, **read})
+    found = _EVALUATION.validate_python(raw)
     if found.client_id != client_id:
         raise DataError(f"it sent the scores of client {found.client_id}")
+    parts = (found.personal, found.validation, found.shared or {})
     # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
-    if not all(0.0 <= weight < math.inf for part in read.values() for _, weight in part.values()):
+    if not all(0.0 <= weight < math.inf for part in parts for _, weight in part.values()):
         raise DataError("the weight of a score must be finite and >= 0")
     return found
+
+
+# What strangers send has the types that the annotations say, or is refused; what it says is checked by the server.
+_UPDATE, _EVALUATION = TypeAdapter(Update), TypeAdapter(Evaluation)

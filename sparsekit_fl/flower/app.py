@@ -26,7 +26,7 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
-from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read, run_of
+from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
@@ -90,9 +90,10 @@ class Node:
         The server may never get the reply to which the newest belongs, and then asks for the other one again.
         """
         self.memories.sync()
-        found = {int(path.stem.partition("-")[2]) for path in self.memories.folder.glob(f"{request.client_id}-*.pt")}
-        for older in found - {request.round, request.memory_round}:
-            self.memories.remove({request.client_id: older})
+        needed = {f"{request.client_id}-{round}" for round in (request.round, request.memory_round)}
+        for path in self.memories.folder.glob(f"{request.client_id}-*.pt"):
+            if path.stem not in needed:
+                path.unlink()
 
     def _keep_global(self, shared: StateDict) -> None:
         """Keep the global model next to the personal ones, once for all clients of a message."""
@@ -118,9 +119,9 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     @app.train()
     @app.evaluate()
     def run_clients(message: Message, context: Context) -> Message:
-        state, *requests = read(message)
+        run, (state, *requests) = read(message)
         with one_thread():
-            here = node(context, run_of(message))
+            here = node(context, run)
             shared = unpack(state)[0] if state else None
             replies = [here.answer(request, shared) for request in requests]
         return Message(content(*replies), reply_to=message)

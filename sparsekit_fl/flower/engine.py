@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from pydantic import Field, TypeAdapter
 
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.version import __version__
@@ -29,7 +30,12 @@ _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
 _TYPE = "sparsekit.raw"  # of the array in a message
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
-_MAX_CLIENTS, _MAX_EXAMPLES, _MAX_NAMED = 1_000_000, 2**40, 20
+
+_Some, _Any = Annotated[int, Field(ge=1, lt=2**40)], Annotated[int, Field(ge=0, lt=2**40)]
+# Id, examples to train, validate and test with, capability.
+_ROWS = TypeAdapter(
+    Annotated[list[tuple[_Any, _Some, _Any, _Some, float, float, float, float]], Field(min_length=1, max_length=10**6)]
+)
 
 
 class GridEngine:
@@ -118,35 +124,35 @@ class GridEngine:
 
     def _run(self, spec: RunSpec, memories: Memories, run: str, requests: Sequence[Request]) -> Iterator[Reply]:
         """Send the requests; yield the replies in their order."""
-        if not requests:
-            return
-        train, nodes = requests[0].task == "train", sorted(self._grid.get_node_ids())
-        if not self._simulated:
+        nodes = sorted(self._grid.get_node_ids())
+        if self._simulated:
+            node_of = {request.client_id: nodes[place % len(nodes)] for place, request in enumerate(requests)}
+        else:
             self._find_clients(note_new=True)
-        node_of = {id: node for node, own in self._clients.items() for id in own}
-        shared = b"" if train else pack(dict(requests[0].state), {"kind": "state"})
-        asked: dict[int, list[int]] = {}  # node → positions of its requests
+            node_of = {id: node for node, own in self._clients.items() for id in own}
         replies: dict[int, Reply] = {}
-        for place, request in enumerate(requests):
-            node = nodes[place % len(nodes)] if self._simulated else node_of.get(request.client_id)
-            if node is None:
-                replies[place] = _dropped(request, f"no SuperNode has client {request.client_id} now")
+        asked: dict[int, list[Request]] = {}
+        for request in requests:
+            if request.client_id in node_of:
+                asked.setdefault(node_of[request.client_id], []).append(request)
             else:
-                asked.setdefault(node, []).append(place)
+                replies[request.client_id] = _failed(request, f"no SuperNode has client {request.client_id} now")
+        train = requests[0].task == "train"
+        # Requests to be scored all have the whole state; one copy of it is enough for a node.
+        shared, kind = (b"", "train") if train else (pack(dict(requests[0].state), {"kind": "state"}), "evaluate")
         messages = []
-        for node, places in asked.items():
-            parts = [encode_request(requests[place], spec.graph, with_state=train) for place in places]
-            kind, group = "train" if train else "evaluate", str(requests[0].round)
-            messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl, group_id=group))
-        answers, groups = self._exchange(messages, self._ttl), list(asked.values())
-        for place in range(len(requests)):
-            while place not in replies:
-                position, answer = next(answers)
-                own = [requests[one] for one in groups[position]]
-                replies |= dict(zip(groups[position], self._read(answer, own, spec, memories), strict=True))
-            note = "; ".join([*self._notes, *filter(None, [replies[place].note])])
+        for node, own in asked.items():
+            parts = [encode_request(request, spec.graph, with_state=train) for request in own]
+            messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl))
+        answers = self._exchange(messages, self._ttl)
+        for request in requests:
+            while request.client_id not in replies:
+                node, answer = next(answers)
+                replies |= {reply.client_id: reply for reply in self._read(answer, asked[node], spec, memories)}
+            reply = replies.pop(request.client_id)
+            note = "; ".join([*self._notes, *filter(None, [reply.note])])
             self._notes.clear()
-            yield replace(replies.pop(place), note=note)
+            yield replace(reply, note=note)
 
     def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
         """Return the replies in an answer to some requests; whatever is wrong with it drops its clients, and no other."""
@@ -154,15 +160,17 @@ class GridEngine:
             # Flower would put the process back to work, where it fails at once, each time.
             raise WorkerDiedError(f"a process that trains clients failed: {str(answer.error.reason).strip()[-MAX_TEXT:]}")
         try:
-            parts = read(answer, len(requests))
+            _, parts = read(answer)
+            if len(parts) != len(requests):
+                raise DataError(f"its answer cannot be used: it has {len(parts)} replies to {len(requests)} requests")
         except DataError as error:
-            return [_dropped(request, str(error)) for request in requests]
+            return [_failed(request, str(error)) for request in requests]
         replies = []
         for request, payload in zip(requests, parts, strict=True):
             try:
                 replies.append(decode_reply(payload, request, spec.graph))
             except DataError as error:
-                replies.append(_dropped(request, f"its answer cannot be used: {error}"))
+                replies.append(_failed(request, f"its answer cannot be used: {error}"))
             if self._simulated and replies[-1].stored and not memories.path(request.client_id, request.round).exists():
                 raise DataError(
                     f"the memory of client {request.client_id} was written on another disk; on a cluster, --out must be a"
@@ -171,34 +179,33 @@ class GridEngine:
         return replies
 
     def _exchange(self, messages: Sequence[Message], seconds: float) -> Iterator[tuple[int, Message | str]]:
-        """Send messages; yield the position of each with its reply, once, or with the reason why there is none."""
+        """Send one message to each of some nodes; yield each node with its reply, once, or with why there is none."""
         waiting: dict[str, int] = {}
-        for position, id in enumerate(self._grid.push_messages(messages)):
+        for message, id in zip(messages, self._grid.push_messages(messages), strict=True):
             if id:
-                waiting[id] = position
+                waiting[id] = message.metadata.dst_node_id
             else:
-                yield position, "its node is gone"
+                yield message.metadata.dst_node_id, "its node is gone"
         late, end = f"no reply within {seconds:g} seconds", time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             for reply in self._grid.pull_messages(list(waiting)):
-                position = waiting.pop(reply.metadata.reply_to_message_id, -1)
-                if position >= 0:
-                    yield position, late if reply.has_error() and reply.error.code in _EXPIRED else reply
+                if (node := waiting.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                    yield node, late if reply.has_error() and reply.error.code in _EXPIRED else reply
             time.sleep(_POLL_SECONDS if waiting else 0.0)
-        yield from ((position, late) for position in waiting.values())
+        yield from ((node, late) for node in waiting.values())
 
     def _find_clients(self, *, note_new: bool = False) -> None:
         """Forget devices that are gone, and ask new ones for theirs; `note_new`: note which came."""
         here = set(self._grid.get_node_ids())
         for node in self._clients.keys() - here:
             if lost := self._clients.pop(node):
-                self._note(f"SuperNode {node} is gone, with the clients {_named(lost)}")
+                self._note(f"SuperNode {node} is gone, with {len(lost)} clients")
         new = sorted(here - self._clients.keys())
         seconds = max(_QUERY_SECONDS, self._wait_seconds)
         answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in new], seconds))
-        for position, node in enumerate(new):  # which of two nodes has a client does not depend on the network
+        for node in new:  # which of two nodes has a client does not depend on the network
             try:
-                own, text = read_clients(answers[position], self._identity), ""
+                own, text = read_clients(answers[node], self._identity), ""
             except SparsekitError as error:
                 own, text = {}, f"SuperNode {node} is not used: {error}"
             for other in self._clients.values():  # a client that another one has is its own now, as after a restart
@@ -206,11 +213,15 @@ class GridEngine:
                     other.pop(id, None)
             self._clients[node] = own
             if text or note_new:
-                self._note(text or f"SuperNode {node} came, with the clients {_named(own)}")
+                self._note(text or f"SuperNode {node} came, with {len(own)} clients")
 
     def _note(self, text: str) -> None:
         _log.warning(text)
         self._notes.append(text)
+
+
+def _failed(request: Request, reason: str) -> Reply:
+    return Reply(client_id=request.client_id, error=reason[:MAX_TEXT])
 
 
 def content(*parts: bytes, run: str = "") -> RecordDict:
@@ -225,17 +236,11 @@ def content(*parts: bytes, run: str = "") -> RecordDict:
     return RecordDict({"about": about, "body": ArrayRecord({"body": array})})
 
 
-def run_of(message: Message) -> str:
-    """Return the id of the run that a message belongs to."""
-    return str(message.content["about"].get("run", ""))
-
-
-def read(message: Message | str, count: int | None = None) -> list[bytes]:
-    """Undo `content`.
+def read(message: Message | str) -> tuple[str, list[bytes]]:
+    """Undo `content`: return the id of the run, and the payloads.
 
     Args:
         message: A message, whoever sent it, or the reason why there is none.
-        count: Number of payloads that it must have; None: any.
 
     Raises:
         DataError: there is no message, it is an error of Flower, or not a message of this package; says which.
@@ -245,27 +250,14 @@ def read(message: Message | str, count: int | None = None) -> list[bytes]:
     if message.has_error():
         raise DataError(f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})")
     try:
-        sizes: Any = message.content["about"]["sizes"]
+        about: Any = message.content["about"]
         array: Any = message.content["body"]["body"]
-        data, ends = bytes(array.data), list(accumulate(sizes, initial=0))
-        if array.stype != _TYPE or min(sizes, default=0) < 0 or ends[-1] != len(data) or count not in (None, len(sizes)):
-            raise ValueError(f"{len(sizes)} payloads of {len(data)} bytes, expected {'any number' if count is None else count}")
-        return [data[begin:end] for begin, end in pairwise(ends)]
+        data, ends = bytes(array.data), list(accumulate(about["sizes"], initial=0))
+        if array.stype != _TYPE or min(about["sizes"], default=0) < 0 or ends[-1] != len(data):
+            raise ValueError(f"{len(data)} bytes of type {array.stype!r}, where {ends[-1]} were announced")
+        return str(about["run"]), [data[begin:end] for begin, end in pairwise(ends)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a message of this package: {error!r}") from error
-
-
-def _dropped(request: Request, reason: str) -> Reply:
-    who = f"client {request.client_id} in round {request.round}: " if request.task == "train" else ""
-    return Reply(client_id=request.client_id, error=f"{who}{reason}"[:MAX_TEXT])
-
-
-def _named(ids: Iterable[int]) -> str:
-    """Return clients as a list; of many, the first."""
-    found = sorted(ids)
-    if len(found) <= _MAX_NAMED:
-        return str(found)
-    return f"[{', '.join(map(str, found[:_MAX_NAMED]))}, …], {len(found):,} in all"
 
 
 def run_id(memories: Memories) -> str:
@@ -299,18 +291,18 @@ def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
     Raises:
         DataError: it names no clients, one twice or more than a million, or has other code or another model; says what to do.
     """
-    (payload,) = read(answer, 1)
+    _, parts = read(answer)
     try:
-        said = json.loads(payload)
-        theirs, rows = str(said["identity"])[:100], said["clients"]
+        said = json.loads(b"".join(parts))
+        theirs = str(said["identity"])[:100]
         if theirs == identity:
+            rows = _ROWS.validate_python(said["clients"])
             clients = {
                 id: Client(id=id, data=ClientData(range(train), range(val), range(test)), capability=Capability(*can))
-                for id, train, val, test, *can in rows[: _MAX_CLIENTS + 1]
+                for id, train, val, test, *can in rows
             }
-            sizes = [size for id, train, val, test, *_ in rows for size in (id, train - 1, val, test - 1)]
-            if not 0 < len(clients) == len(rows) <= _MAX_CLIENTS or not 0 <= min(sizes) <= max(sizes) < _MAX_EXAMPLES:
-                raise ValueError("it names a client twice, or a number that is not allowed")
+            if len(clients) < len(rows):
+                raise ValueError("it names a client twice")
             return clients
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"it describes its clients badly: {error}") from error

@@ -1,8 +1,8 @@
 """Flower's wire format in this process: the same bits as the default engine, whatever happens to the replies."""
 
 import functools
+import pickle
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -10,19 +10,19 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from engine_contract import EngineContract, Failing
-from flwr.app import Error, Message
-from local_grid import Fault, InProcess, gone, planted, task_of
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given
+from hypothesis import strategies as st
+from local_grid import Fault, InProcess, gone, over_the_wire, planted, task_of
 from personal import tiny_run
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError
-from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import encode_reply
 from sparsekit_fl.client.packing import pack, unpack
-from sparsekit_fl.flower.engine import content, read, run_of
+from sparsekit_fl.flower.engine import content, read
 from sparsekit_fl.methods.whole_models import Local
-from sparsekit_fl.spec import RunSpec, by_id
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class TestInProcess(EngineContract):
@@ -45,7 +45,7 @@ def _changed(**changes: Any) -> Fault:
     """A fault that changes what the first reply of an answer says of itself."""
 
     def fault(message: Message, answer: Message) -> Message:
-        payload, *others = read(answer)
+        _, (payload, *others) = read(answer)
         tensors, meta = unpack(payload)
         return Message(content(pack(tensors, {**meta, **changes}), *others), reply_to=message)
 
@@ -64,13 +64,13 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "no reply": (lambda message, answer: None, "no reply within"),
     "an error of Flower": (gone, "node unavailable"),
     "bytes that are no update": (_answered(b"\x00" * 50), "its answer cannot be used"),
-    "no replies": (_answered(), "expected 1"),
+    "no replies": (_answered(), "0 replies to 1 requests"),
     "another update's round": (_changed(round=7), "round 7"),
     "another client's update": (_changed(client=7), "client 7"),
     "an error that ends a simulation": (lambda message, _: _failed(message, "ActorDiedError"), "ActorDiedError"),
     "a reason of a megabyte": (lambda message, _: _failed(message, "x" * 10**6), "xxxx"),
     "an error of a megabyte": (_answered(encode_reply(fl.Reply(client_id=0, error="x" * 10**6))), "xxxx"),
-    "a million payloads": (_answered(*[b""] * 10**6), "expected 1"),
+    "a million payloads": (_answered(*[b""] * 10**6), "1000000 replies to 1 requests"),
 }
 
 
@@ -135,7 +135,7 @@ KEEPS = Local(keep="best")
 
 def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
     def borrowed(message: Message, answer: Message) -> Message:
-        tensors, meta = unpack(read(answer)[0])
+        tensors, meta = unpack(read(answer)[1][0])
         meta["reply"]["evaluation"]["client_id"] = 2
         return Message(content(pack(tensors, meta)), reply_to=message)
 
@@ -146,7 +146,7 @@ def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
 
 def test_a_memory_that_is_not_in_the_folder_of_the_run_ends_it() -> None:
     def elsewhere(message: Message, answer: Message) -> Message:
-        folder, asked = Path(run_of(message)), task_of(message)
+        folder, asked = Path(read(message)[0]), task_of(message)
         (folder / f"{asked['client_id']}-{asked['round']}.pt").unlink()
         return answer
 
@@ -162,28 +162,39 @@ def test_a_process_of_the_simulation_that_died_ends_the_run() -> None:
         _run(InProcess(fault=planted(killed, times=1)))
 
 
-@pytest.mark.parametrize("count", [1000])
-def test_however_many_clients_of_a_device_fail_the_others_count(count: int) -> None:
-    """What is said of one client takes no room from another."""
-    healthy = (0, 500, 999)
+def message(record: RecordDict) -> Message:
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    return Message(record, 7, "train")
 
-    class Broken(Failing):
-        called = "broken"
 
-        def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
-            if client.client.id not in healthy:
-                raise ArithmeticError("x" * 10_000)
-            return super().train(client, task)
+def raw(sizes: Any, stype: str = "sparsekit.raw", data: bytes = b"abc") -> RecordDict:
+    array = Array(dtype="uint8", shape=(len(data),), stype=stype, data=data)
+    return RecordDict({"about": ConfigRecord({"sizes": sizes, "run": ""}), "body": ArrayRecord({"body": array})})
 
-    spec = RunSpec.build(Broken(clients=()), tiny_problem(), tiny_config())
-    data = tiny_clients(1)[0].data
-    clients = by_id([fl.Client(id=id, data=data) for id in range(count)])
-    requests = [fl.Request(round=1, client_id=id, state=spec.initial) for id in clients]
-    with (
-        TemporaryDirectory() as folder,
-        InProcess(nodes=1, devices=True).open(spec, clients, Memories(Path(folder), durable=False)) as run_clients,
-    ):
-        replies = list(run_clients(requests))
-    assert [reply.client_id for reply in replies] == list(clients)
-    assert [reply.client_id for reply in replies if reply.update is not None] == list(healthy)
-    assert all("ArithmeticError: xxx" in reply.error for reply in replies if reply.update is None)
+
+FOREIGN = {
+    "no records": RecordDict(),
+    "an empty body": RecordDict({"about": raw([0])["about"], "body": ArrayRecord()}),
+    "no sizes": RecordDict({"about": ConfigRecord(), "body": raw([3])["body"]}),
+    "records swapped": RecordDict({"about": ArrayRecord(), "body": ConfigRecord({"sizes": [3]})}),
+    "texts for sizes": raw(["3"]),
+    "a negative size": raw([-1, 4]),
+    "too long a body": raw([2]),
+    "numpy's own format, which may hold a pickle": raw([3], stype="numpy.ndarray", data=pickle.dumps([1])),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_a_message_of_ours_is_refused_and_never_unpickled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for function in ("load", "loads"):
+        monkeypatch.setattr(pickle, function, never)
+    with pytest.raises(DataError, match="not a message of this package"):
+        read(over_the_wire(message(FOREIGN[name])))
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5), st.text(alphabet="0123456789abcdef", max_size=16))
+def test_payloads_come_back_as_they_were(parts: list[bytes], run: str) -> None:
+    assert read(over_the_wire(message(content(*parts, run=run)))) == (run, parts)
