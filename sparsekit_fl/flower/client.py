@@ -47,7 +47,7 @@ class Submodel:
         if isinstance(trained, sk.LearnableMask):
             # Only now: Flower keeps a half-changed state when the training raises.
             self._context.state[_IMPORTANCE] = _arrays(trained.importance())
-            trained, mask = trained.compact(), trained.unit_mask()
+            mask, trained = trained.unit_mask(), trained.compact()
             self._context.state[_MASK] = mask_record(mask)
         assert mask is not None, "a mask is the server's, or learned"
         seconds = self._seconds or time.perf_counter() - self._began
