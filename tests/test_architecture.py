@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -82,28 +82,13 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios"), ()),
 }
 
-# Searches on Optuna, which nobody needs for asking and telling; they are imported by name only.
-BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.search_space")
-
-REGISTRIES = {
-    "sparsekit/criteria": (
-        "sparsekit.criteria",
-        "registry",
-        {"base", "batches", "by_name", "experts", "gate_gradients"},
-    ),
-    "sparsekit/allocation": (
-        "sparsekit.allocation", "registry", {"limits", "masks", "problem", "saliency", "schedule", "walk"},
-    ),
-    "sparsekit/bandit": (
-        "sparsekit.bandit", "registry",
-        {"base", "field", "logged", "make", "optuna",
-         "tree", "search_space"},
-    ),
-    "sparsekit_fl/methods": (
-        "sparsekit_fl.methods", "registry",
-        {"base", "client", "masks", "server"},
-    ),
-}  # fmt: skip
+# Folders whose every file is in the table of the package, but for these helpers.
+SHELVES: dict[str, set[str]] = {
+    "sparsekit.criteria": {"base", "batches", "by_name", "experts", "gate_gradients"},
+    "sparsekit.allocation": {"limits", "masks", "problem", "saliency", "schedule", "walk"},
+    "sparsekit.bandit": {"base", "field", "logged", "make", "optuna", "tree", "search_space"},
+    "sparsekit_fl.methods": {"base", "client", "masks", "server"},
+}
 
 
 @cache
@@ -113,15 +98,19 @@ def _tree(path: Path) -> ast.Module:
 
 @cache
 def _imports(module: str) -> tuple[tuple[str, int], ...]:
-    """What a module imports, anywhere in it, with the line; of ours the file that is meant."""
+    """What a module imports, anywhere in it, with the line: whole dotted names."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(_tree(MODULES[module])):
         if isinstance(node, ast.Import):
             found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
-            found += ((name if name in MODULES else whole, node.lineno) for name, whole in inner)
+            found += ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
     return tuple(found)
+
+
+def _file(name: str) -> str:
+    """The file of ours that an imported name is in, or the name itself."""
+    return name if name in MODULES or "." not in name else name.rpartition(".")[0]
 
 
 def _floor(module: str) -> int:
@@ -138,53 +127,43 @@ def _folder(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def test_imports_point_down_through_the_floors() -> None:
-    wrong = [
-        f"{module}:{line} imports {imported}"
-        for module in set(MODULES) - set(PACKAGES)
-        for imported, line in _imports(module)
-        if imported.split(".")[0] == module.split(".")[0] and _folder(imported) != _folder(module)
-        if _floor(imported) <= _floor(module)
-    ]
-    assert wrong == []
+def _climbs(module: str, name: str) -> bool:
+    imported = _file(name)
+    inside = imported in MODULES and imported.split(".")[0] == module.split(".")[0] and module not in PACKAGES
+    return inside and _folder(imported) != _folder(module) and _floor(imported) <= _floor(module)
 
 
-def test_every_floor_is_that_of_a_folder_or_a_file() -> None:
-    for package in PACKAGES:
-        named = [name for floor in FLOORS[package] for name in floor]
-        there = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-        assert sorted(named) == sorted(there - {"__init__"})
+def _strays(module: str, name: str) -> bool:
+    allowed = ONLY_IN.get(name.split(".")[0], ("*",))
+    return not any(fnmatchcase(module, pattern) for pattern in allowed)
 
 
-def _circles(node: Callable[[str], str]) -> list[list[str]]:
-    """Sets of nodes that reach one another by imports, where `node` says which node a module belongs to."""
-    graph = nx.DiGraph()
-    for module in MODULES:
-        ours = (node(imported) for imported, _ in _imports(module) if imported in MODULES)
-        graph.add_edges_from((node(module), other) for other in ours if other != node(module))
-    return sorted(sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1)
+RULES: dict[str, Callable[[str, str], object]] = {
+    "imports point down through the floors": _climbs,
+    "packages stay where they belong": _strays,
+    "Flower is used by public names alone, and by none that Flower 1.41 says are deprecated": lambda _, name: (
+        re.match(r"flwr\b", name)
+        and not re.fullmatch(r"flwr(\.(app|clientapp|serverapp|serverapp\.strategy))?(\.[A-Z]\w*)?", name)
+    ),
+    "the federated layer imports the core from `sparsekit` and its first-level packages": lambda module, name: (
+        module.startswith("sparsekit_fl") and re.match(r"sparsekit(\.\w+){3}|sparsekit\._", name)
+    ),
+    "no file uses what another one begins with an underscore": lambda _, name: (
+        re.search(r"\._(?!_)\w+$", name) and name not in MODULES and _file(name) in MODULES
+    ),
+}
 
 
-def _innermost(module: str) -> str:
-    """The folder that a module lies in, at any depth, or itself where it lies loose."""
-    folder = ".".join(MODULES[module].parent.relative_to(ROOT).parts)
-    return module if folder in PACKAGES else folder
+@pytest.mark.parametrize("rule", RULES)
+def test_imports(rule: str) -> None:
+    found = [f"{m}:{line} imports {name}" for m in MODULES for name, line in _imports(m) if RULES[rule](m, name)]
+    assert found == []
 
 
-def test_no_circle_of_files_of_folders_or_of_folders_inside_them() -> None:
-    assert [_circles(node) for node in (lambda module: module, _folder, _innermost)] == [[], [], []]
-
-
-def test_the_bandit_needs_numpy_alone() -> None:
-    allowed = {*sys.stdlib_module_names, "numpy", "sparsekit"}
-    for module in MODULES:
-        if module.startswith("sparsekit.bandit") and module not in BANDIT_EXTRAS:
-            names = {name for name, _ in _imports(module)}
-            assert {name.split(".")[0] for name in names} <= allowed, module
-            ours = {name for name in names if name.startswith("sparsekit")}
-            # These need the standard library alone.
-            alone = ("sparsekit.errors", "sparsekit.lazy", "sparsekit.registry")
-            assert all(name in alone or name.startswith("sparsekit.bandit") for name in ours), module
+def test_no_circle_of_files() -> None:
+    """Folders cannot form one: each imports lower floors alone."""
+    needs = {module: {_file(name) for name, _ in _imports(module)} & {*MODULES} - {module} for module in MODULES}
+    tuple(TopologicalSorter(needs).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize(
@@ -196,8 +175,8 @@ def test_the_bandit_needs_numpy_alone() -> None:
             ("torch", "numpy", "pydantic", "sparsekit.bandit"),
         ),
         (
-            "import numpy as np; from sparsekit.bandit import PUCBV, Interval;"
-            "bandit = PUCBV(Interval(0.0, 1.0), horizon=5, rng=np.random.default_rng(0)); bandit.tell(bandit.ask(), 1.0)",
+            "import numpy as np; from sparsekit.bandit import Interval, make_bandit, registry\nfor name in registry:"
+            " bandit = make_bandit(name, Interval(0.0, 1.0), rng=np.random.default_rng(0)); bandit.tell(bandit.ask(), 1.0)",
             ("torch", "torch_pruning", "typer", "rich", "flwr", "scipy", "optuna"),
         ),
         (
@@ -232,58 +211,19 @@ def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: t
     assert done.returncode == 0, done.stderr
 
 
-def test_packages_stay_where_they_belong() -> None:
-    found = [
-        f"{module}:{line} imports {package}"
-        for module in MODULES
-        for package, line in ((name.split(".")[0], line) for name, line in _imports(module))
-        if package in ONLY_IN and not any(fnmatchcase(module, pattern) for pattern in ONLY_IN[package])
-    ]
-    assert found == []
-
-
-def test_flower_is_used_by_public_names_alone() -> None:
-    """No private name, and none of those that Flower 1.41 says are deprecated."""
-    allowed = re.compile(r"flwr(\.(app|clientapp|serverapp|serverapp\.strategy))?(\.[A-Z]\w*)?")
-    found = [
-        f"{module}:{line} imports {name}"
-        for module in MODULES
-        for name, line in _imports(module)
-        if name.split(".")[0] == "flwr" and not allowed.fullmatch(name)
-    ]
-    assert found == []
-
-
-def test_the_federated_layer_uses_the_core_by_public_names_alone() -> None:
-    """What a framework on top of the toolkit needs can be imported from `sparsekit` and its first-level packages."""
-    found = [
-        f"{module}:{node.lineno} imports {node.module}"
-        for module in MODULES
-        if module.startswith("sparsekit_fl")
-        for node in ast.walk(_tree(MODULES[module]))
-        if isinstance(node, ast.ImportFrom) and re.match(r"sparsekit(\.\w+){2}|sparsekit\._", node.module or "")
-    ]
-    assert found == []
-
-
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > 500} == {}
     assert sum(length <= 300 for length in lengths.values()) >= 0.85 * len(lengths)
 
 
-@pytest.mark.parametrize("folder", REGISTRIES)
-def test_every_file_of_a_shelf_is_in_its_table(folder: str) -> None:
-    home, name, helpers = REGISTRIES[folder]
-    registry = getattr(importlib.import_module(home), name)
+@pytest.mark.parametrize("home", SHELVES)
+def test_every_file_of_a_shelf_is_in_its_table(home: str) -> None:
+    registry = importlib.import_module(home).registry
     # A table may name what lies elsewhere, such as the paper's ablations.
-    inside = f"{folder.replace('/', '.')}."
-    listed = {
-        re.split("[.:]", target.removeprefix(inside))[0] for target in registry._table.values() if target.startswith(inside)
-    }
-    packages = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
-    present = ({path.stem for path in (ROOT / folder).glob("*.py")} | packages) - {"__init__"} - helpers
-    assert listed == present
+    listed = {re.split("[.:]", target.removeprefix(f"{home}."))[0] for target in registry._table.values() if home in target}
+    present = {module.removeprefix(f"{home}.").split(".")[0] for module in MODULES if module.startswith(f"{home}.")}
+    assert listed == present - SHELVES[home]
     assert all(registry[entry] is not None for entry in registry._table)
 
 
@@ -294,30 +234,15 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _uses(pattern: str) -> list[str]:
-    """`module: name` for each use of a name, dotted or not, that the pattern fits whole."""
-    return [
-        f"{module}: {_dotted(node)}"
-        for module, path in MODULES.items()
-        for node in ast.walk(_tree(path))
-        if isinstance(node, ast.Attribute | ast.Name) and re.fullmatch(pattern, _dotted(node))
-    ]
+    """Files that use a name, dotted or not, that the pattern fits whole."""
+    return [m for m in MODULES for n in ast.walk(_tree(MODULES[m])) if re.fullmatch(pattern, _dotted(n))]
 
 
-def test_only_one_place_seeds_torch() -> None:
-    found = _uses(r"torch\.(random\.)?(manual_seed|seed|set_rng_state)|torch\.cuda\.manual_seed\w*")
-    assert {place.split(":")[0] for place in found} <= {"sparsekit.rng"}
-
-
-def test_no_pickled_object_is_loaded_or_saved() -> None:
+def test_one_place_seeds_torch_and_no_pickled_object_is_loaded_or_saved() -> None:
+    assert set(_uses(r"torch\.(random\.)?(manual_seed|seed|set_rng_state)|torch\.cuda\.manual_seed\w*")) <= {"sparsekit.rng"}
     # Weights of other programs, and state dicts of any optimiser, are in torch's format; they are read as tensors alone.
-    assert sorted(_uses(r"torch\.(save|load)|pickle\.(load|dump)")) == [
-        "sparsekit.cli.model_source: torch.load",
-        "sparsekit.pruning.finetune: torch.load",
-        "sparsekit.pruning.finetune: torch.save",
-        "sparsekit_fl.checkpoint: torch.load",
-        "sparsekit_fl.checkpoint: torch.save",
-        "sparsekit_fl.models: torch.load",
-    ]
+    files = {"sparsekit.cli.model_source", "sparsekit.pruning.finetune", "sparsekit_fl.checkpoint", "sparsekit_fl.models"}
+    assert set(_uses(r"torch\.(save|load)|pickle\.(load|dump)")) == files
     for path in FILES:
         text = path.read_text(encoding="utf-8")
         assert text.count("torch.load") <= text.count("weights_only=True)"), path
@@ -325,19 +250,9 @@ def test_no_pickled_object_is_loaded_or_saved() -> None:
 
 def test_the_project_speaks_of_itself_alone() -> None:
     names = re.compile(r"/work/|/opt/dev|/root/|/tmp/[a-z]")
-    tracked = [
-        *FILES,
-        *(ROOT / "tests").rglob("*.py"),
-        *(ROOT / "examples").rglob("*.py"),
-        *(ROOT / "benchmarks").rglob("*.py"),
-    ]
+    tracked = [*FILES, *(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))]
     tracked += [ROOT / name for name in ("README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", ".ci/run")]
-    found = [
-        str(path.relative_to(ROOT))
-        for path in tracked
-        if path != Path(__file__) and names.search(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
+    assert [path for path in tracked if path != Path(__file__) and names.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_every_file_has_a_docstring_and_the_names_it_lists() -> None:
@@ -347,18 +262,6 @@ def test_every_file_has_a_docstring_and_the_names_it_lists() -> None:
             loaded: Any = importlib.import_module(module)
             assert len(loaded.__all__) == len(set(loaded.__all__)), module
             assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == [], module
-
-
-def test_no_file_uses_what_another_one_begins_with_an_underscore() -> None:
-    found = [
-        f"{module}:{node.lineno} imports {alias.name} of {node.module}"
-        for module in MODULES
-        for node in ast.walk(_tree(MODULES[module]))
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES
-        for alias in node.names
-        if re.match(r"_(?!_)", alias.name) and f"{node.module}.{alias.name}" not in MODULES
-    ]
-    assert found == []
 
 
 def _public() -> dict[str, Any]:

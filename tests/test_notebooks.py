@@ -31,5 +31,5 @@ def execute(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **replace
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = execute(path, tmp_path, monkeypatch, **{"rounds=24": "rounds=8"})
+    written = execute(path, tmp_path, monkeypatch, **{"rounds=24": "rounds=4", "local_epochs=4": "local_epochs=1"})
     assert "parameters" in written

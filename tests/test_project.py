@@ -1,10 +1,10 @@
-"""What a project has beside its code: one version, a changelog cut to it, citation, templates, workflows that can run."""
+"""What a project has besides its code: a README whose code runs, one version, reasons for dependencies, workflows, links."""
 
-import ast
 import re
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -26,26 +26,6 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
     assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
 
 
-def test_what_the_tests_import_is_declared() -> None:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
-    named = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml",
-             "huggingface_hub": "huggingface-hub", "torch_pruning": "torch-pruning",
-             "typing_extensions": "pydantic", "ray": "flwr[simulation]", "PyXAB": "pyxab", "mkdocs": "mkdocs-material",
-             "IPython": "ipykernel", "scipy": "scikit-learn", "grpc": "flwr"}  # fmt: skip
-    own = {path.stem for folder in (ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*.py")}
-    own |= {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()} | {"sparsekit", "sparsekit_fl", "benchmarks"}
-    own.add("nowhere")  # which a test wants to be absent
-    found = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                found.add(node.module.partition(".")[0])
-    outside = found - own - set(sys.stdlib_module_names)
-    assert {name for name in outside if f'"{named.get(name, name).lower()}' not in text} == set()
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
 def test_workflows_and_templates_are_well_formed(path: Path) -> None:
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -56,7 +36,27 @@ def test_workflows_and_templates_are_well_formed(path: Path) -> None:
                 assert (ROOT / program).exists(), program
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"])
 def test_links_of_pages_in_the_root_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_the_python_blocks_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {"__name__": "readme"}
+    monkeypatch.setitem(sys.modules, "readme", ModuleType("readme"))
+    for number, code in enumerate(blocks):
+        exec(compile(code, f"README.md python block {number}", "exec", dont_inherit=True), names)
+
+
+def test_every_dependency_has_its_reason_and_is_pinned_for_the_tests() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    reasons = (ROOT / "docs" / "howto" / "install.md").read_text(encoding="utf-8")
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    for extra, wanted in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {project["name"]}
+        assert {name for name in names if name not in reasons} == set()
+        assert extra == "flower" or names <= pinned, extra

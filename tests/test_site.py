@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sparsekit.cli.main import execute
+from sparsekit.cli.table import COMMANDS as COMMAND_TABLE
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -32,11 +33,8 @@ def test_every_public_name_is_on_a_page_with_its_signature_and_an_example_that_s
     assert [name for name, entry in entries.items() if "```python" not in entry and "A module: " not in entry] == []
     without = [name for name, entry in entries.items() if "Example:" not in entry]
     assert without == [], "write a line `# name` and code below it in docs/reference/examples"
+    assert set(EXAMPLES) - set(PUBLIC) == set(), "names that are gone"
     assert {name for name, code in EXAMPLES.items() if not re.search(rf"\b{name.rpartition('.')[2]}\b", code)} == set()
-
-
-def test_no_example_is_of_a_name_that_is_gone() -> None:
-    assert set(EXAMPLES) - set(PUBLIC) == set()
 
 
 @cache
@@ -136,7 +134,9 @@ def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
         assert any(f"def {name}(" in text for text in found), f"{file}::{name}"
 
 
-def test_commands_and_options_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_options_that_pages_name_exist_and_every_command_is_on_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = (DOCS / "howto" / "command-line.md").read_text(encoding="utf-8")
+    assert [name for name in COMMAND_TABLE if f"`sparsekit {name}" not in commands] == []
     helps: dict[str, str] = {}
     for page, line in [*_lines("bash"), *_lines("")]:
         command = line.split()[1]
@@ -154,28 +154,3 @@ def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:
     for section in ("tutorials", "howto", "concepts", "evidence"):
         listed = set(re.findall(r"\(([\w-]+\.md)", (DOCS / section / "index.md").read_text(encoding="utf-8")))
         assert {path.name for path in (DOCS / section).glob("*.md")} - {"index.md"} - listed == set(), section
-
-
-def _linked(page: Path) -> set[Path]:
-    """Pages that a page links to."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    return {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+\.md)", text)}
-
-
-def test_every_page_is_two_clicks_away_and_linked_from_where_its_question_comes_up() -> None:
-    for start in (ROOT / "README.md", DOCS / "index.md"):
-        first = _linked(start)
-        second = {page for link in first if link.exists() for page in _linked(link)}
-        assert set(PAGES) - {start} - first - second == set(), f"more than two clicks from {start.name}"
-    indices = [page for page in PAGES if page.name == "index.md"]
-    asked = {link for page in PAGES if page not in indices for link in _linked(page)}
-    assert set(PAGES) - set(indices) - asked == set(), "linked from indices alone"
-
-
-def test_the_data_of_one_s_own_that_a_page_loads_are_the_same_at_every_start() -> None:
-    from sparsekit_fl.spec import data_fingerprint
-
-    text = (DOCS / "tutorials" / "federated.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    exec(text.partition('Path("mydata.py").write_text("""')[2].partition('"""')[0], names)
-    assert data_fingerprint(names["load"]()[1]) == data_fingerprint(names["load"]()[1]), "a run on them could not be resumed"
