@@ -331,22 +331,6 @@ class PerHead(nn.Module):
 
 
 add("heads-as-axis", images(2, 4, 6), {"q": 3})(PerHead)
-add("multi-query", images(2, 5, 6), {"q": 3}, fixed=("scaled by the size of its head",))(
-    lambda m, x: m.out(
-        F.scaled_dot_product_attention(
-            m.q(x).unflatten(-1, (-1, 4)).transpose(1, 2),
-            m.k(x)[:, None].expand(-1, m.heads, -1, -1),
-            m.v(x)[:, None].expand(-1, m.heads, -1, -1),
-        )
-        .transpose(1, 2)
-        .flatten(2)
-    ),
-    heads=lambda: 3,
-    q=(6, 12),
-    k=(6, 4),
-    v=(6, 4),
-    out=(12, 2),
-)
 add("unflattened-channel-shuffle", images(2, 1, 4, 4), {"a": 3, "b": 4})(
     lambda m, x: m.head(F.relu(m.b(m.a(x).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))).mean((2, 3))),
     a=(1, 6, 1),

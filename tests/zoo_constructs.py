@@ -12,32 +12,20 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
-from zoo_base import Lambda, add, images, tokens
-
-
-def _recurrent(rnn: nn.Module, width: int) -> nn.Module:
-    return Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=rnn, head=nn.Linear(width, 2))
-
-
-add("lstm-projected", images(5, 2, 3), {}, fixed=("recurrent layers with a projection keep their units",))(
-    lambda: _recurrent(nn.LSTM(3, 8, proj_size=4), 4)
-)
-add("rnn-relu", images(5, 2, 3), {"rnn": 6})(lambda: _recurrent(nn.RNN(3, 6, nonlinearity="relu"), 6))
-add("lstm-unbatched", images(5, 3), {"rnn": 6})(lambda: _recurrent(nn.LSTM(3, 6), 6))
+from zoo_base import Lambda, add, images
 
 
 class CellLoop(nn.Module):
     """A cell called step by step, its outputs written into one tensor."""
 
-    def __init__(self, cell: nn.Module, width: int | None = None) -> None:
+    def __init__(self, cell: nn.Module) -> None:
         super().__init__()
-        self.cell, self.head, self.width = cell, nn.Linear(6, 2), width
+        self.cell, self.head = cell, nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         steps, batch, _ = x.shape
-        size = self.cell.hidden_size if self.width is None else self.width
-        out = x.new_zeros(batch, steps, size)
-        h = c = x.new_zeros(batch, size)
+        out = x.new_zeros(batch, steps, self.cell.hidden_size)
+        h = c = x.new_zeros(batch, self.cell.hidden_size)
         for t in range(steps):
             if isinstance(self.cell, nn.LSTMCell):
                 h, c = self.cell(x[t], (h, c))
@@ -48,9 +36,8 @@ class CellLoop(nn.Module):
         return result
 
 
-for _name, _cell in (("lstm", nn.LSTMCell), ("gru", nn.GRUCell), ("rnn", nn.RNNCell)):
-    add(f"{_name}-cell-loop", images(4, 2, 3), {"cell": 6})(lambda cell=_cell: CellLoop(cell(3, 6)))
-add("cell-of-fixed-width", images(4, 2, 3), {}, fixed=("zoo_constructs.py:",))(lambda: CellLoop(nn.LSTMCell(3, 6), 6))
+add("gru-cell-loop", images(4, 2, 3), {"cell": 6})(lambda: CellLoop(nn.GRUCell(3, 6)))
+add("lstm-cell-loop", images(4, 2, 3), {"cell": 6})(lambda: CellLoop(nn.LSTMCell(3, 6)))
 add("packed-and-padded", images(3, 4, 3), {"embed": 4, "rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
     lambda m, x: m.head(
         pad_packed_sequence(
@@ -62,36 +49,20 @@ add("packed-and-padded", images(3, 4, 3), {"embed": 4, "rnn": 6, "rnn#2": 6}, ti
     rnn=lambda: nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
     head=(12, 2),
 )
-for _name, _read, _width in (
-    ("the-last", lambda h: h[-1], 6),
-    ("both-of-the-last", lambda h: torch.cat([h[-2], h[-1]], -1), 12),
-    ("a-slice", lambda h: h[-2:].sum(0), 6),
-    ("all", lambda h: torch.cat(list(h), -1), 24),
-    ("every-other", lambda h: torch.cat([h[::2][0], h[1::2][1]], -1), 12),
-):
-    add(f"last-states-{_name}", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
-        lambda m, x, read=_read: m.head(read(m.rnn(x)[1])),
-        rnn=lambda: nn.GRU(3, 6, num_layers=2, bidirectional=True),
-        head=(_width, 2),
-    )
+add("last-states", images(5, 2, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#2"),))(
+    lambda m, x: m.head(torch.cat([(h := m.rnn(x)[1])[-1], h[-2:].sum(0), h[::2][0], h[1::2][1]], -1)),
+    rnn=lambda: nn.GRU(3, 6, num_layers=2, bidirectional=True),
+    head=(24, 2),
+)
 for _name, _read in (
-    ("by-direction", lambda h: h.view(2, 2, *h.shape[1:])[-1, 0]),
-    ("of-some-examples", lambda h: h[:, :1][0]),
     ("of-some-units", lambda h: h[:, :, :3][0].repeat(1, 2)),
     ("taken-apart", lambda h: h.view(*h.shape[:2], 2, 3)[0].flatten(1)),
-    ("summed", lambda h: h.sum(0)),
 ):
     add(f"last-states-{_name}", images(5, 2, 3), {}, fixed=("stacked states of several layers",))(
         lambda m, x, read=_read: m.head(read(m.rnn(x)[1])),
         rnn=lambda: nn.GRU(3, 6, num_layers=2, bidirectional=True),
         head=(6, 2),
     )
-add("learned-first-state", images(5, 2, 3), {"rnn": 6})(
-    lambda m, x: m.head(m.rnn(x, m.h0.expand(-1, x.shape[1], -1).contiguous())[0]),
-    rnn=lambda: nn.GRU(3, 6),
-    h0=lambda: nn.Parameter(torch.randn(1, 1, 6)),
-    head=(6, 2),
-)
 add("first-state-in-a-buffer", images(5, 2, 3), {"rnn": 6})(
     lambda m, x: m.head(m.rnn(x, m.h0)[0]), rnn=lambda: nn.GRU(3, 6), h0=lambda: torch.randn(1, 2, 6), head=(6, 2)
 )
@@ -119,17 +90,6 @@ def _quietly(old: Callable[..., nn.Module], layer: nn.Module, *args: Any) -> nn.
 
 
 add("weight-norm", images(4, 3), {"0": 6, "2": 5})(lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6))))
-add("weight-norm-throughout", images(4, 2, 9), {}, fixed=("normalised over its units by 'weight_norm'",))(
-    lambda: nn.Sequential(
-        parametrizations.weight_norm(nn.Conv1d(2, 6, 3)),
-        nn.ReLU(),
-        parametrizations.weight_norm(nn.Conv1d(6, 5, 3)),
-        nn.Tanh(),
-        parametrizations.weight_norm(nn.ConvTranspose1d(5, 4, 3), dim=1),
-        nn.ReLU(),
-        parametrizations.weight_norm(nn.Conv1d(4, 2, 1)),
-    )
-)
 add("weight-norm-hook", images(4, 3), {"0": 6, "2": 5})(lambda: _behind(_quietly(nn.utils.weight_norm, nn.Linear(3, 6))))
 add("weight-norm-of-all", images(4, 3), {"2": 5}, fixed=("'0' (6 units) cannot be pruned: weight_norm over the whole weight",))(
     lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6), dim=None))
@@ -143,9 +103,6 @@ add(
 add("spectral-norm-hook", images(4, 3), {"2": 5}, fixed=("spectral_norm divides by a norm of the whole weight",))(
     lambda: _behind(_quietly(nn.utils.spectral_norm, nn.Linear(3, 6)))
 )
-add("spectral-norm-behind", images(4, 3), {}, fixed=("spectral_norm divides by a norm of the whole weight",))(
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 2))
-)
 add(
     "orthogonal",
     images(4, 3),
@@ -154,31 +111,16 @@ add(
 )(lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))))
 
 
-def _autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype == torch.float32):
-        out: Tensor = m.net(x)
-        return out
-
-
 add("data-parallel", images(4, 3), {"module.0": 6, "module.2": 5})(lambda: nn.DataParallel(_behind(nn.Linear(3, 6))))
-add("autocast", images(4, 3, 6), {"net.0": 6, "net.3": 4})(
-    _autocast,
-    net=lambda: nn.Sequential(
-        nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 1), nn.GELU(), nn.Conv1d(4, 2, 1)
-    ),
+
+
+add("checkpointed-reentrant", images(4, 3), {"stem": 4, "a": 6, "b": 5})(
+    lambda m, x: m.head(checkpoint(lambda y: F.relu(m.b(F.relu(m.a(y)))), m.stem(x), use_reentrant=True)),
+    stem=(3, 4),
+    a=(4, 6),
+    b=(6, 5),
+    head=(5, 2),
 )
-
-
-for _name, _reentrant in (("checkpointed", False), ("checkpointed-reentrant", True)):
-    add(_name, images(4, 3), {"stem": 4, "a": 6, "b": 5})(
-        lambda m, x, reentrant=_reentrant: m.head(
-            checkpoint(lambda y: F.relu(m.b(F.relu(m.a(y)))), m.stem(x), use_reentrant=reentrant)
-        ),
-        stem=(3, 4),
-        a=(4, 6),
-        b=(6, 5),
-        head=(5, 2),
-    )
 
 
 def _normed(norm: nn.Module) -> nn.Module:
@@ -186,40 +128,31 @@ def _normed(norm: nn.Module) -> nn.Module:
 
 
 add("group-norm-plain", images(2, 1, 5, 5), {"0": 4, "3": 6})(lambda: _normed(nn.GroupNorm(4, 8, affine=False)))
-add("group-norm-of-each-plain", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.GroupNorm(8, 8, affine=False)))
 add("group-norm-of-all", images(2, 1, 5, 5), {"3": 6}, fixed=("normalised over all its units by 'group_norm' in '1'",))(
     lambda: _normed(nn.GroupNorm(1, 8))
 )
 add("group-norm-functional", images(4, 3), {}, fixed=("a fixed number of groups at zoo_constructs.py",))(
     lambda m, x: m.head(F.group_norm(m.a(x), 4)), a=(3, 8), head=(8, 2)
 )
-add("batch-norm-plain", images(3, 1, 5, 5), {"0": 8, "3": 6})(
-    lambda: _normed(nn.BatchNorm2d(8, affine=False, track_running_stats=False))
-)
 add("instance-norm-plain", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.InstanceNorm2d(8)))
 add("instance-norm-statistics", images(2, 1, 5, 5), {"0": 8, "3": 6})(
     lambda: _normed(nn.InstanceNorm2d(8, track_running_stats=True))
 )
-add("instance-norm-scale", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.InstanceNorm2d(8, affine=True)))
 add("local-response-norm", images(2, 1, 5, 5), {"3": 6}, fixed=("in '1'",))(lambda: _normed(nn.LocalResponseNorm(3)))
 add("split-unevenly", images(4, 3), {"p": 5}, fixed=("split into fixed sizes [2, 4] at zoo_constructs.py",))(
     lambda m, x: m.head(F.relu(m.p((s := m.a(x).split([2, 4], -1))[0]) + m.q(s[1]))), a=(3, 6), p=(2, 5), q=(4, 5), head=(5, 2)
 )
-add("glu-of-channels", images(2, 2, 6), {"0": 4})(lambda: nn.Sequential(nn.Conv1d(2, 8, 3), nn.GLU(1), nn.Conv1d(4, 2, 1)))
 add("pixel-unshuffle", images(2, 1, 4, 4), {"0": 4})(
     lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.ReLU(), nn.Conv2d(16, 2, 1))
 )
 
 
-for _name, _shape, _stride in (("unfold-and-fold", (2, 1, 6, 6), 1), ("patches-of-one-image", (1, 6, 6), 2)):
-    add(_name, images(*_shape), {"a": 6})(
-        lambda m, x, stride=_stride: m.head(
-            F.fold(m.scale * F.unfold(torch.tanh(m.a(x)), 2, stride=stride), (4, 4), 2, stride=stride)
-        ),
-        a=(1, 6, 3),
-        scale=lambda: nn.Parameter(torch.rand(24, 1)),
-        head=(6, 2, 1),
-    )
+add("patches-of-one-image", images(1, 6, 6), {"a": 6})(
+    lambda m, x: m.head(F.fold(m.scale * F.unfold(torch.tanh(m.a(x)), 2, stride=2), (4, 4), 2, stride=2)),
+    a=(1, 6, 3),
+    scale=lambda: nn.Parameter(torch.rand(24, 1)),
+    head=(6, 2, 1),
+)
 add("channel-shuffle", images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})(
     lambda m, x: m.head(F.relu(m.c(m.depthwise(F.channel_shuffle(F.relu(m.b(F.relu(m.a(x)))), 2))))),
     a=(1, 8, 3),
@@ -228,20 +161,17 @@ add("channel-shuffle", images(2, 1, 6, 6), {"a": 4, "b": 2, "c": 4})(
     c=lambda: nn.Conv2d(8, 8, 1, groups=2),
     head=(8, 2, 1),
 )
-add("unfold-then-linear", images(2, 1, 5, 5), {"a": 6, "b": 5})(
-    lambda m, x: m.head(F.relu(m.b(F.unfold(F.relu(m.a(x)), 2).transpose(1, 2)))), a=(1, 6, 3), b=(24, 5), head=(5, 2)
-)
 _ROWS = torch.tensor([1, 0, 2, 2])
-for _name, _move in (
-    ("index-add", lambda h: h.new_zeros(3, h.shape[1]).index_add(0, _ROWS, h)),
-    ("index-add-in-place", lambda h: h.new_zeros(3, h.shape[1]).index_add_(0, _ROWS, h, alpha=2)),
-    ("index-copy", lambda h: torch.zeros_like(h).index_copy(0, torch.tensor([3, 1, 0, 2]), h)),
-    ("scatter-add", lambda h: torch.zeros_like(h).scatter_add(0, _ROWS[:, None].expand(-1, h.shape[1]), h)),
-    ("gather", lambda h: h.gather(0, _ROWS[:2, None].expand(-1, h.shape[1]))),
-):
-    add(f"rows-moved-by-{_name}", images(4, 3), {"a": 6})(
-        lambda m, x, move=_move: m.head(move(torch.tanh(m.a(x)))), a=(3, 6), head=(6, 2)
-    )
+_MOVES = (
+    lambda h: h.new_zeros(3, h.shape[1]).index_add(0, _ROWS, h),
+    lambda h: h.new_zeros(3, h.shape[1]).index_add_(0, _ROWS, h, alpha=2),
+    lambda h: torch.zeros_like(h).index_copy(0, torch.tensor([3, 1, 0, 2]), h),
+    lambda h: torch.zeros_like(h).scatter_add(0, _ROWS[:, None].expand(-1, h.shape[1]), h),
+    lambda h: h.gather(0, _ROWS[:2, None].expand(-1, h.shape[1])),
+)
+add("rows-moved", images(4, 3), {"a": 6})(
+    lambda m, x: m.head(torch.cat([move(torch.tanh(m.a(x))) for move in _MOVES])), a=(3, 6), head=(6, 2)
+)
 add("slots-of-fixed-size", images(4, 3), {}, fixed=("written in place through a view by 'copy' at zoo_constructs.py",))(
     lambda m, x: m.head(_slots(x.new_zeros(x.shape[0], 12), F.relu(m.a(x)), F.relu(m.b(x)))), a=(3, 6), b=(3, 6), head=(12, 2)
 )
@@ -259,9 +189,6 @@ add("interpolated-sum", images(2, 1, 5, 5), {"a": 6})(
     a=(1, 6, 3),
     b=(1, 6, 1),
     head=(6, 2, 1),
-)
-add("padded-shortcut", images(4, 3), {"a": 4}, fixed=("'b' (2 units) cannot be pruned",))(
-    lambda m, x: m.head(F.relu(m.b(h := F.relu(m.a(x))) + F.pad(h, (0, 2)))), a=(3, 4), b=(4, 6), head=(6, 2)
 )
 add("maxout", images(4, 3), {"a": 6})(lambda m, x: m.head(m.a(x).view(x.shape[0], -1, 2).amax(-1)), a=(3, 12), head=(6, 2))
 
@@ -282,15 +209,7 @@ def _unsaved(**scale: Any) -> nn.Module:
 
 
 _OUTSIDE = ("'a' (6 units) cannot be pruned: combined by 'mul' with values that belong to no unit at zoo_constructs.py",)
-add("unsaved-attribute", images(4, 3), {"b": 5}, fixed=_OUTSIDE)(lambda: _unsaved())
 add("unsaved-buffer", images(4, 3), {"b": 5}, fixed=_OUTSIDE)(lambda: _unsaved(persistent=False))
-add("prelu-of-channels", images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda: _normed(nn.PReLU(8)))
-for _name, _layer in (
-    ("dropout-of-channels", nn.Dropout2d(0.0)),
-    ("alpha-dropout", nn.AlphaDropout(0.0)),
-    ("alpha-dropout-of-channels", nn.FeatureAlphaDropout(0.0)),
-):
-    add(_name, images(2, 1, 5, 5), {"0": 8, "3": 6})(lambda layer=_layer: _normed(layer))
 add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to keep units apart",))(
     lambda m, x: m.head(F.relu(m.both(F.relu(m.a(x)), F.relu(m.b(x))))),
     a=(3, 6),
@@ -298,7 +217,6 @@ add("bilinear", images(4, 3), {}, fixed=("operator '_trilinear' is not known to 
     both=lambda: nn.Bilinear(6, 5, 4),
     head=(4, 2),
 )
-add("largest-of-a-bag", tokens(11, 3, 4), {"0": 6})(lambda: nn.Sequential(nn.EmbeddingBag(11, 6, mode="max"), nn.Linear(6, 2)))
 add("weights-made-by-a-network", images(4, 3), {"b": 5}, fixed=("'a' (6 units) cannot be pruned",))(
     lambda m, x: F.linear(F.relu(m.a(F.relu(m.b(x)))), m.maker(x.new_ones(4)).view(2, 6)), a=(5, 6), b=(3, 5), maker=(4, 12)
 )
@@ -323,15 +241,13 @@ class Result:
 
 Pair = collections.namedtuple("Pair", "a b")
 
-add("dataclass-output", images(4, 3), {"a": 6})(
-    lambda m, x: Result(m.head(h := F.relu(m.a(x))), m.extra(h)), a=(3, 6), head=(6, 2), extra=(6, 2)
+add("dataclasses", lambda: (Result(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
+    lambda m, batch: Result(m.head(h := F.relu(m.a(batch.logits) + m.b(batch.extra))), m.extra(h)),
+    a=(3, 6),
+    b=(2, 6),
+    head=(6, 2),
+    extra=(6, 2),
 )
-add("dataclass-input", lambda: (Result(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
-    lambda m, batch: m.head(F.relu(m.a(batch.logits) + m.b(batch.extra))), a=(3, 6), b=(2, 6), head=(6, 2)
-)
-add("namedtuple-in-and-out", lambda: (Pair(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
+add("namedtuples", lambda: (Pair(torch.randn(4, 3), torch.randn(4, 2)),), {"a": 6})(
     lambda m, pair: Pair(m.head(F.relu(m.a(pair.a) + m.b(pair.b))), None), a=(3, 6), b=(2, 6), head=(6, 2)
-)
-add("list-input", lambda: ([torch.randn(4, 3), torch.randn(4, 3)],), {"a": 6})(
-    lambda m, xs: m.head(F.relu(sum(m.a(x) for x in xs))), a=(3, 6), head=(6, 2)
 )

@@ -1,9 +1,7 @@
 """The zoo, part one: kinds of layers."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from zoo_base import add, images, tokens
 
 add("mlp", images(4, 5), {"0": 8, "2": 6})(
@@ -41,27 +39,14 @@ add("grouped", images(2, 2, 6, 6), {"0": 4, "3": 6})(
         nn.Conv2d(2, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=2), nn.ReLU(), nn.Conv2d(12, 2, 3)
     )
 )
-add("transposed", images(2, 2, 5, 5), {"0": 4, "2": 6})(
-    lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1)
-    )
-)
 add("transposed-grouped", images(2, 2, 5), {"0": 4, "2": 3})(
     lambda: nn.Sequential(nn.Conv1d(2, 8, 1), nn.ReLU(), nn.ConvTranspose1d(8, 6, 3, groups=2), nn.ReLU(), nn.Conv1d(6, 2, 1))
 )
 add("transposed-depthwise", images(2, 2, 5), {"0": 4})(
     lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.ConvTranspose1d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv1d(8, 2, 1))
 )
-add("instance-norm", images(3, 1, 5, 5), {"0": 5})(
-    lambda: nn.Sequential(
-        nn.Conv2d(1, 5, 3), nn.InstanceNorm2d(5, affine=True, track_running_stats=True), nn.ReLU(), nn.Conv2d(5, 2, 1)
-    )
-)
 add("group-norm", images(2, 1, 5, 5), {"0": 4})(
     lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 2, 1))
-)
-add("group-norm-single", images(2, 1, 5, 5), {"0": 8})(
-    lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(8, 8), nn.SiLU(), nn.Conv2d(8, 2, 1))
 )
 add("embedding-bag", tokens(11, 3, 4), {"0": 6, "1": 5})(
     lambda: nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
@@ -70,9 +55,6 @@ add("embedding-bag", tokens(11, 3, 4), {"0": 6, "1": 5})(
 
 add("tied-autoencoder", images(4, 5), {"encoder": 7})(
     lambda m, x: F.linear(F.relu(m.encoder(x)), m.encoder.weight.t()), encoder=(5, 7)
-)
-add("tied-linear", images(4, 3), {"stem": 6})(
-    lambda m, x: m.head(F.relu(m.body(F.relu(m.body(F.relu(m.stem(x))))))), stem=(3, 6), body=(6, 6), head=(6, 2)
 )
 add("siamese", images(4, 3), {"body.0": 6, "body.2": 4})(
     lambda m, x: m.head((m.body(x) - m.body(2 * x)).abs()),
@@ -85,13 +67,4 @@ add("lstm-stacked", images(2, 5, 3), {"rnn": 6, "rnn#2": 6}, ties=(("rnn", "rnn#
 )
 add("lstm-bidirectional", images(2, 5, 3), {"rnn": 6})(
     lambda m, x: m.head(m.rnn(x)[0]), rnn=lambda: nn.LSTM(3, 6, bidirectional=True, batch_first=True), head=(12, 2)
-)
-add("rnn-packed", images(3, 4, 3), {"embed": 4, "rnn": 6})(
-    lambda m, x: m.head(m.rnn(pack_padded_sequence(m.embed(x), torch.tensor([4, 3, 1]), batch_first=True))[1][0]),
-    embed=(3, 4),
-    rnn=lambda: nn.RNN(4, 6, batch_first=True),
-    head=(6, 2),
-)
-add("seq2seq", images(5, 2, 3), {"enc": 6})(
-    lambda m, x: m.head(m.dec(x, m.enc(x)[1])[0]), enc=lambda: nn.LSTM(3, 6), dec=lambda: nn.LSTM(3, 6), head=(6, 2)
 )

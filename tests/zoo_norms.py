@@ -25,9 +25,6 @@ def widened(name: str, groups: dict[str, int], fixed: tuple[str, ...] = ()) -> N
     KEPT[name] = dataclasses.replace(zoo.ZOO[name], groups=groups, fixed=fixed)
 
 
-widened("layer-norm", {"0": 6, "2": 5})
-widened("rms-norm", {"0": 6, "2": 5})
-widened("vit-separate", {"patch": 8, "blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10})
 widened("vit-fused-qkv", {"patch": 12, "blocks.0.attn.qkv": 3, "blocks.0.fc1": 10})
 widened(
     "gpt",
@@ -43,12 +40,10 @@ widened(
         "1.layers.1.linear1": 12,
     },
 )
-widened("weight-norm-throughout", {"0": 6, "2": 5, "4": 4})
 widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
 add("gpt-tied", tokens(11, 2, 5), {"tokens": 8, "blocks.0.attn.q": 3, "blocks.0.fc1": 10})(
     lambda: Language(8, Block(8, Separate(8, 3, 2), 10), tied=True)
 )
-widened("channel-mean", {"a": 6}, fixed=("nothing but an average over its units reads them",))
 
 
 class ChannelNorm(nn.Module):
@@ -83,16 +78,6 @@ class ConvNeXt(nn.Module):
 
 
 add("convnext", images(2, 1, 6, 6), {"stem": 6, "up": 12})(ConvNeXt)
-add("group-norm-of-one-group", images(2, 1, 5, 5), {"0": 8, "3": 6})(
-    lambda: nn.Sequential(
-        nn.Conv2d(1, 8, 3),
-        nn.GroupNorm(1, 8),
-        nn.ReLU(),
-        nn.Conv2d(8, 6, 1),
-        nn.GroupNorm(1, 6, affine=False),
-        nn.Conv2d(6, 2, 1),
-    )
-)
 
 
 add("mean-in-the-words-of-numpy", images(4, 3), {"a": 6})(
@@ -112,13 +97,12 @@ add("norm-of-a-concatenation", images(4, 3), {"a": 4, "b": 5})(
 )
 
 
-for _name, _reentrant in (("checkpointed-norm", False), ("reentrant-norm", True)):
-    add(_name, images(4, 3), {"stem": 6, "block.1": 8})(
-        lambda m, x, reentrant=_reentrant: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=reentrant)),
-        stem=(3, 6),
-        block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
-        head=(6, 2),
-    )
+add("reentrant-norm", images(4, 3), {"stem": 6, "block.1": 8})(
+    lambda m, x: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=True)),
+    stem=(3, 6),
+    block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
+    head=(6, 2),
+)
 add("pool-former", images(2, 1, 6, 6), {"stem": 6})(
     lambda m, x: m.head((h := m.stem(x)) + F.avg_pool2d(m.norm(h), 3, 1, 1) - m.norm(h)),
     stem=(1, 6, 3),
@@ -126,10 +110,7 @@ add("pool-former", images(2, 1, 6, 6), {"stem": 6})(
     head=(6, 2, 1),
 )
 
-# What stays whole all the same.
-add("hard-coded-norm", images(4, 3), {}, fixed=("zoo_norms.py",))(
-    lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=(3, 6), head=(6, 2)
-)
+# What cannot be pruned even so.
 add("one-norm-for-two-streams", images(4, 3), {}, fixed=("sees other units from time to time",))(
     lambda m, x: m.p(m.norm(m.a(x))) + m.q(m.norm(m.b(x))),
     a=(3, 6),

@@ -66,28 +66,9 @@ add("glu", images(4, 3), {"0": 4})(lambda: nn.Sequential(nn.Linear(3, 8), nn.GLU
 add("pixel-shuffle", images(2, 1, 5, 5), {"0": 3})(
     lambda: nn.Sequential(nn.Conv2d(1, 12, 3), nn.PixelShuffle(2), nn.PReLU(3), nn.Conv2d(3, 2, 1))
 )
-add("pooled-dot", images(4, 3), {"a": 6})(
-    lambda m, x: (F.relu(m.a(x)) * torch.tanh(m.b(x))).sum(-1, keepdim=True), a=(3, 6), b=(3, 6)
-)
 add("normalised", images(4, 3), {"a": 6})(lambda m, x: m.head(F.normalize(F.relu(m.a(x)), dim=1)), a=(3, 6), head=(6, 2))
-add("dict-input", lambda: ({"x": torch.randn(4, 3)},), {"a": 6})(
-    lambda m, batch: {"logits": m.head(F.relu(m.a(batch["x"])))}, a=(3, 6), head=(6, 2)
-)
-add("keyword-input", images(4, 3), {"a": 6}, kwargs=lambda: {"scale": torch.rand(4, 1)})(
-    lambda m, x, *, scale: m.head(F.relu(m.a(x)) * scale), a=(3, 6), head=(6, 2)
-)
-add("two-heads", images(4, 3), {"a": 6})(lambda m, x: (m.p(h := F.relu(m.a(x))), m.q(h)), a=(3, 6), p=(6, 2), q=(6, 3))
-add("layer-norm", images(4, 3), {"2": 5}, fixed=("layer_norm",))(
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-)
-add("rms-norm", images(4, 3), {"2": 5}, fixed=("'mean'",))(
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.RMSNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-)
-add("softmax", images(4, 3), {"2": 5}, fixed=("softmax",))(
-    lambda: nn.Sequential(nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-)
-add("hard-coded-view", images(2, 1, 5, 5), {"b": 5}, fixed=("'conv' (4 units) cannot be pruned", "zoo_wiring.py:"))(
-    lambda m, x: m.head(F.relu(m.b(F.relu(m.conv(x)).view(-1, 36)))), conv=(1, 4, 3), b=(36, 5), head=(5, 2)
+add("dict-and-keyword", lambda: ({"x": torch.randn(4, 3)},), {"a": 6}, kwargs=lambda: {"scale": torch.rand(4, 1)})(
+    lambda m, batch, *, scale: {"logits": m.head(F.relu(m.a(batch["x"])) * scale)}, a=(3, 6), head=(6, 2)
 )
 add("sum-of-sigmoids", images(4, 3), {"b": 5}, fixed=("not zero",))(
     lambda m, x: m.head(F.relu(m.b(x))) + torch.sigmoid(m.a(x)).sum(-1, keepdim=True), a=(3, 6), b=(3, 5), head=(5, 2)
@@ -97,9 +78,6 @@ add("written-view", images(4, 3), {"b": 5}, fixed=("in place",))(
 )
 add("log-softmax", images(4, 3), {"0": 6})(
     lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4), nn.LogSoftmax(-1))
-)
-add("channel-mean", images(4, 3), {"a": 6}, fixed=("reduced over its units by 'mean'",))(
-    lambda m, x: m.head(F.relu(m.a(x))) + m.b(x).mean(-1, keepdim=True), a=(3, 6), b=(3, 5), head=(6, 2)
 )
 
 

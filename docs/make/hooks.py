@@ -19,9 +19,6 @@ from reference import pages_of  # noqa: E402 - found beside this file
 BESIDE = ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages of the site that are in the root of the repository, where people look for them."""
 
-MADE = {"tests/zoo.md": "evidence/zoo.md"}
-"""Pages that tests make: file in the repository → page of the site."""
-
 TOPICS = "Guides"
 """Section of pages that the navigation does not name, so that a new page is never lost."""
 
@@ -54,8 +51,6 @@ def on_files(files: Files, config: Any) -> Files:
     for name in BESIDE:
         if (ROOT / name).exists():
             files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
-    for name, page in MADE.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
@@ -76,7 +71,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             source = path.relative_to(config.docs_dir).as_posix()
         except ValueError:
             source = path.relative_to(ROOT).as_posix()
-            source = MADE.get(source, source)
             if files.get_file_from_path(source) is None and source not in BESIDE:
                 return found[0] if picture or not path.exists() else f"`{source}`"
         if files.get_file_from_path(source) is None:

@@ -83,7 +83,7 @@ def test_a_branch_on_the_sum_of_units_is_exact_if_they_are_gated_where_they_are_
 
 
 def test_batch_size_and_constant_inputs_make_no_difference() -> None:
-    for name in ("vgg-small", "conv2d", "grouped", "instance-norm"):
+    for name in ("vgg-small", "conv2d", "grouped", "instance-norm-statistics"):
         model, (x,), _ = zoo.build(name)
         graph, _ = trace(model, x)
         assert trace(model, torch.zeros_like(x[:1]))[0].fingerprint() == graph.fingerprint()
