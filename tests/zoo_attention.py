@@ -316,21 +316,6 @@ add("swin-window", images(2, 1, 4, 4), {"stem": 6, "attn.qkv": 3, "attn.proj": 6
 )
 
 
-class PerHead(nn.Module):
-    """Projections with an axis for the heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Parameter(torch.randn(3, 6, 4)) for _ in range(3))
-        self.o = nn.Parameter(torch.randn(3, 4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (torch.einsum("btc,hcd->bhtd", x, w) for w in (self.q, self.k, self.v))
-        weights = torch.softmax(torch.einsum("bhtd,bhsd->bhts", q, k) / 2.0, -1)
-        return torch.einsum("bhts,bhsd,hdo->bto", weights, v, self.o)
-
-
-add("heads-as-axis", images(2, 4, 6), {"q": 3})(PerHead)
 add("unflattened-channel-shuffle", images(2, 1, 4, 4), {"a": 3, "b": 4})(
     lambda m, x: m.head(F.relu(m.b(m.a(x).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))).mean((2, 3))),
     a=(1, 6, 1),

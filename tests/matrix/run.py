@@ -85,31 +85,28 @@ def _importance(units: int, turn: int, like: Tensor) -> Tensor:
     return ((order + 1) / units).to(like)
 
 
-def _masked(cell: Cell, device: str, backend: str, *, plain: bool = False) -> LearnableMask:
+def _masked(cell: Cell, device: str, *, plain: bool = False) -> LearnableMask:
     model, x = _model(cell, device)
-    if cell.compiler != "off" and not plain:
-        model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    if cell.compiler and not plain:
+        model = torch.compile(model, backend=cell.compiler)  # type: ignore[assignment]
     execution = "masked" if plain and cell.kind not in ("Adafactor", "AdamW8bit") else "compact"
     # A small rate, so that the order of importance changes where the cell says and nowhere else.
     rule = GradientImportance(lr=1e-4, refresh_every=1) if _learns(cell) else None
     return learnable_mask(model, (x,), ratio=0.5, execution=execution, learning=rule)
 
 
-def distance(
-    cell: Cell, *, device: str = "cpu", backend: str = "inductor", after_step: Callable[..., None] = lambda _: None
-) -> float:
+def distance(cell: Cell, *, device: str = "cpu", after_step: Callable[..., None] = lambda _: None) -> float:
     """Train both through the change and compare weights and importance.
 
     Args:
         cell: What to run.
         device: Where.
-        backend: Compiler of the model, where the cell compiles.
         after_step: Called with the learnable mask after each of its steps; a test breaks something in it.
 
     Returns:
         The norm of the difference of all dense weights over the norm of what training has changed.
     """
-    masked, reference = _masked(cell, device, backend), _masked(cell, device, backend, plain=True)
+    masked, reference = _masked(cell, device), _masked(cell, device, plain=True)
     optimizer, plain = (_optimizer(cell, mask.weights(), plain=mask is reference) for mask in (masked, reference))
     _, x = _model(cell, device)
     first = reference.dense_state()
@@ -135,7 +132,7 @@ def distance(
         elif step == CHANGES_AT[0] and not _learns(cell) and cell.change != "resume":
             masked.ratio = 0.25
         if step == RESUMES_AT and cell.change == "resume":
-            masked, optimizer = _resumed(cell, masked, optimizer, device, backend)
+            masked, optimizer = _resumed(cell, masked, optimizer, device)
         _step(masked, optimizer, scaler, loss, scale)
         after_step(masked)
         if scale == 1.0:
@@ -172,12 +169,12 @@ def _step(
         scaler.update()
 
 
-def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str, backend: str) -> tuple[LearnableMask, Any]:
+def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str) -> tuple[LearnableMask, Any]:
     buffer = io.BytesIO()
     torch.save((masked.state_dict(), optimizer.state_dict()), buffer)
     buffer.seek(0)
     saved = torch.load(buffer, map_location="cpu", weights_only=True)
-    masked = _masked(cell, device, backend)
+    masked = _masked(cell, device)
     optimizer = _optimizer(cell, masked.weights(), plain=False)
     masked.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])

@@ -22,7 +22,7 @@ from optuna.testing.pytest_samplers import (  # noqa: E402
 from optuna.trial import TrialState, create_trial  # noqa: E402
 
 from sparsekit.bandit import registry  # noqa: E402
-from sparsekit.bandit.optuna import BanditSampler, _interval  # noqa: E402
+from sparsekit.bandit.optuna import BanditSampler  # noqa: E402
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -79,21 +79,6 @@ def test_a_pruned_trial_is_told_its_last_intermediate_value() -> None:
     add(study, 0.7, state=TrialState.PRUNED, intermediate_values={1: math.nan})
     study.ask({"x": UNIT})
     assert told(sampler) == [(0.5, 1.0), (0.9, 0.25)]
-
-
-@pytest.mark.parametrize(
-    ("distribution", "low", "high"),
-    [
-        (FloatDistribution(1.0, 3.0), 1.0, 3.0),
-        (FloatDistribution(0.0, 1.0, step=0.25), -0.125, 1.125),
-        (IntDistribution(2, 10, step=4), 0.0, 12.0),
-        (IntDistribution(1, 100, log=True), 0.5, 100.5),
-    ],
-)
-def test_steps_get_half_a_step_more_at_both_ends(distribution: Any, low: float, high: float) -> None:
-    interval = _interval(distribution)
-    assert (interval.low, interval.high) == (low, high)
-    assert interval.scale == ("log" if distribution.log else "linear")
 
 
 def test_categories_and_branches_come_from_the_independent_sampler() -> None:

@@ -31,12 +31,6 @@ def test_values_lie_on_the_scale_of_their_interval(space: Any, pairs: list[tuple
         assert space.from_unit(share) == (value if share in (0.0, 1.0, (0.0, 1.0)) else pytest.approx(value, rel=1e-14))
 
 
-def test_numbers_are_floats_and_outside_is_outside() -> None:
-    assert isinstance(Interval(2, 6).low, float)
-    assert all(value not in Interval(2, 6) for value in (1.9, 6.1, math.nan))
-    assert BOX.to_unit({"width": 28.0, "lr": 1e-2}) == BOX.to_unit({"lr": 1e-2, "width": 28.0})
-
-
 @given(
     low=st.floats(1e-300, 1e300),
     factor=st.floats(1.0, 1e6),
@@ -76,29 +70,19 @@ def interval(low: Any, high: Any, scale: Any = "linear") -> Callable[[], object]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (interval(1.0, 1.0), "low must be below high"),
         (interval(2.0, 1.0), "low must be below high"),
         (interval(0.0, 1.0, "log"), "low > 0"),
-        (interval(-1.0, 1.0, "log"), "low > 0"),
         (interval(math.nan, 1.0), "low must be a number, got nan"),
-        (interval(0.0, math.inf), "finite"),
         (interval(-1e308, 1e308), "finite"),
         (interval(0.0, "1"), "high must be a number"),
-        (interval(0.0, True), "high must be a number"),
         (interval(0.0, 1.0, "sqrt"), "'linear' or 'log'"),
-        *((lambda given=given: Box(given), "Interval|Box") for given in ({}, [UNIT], {"x": (0.0, 1.0)}, {"": UNIT}, {3: UNIT})),
+        (lambda: Box({}), "Interval|Box"),
         *(
             (lambda text=text: parse_axes([text]), message)
             for text, message in (
                 ("lr", "must be NAME=LOW:HIGH, .* got 'lr'"),
-                ("lr=", "must be NAME=LOW:HIGH"),
-                ("lr=1", "at least two different values"),
                 ("lr=1,1", "at least two different values"),
-                ("=1:2", "must be NAME=LOW:HIGH"),
-                ("2x=1:2", "must be NAME=LOW:HIGH"),
-                ("x y=1:2", "must be NAME=LOW:HIGH"),
                 ("x=1:2:sqrt", "must be NAME=LOW:HIGH"),
-                ("x=1:2:log:log", "must be NAME=LOW:HIGH"),
                 ("x=one:2", "at least two different values"),
                 ("x=2:1", "x=2:1: low must be below high"),
                 ("x=0.5:8:int", "bounds must be whole"),

@@ -19,8 +19,6 @@ def make():
 def plain():
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
 
-ready = plain()
-
 class Inner(nn.Module):
     def __init__(self):
         super().__init__()
@@ -44,12 +42,6 @@ def wrong():
 def boom():
     raise RuntimeError("no weights here")
 
-def inner():
-    return nn.Linear("four", 2)
-
-def missing():
-    open("nothing.csv")
-
 def batches(batch_size, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(6 * batch_size, 1, 8, 8, generator=generator)
@@ -57,17 +49,11 @@ def batches(batch_size, seed):
     pairs = list(zip(x.split(batch_size), y.split(batch_size)))
     return pairs[:4], pairs[4:]
 
-def coloured(batch_size, colour):
-    return []
-
 def empty():
     return [], []
 
 def once():
     return iter([1])
-
-def meta():
-    return [(torch.randn(4, 1, 8, 8, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))]
 
 def soft():
     pairs = [(torch.randn(3, 1, 8, 8), torch.full((3, 3), 1 / 3))]

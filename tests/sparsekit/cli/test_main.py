@@ -4,14 +4,12 @@ import json
 import sys
 from importlib.metadata import EntryPoint
 
-import click
 import pytest
 import typer
 
 from sparsekit import registry
 from sparsekit.cli import main as cli
 from sparsekit.cli.table import COMMANDS
-from sparsekit.registry import load_object
 
 
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,18 +29,6 @@ def test_units_shows_whole_names_and_what_a_group_ties_at_80_columns(
     assert cli.execute(["units", f"{nets}:long_names", "--json"]) == 0
     (group,) = json.loads(capsys.readouterr().out)["groups"]
     assert group["ties"] == [f"a_module_with_a_long_name.{part}" for part in ("projection_of_the_first_block", "other", "out")]
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_the_help_of_every_argument_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = typer.main.get_command(load_object(COMMANDS[name].path))
-    with pytest.raises(SystemExit):
-        command.main(["--help"], prog_name=name)
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    arguments = [param for param in command.params if isinstance(param, click.Argument)]
-    assert all(getattr(param, "help", None) for param in arguments)
-    for param in arguments:
-        assert " ".join(param.help.split()[:4]) in printed
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:

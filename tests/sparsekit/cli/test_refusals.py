@@ -1,6 +1,5 @@
 """What the commands say of bad input and of a user's code that fails: what is wrong, where, and no traceback."""
 
-import pickle
 import shlex
 import shutil
 from pathlib import Path
@@ -10,14 +9,12 @@ import torch
 
 from sparsekit.cli.main import execute
 
-BOOM = "'nets.py:boom' failed with RuntimeError: no weights here (nets.py, line 39)"
+BOOM = "'nets.py:boom' failed with RuntimeError: no weights here (nets.py, line 37)"
 LINES = {
     "": [
         ("fedavg", "fedavg is a method; type: sparsekit run fedavg"),
         ("fedlsp", "did you mean: sparsekit fedlps"),
-        ("fedporx", "did you mean: sparsekit run fedprox"),
         ("unist", "No such command 'unist'; did you mean 'units'?"),
-        ("units", "Missing argument"),
         ("tune x{x} --space x=0:1", "Missing option '--metric'"),
         ("tune 'false {x}' --space x=0:1 --trials 1 -q --metric (.)", "error: the only trial has failed: exit code 1"),
     ],
@@ -27,28 +24,20 @@ LINES = {
         ("nets.py", "'nets.py' is a file; name what to take from it, as in nets.py:make"),
         ("nets.py:plain", "no example input is known"),
         ("nets.py:plain --example-shape 1,9", "fails on the example inputs"),
-        ("nets.py:plain --example-shape 1,x", "--example-shape must be positive integers"),
-        ("nets.py:plain --example-shape 1,4:int99", "--example-shape must be positive integers"),
         ("nets.py:plane --example-shape 1,4", "did you mean 'plain'"),
         ("nets.py:no_units", "can be removed exactly"),
         ("nets.py:needs", "cannot be called without arguments"),
-        ("nets.py:ready", "class or function that builds a model"),
         ("nets.py:wrong", "must return a torch.nn.Module"),
         ("nets.py:boom", BOOM),
-        ("nets.py:inner", "'nets.py:inner' failed with TypeError"),
-        ("nets.py:missing", "'nets.py:missing' failed with FileNotFoundError"),
         ("broken.py:make", "'broken.py' failed with SyntaxError"),
-        ("broken:make", "'broken' failed with SyntaxError: invalid syntax (broken.py, line 1)"),
         ("no.py:make", "the file 'no.py' does not exist"),
         (
             "needs.py:make",
             "'needs.py' failed with ModuleNotFoundError: No module named 'no_such_package' (needs.py, line 2)",
         ),
         ("nets.py:make --init nowhere.pt", "--init 'nowhere.pt' does not exist"),
-        ("nets.py:make --init empty", "--init 'empty' is a folder; pass a file of weights"),
         ("nets.py:make --init weights", "such as weights/last.pt"),
         ("nets.py:make --init bad.pt", "bad.pt cannot be read as weights: "),
-        ("nets.py:make --init more.pt", "more.pt cannot be read as weights: "),
     ],
     "prune nets.py:make": [
         ("--budget flops=150%", "(0, 100] %"),
@@ -60,35 +49,20 @@ LINES = {
         ("--criterion taylor", "needs data; pass --dataset"),
         ("--criterion taylr", "did you mean 'taylor'"),
         ("--epochs 1", "needs data"),
-        ("--epochs -1", "'--epochs': -1 is not in the range x>=0"),
-        ("--batch-size 0", "'--batch-size': 0 is not in the range x>=1"),
-        ("--multiple-of 0", "'--multiple-of': 0 is not in the range x>=1"),
-        ("--schedule linear=0", "got steps=0"),
         ("--schedule linear=x", "as in cubic=3"),
         ("--device gpu", "must name a device"),
         ("--onnx", "--onnx needs --out"),
         ("--reconstruct batchnorm", "--reconstruct needs data"),
-        ("--reconstruct all", "'--reconstruct': 'all' is not one of"),
-        ("--dataset nets.py:empty --criterion taylor", "empty"),
         ("--dataset nets.py:empty", "empty"),
         ("--dataset nets.py:once", "read again"),
-        ("--dataset nets.py:plain", "must give batches that can be read again"),
-        ("--dataset nets.py:coloured", "a loader takes no argument but data_dir, batch_size and seed"),
-        ("--dataset nets.py:meta --criterion taylor", "meta"),
         ("--dataset nets.py:nan --criterion taylor", "NaN"),
         ("--dataset nets.py:soft --criterion magnitude", "the index of a class for each of (3,) outputs, got targets (3, 3)"),
         ("--dataset imagenet", "unknown data set"),
-        ("--dataset nets.py:bachtes", "did you mean 'batches'"),
         ("--dataset nets.py:batches --loss crossentropy", "did you mean 'cross_entropy'"),
-        ("--seed -1", "--seed must be an integer >= 0, got -1"),
-        ("--dataset nets.py:batches --epochs 1 --lr -1", "--lr must be a finite number >= 0, got -1.0"),
     ],
     "tune 'echo {x}' --space x=0:1 --trials 1 -q --metric 'm (.)'": [
         ("--space y=0:1", "is not in the command"),
-        ("--trials 0", "'--trials': 0 is not in the range x>=1"),
-        ("--jobs 0", "'--jobs': 0 is not in the range x>=1"),
         ("--timeout -1", "--timeout must be a number of seconds above 0"),
-        ("--seed -1", "'--seed': -1 is not in the range x>=0"),
         ("--sampler pucbv", "did you mean 'p-ucbv'"),
         ("--metric m", "--metric must have one group"),
     ],
@@ -105,8 +79,6 @@ def folder(tmp_path: Path, nets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("bad.pt").write_text("no weights")
     Path("weights").mkdir()
     torch.save({}, "weights/last.pt")
-    Path("empty").mkdir()
-    Path("more.pt").write_bytes(pickle.dumps({"path": Path("x")}, protocol=2))
 
 
 @pytest.mark.parametrize(("line", "wanted"), [(f"{head} {line}", told) for head, rows in LINES.items() for line, told in rows])

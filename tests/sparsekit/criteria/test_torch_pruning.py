@@ -41,7 +41,6 @@ def model() -> nn.Module:
 DATA = [(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(i)), torch.arange(4)) for i in range(2)]
 CLASSES: dict[str, tuple[Any, bool]] = {
     "magnitude": (lambda: tp.importance.GroupMagnitudeImportance(), False),
-    "magnitude L1, raw, sum": (lambda: tp.importance.MagnitudeImportance(p=1, group_reduction="sum", normalizer=None), False),
     "BN scale of the first": (lambda: tp.importance.GroupMagnitudeImportance(group_reduction="max", normalizer="max"), False),
     "LAMP": (lambda: tp.importance.LAMPImportance(), False),
     "FPGM": (lambda: tp.importance.FPGMImportance(), False),
@@ -77,11 +76,3 @@ def test_classes_that_watch_other_passes_are_refused(model: nn.Module) -> None:
     for make in (tp.importance.GroupHessianImportance, tp.importance.ActivationImportance):
         with pytest.raises(InvalidValueError, match="take Fisher or Activation"):
             TorchPruning(make(), batches=DATA, loss=F.cross_entropy).scores(graph, ScoringContext(model=model))
-
-
-def test_heads_and_flattened_channels_are_averaged_over_their_positions() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
-    graph = sk.trace_units(model, torch.randn(2, 5, 8))
-    scores = TorchPruning(tp.importance.MagnitudeImportance()).scores(graph, ScoringContext(model=model))
-    assert {name: values.numel() for name, values in scores.items()} == {n: g.size for n, g in graph.groups.items()}

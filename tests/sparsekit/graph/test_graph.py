@@ -1,21 +1,15 @@
 """UnitGraph: gates, kept positions and checks follow from the index table."""
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import run_gated
 from torch import nn
 from zoo_base import Lambda
 
 from sparsekit.errors import ForeignMaskError
-from sparsekit.graph.graph import _REMEMBERED, UnitGraph
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice, Unprunable
-from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
 
 
@@ -62,51 +56,6 @@ def test_ties_that_share_a_group_are_one_set(ties: list[list[str]]) -> None:
     assert set(graph.tied_sets) == {tuple(sorted(same)) for same in linked.values()}
     assert [tied[0] for tied in graph.tied_sets] == sorted(tied[0] for tied in graph.tied_sets)
     graph.check_counts({name: 1 + "abcdefg".index(tied[0]) % 4 for tied in graph.tied_sets for name in tied})
-
-
-def test_what_a_mask_keeps_is_worked_out_once_and_belongs_to_nobody_who_asked() -> None:
-    graph, keep = _graph(), torch.tensor([False, True])
-    first = graph.kept_indices({"conv": keep})
-    expected = {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in first.items()}
-    again = graph.kept_indices({"conv": keep.clone()})
-    assert all(again[name][dim] is index for name, axes in first.items() for dim, index in axes.items())
-    for axes in first.values():
-        axes.clear()
-    found = graph.kept_indices({"conv": keep})
-    assert {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in found.items()} == expected
-    other = graph.kept_indices({"conv": ~keep})
-    assert all(other[name][dim].tolist() != index for name, axes in expected.items() for dim, index in axes.items())
-
-
-def test_threads_that_share_a_graph_get_what_their_own_masks_keep() -> None:
-    piece = UnitSlice("conv.weight", 0, torch.arange(6)[:, None], "out", gated=True)
-    graph = UnitGraph({"conv": UnitGroup("conv", 6, "channel", (piece,))}, {"conv.weight": torch.Size((6, 1))})
-    interval = sys.getswitchinterval()
-
-    def ask(seed: int) -> bool:
-        for number in range(200):
-            keep = torch.tensor([(seed * 200 + number) >> bit & 1 == 0 for bit in range(6)])
-            if graph.kept_indices({"conv": keep})["conv.weight"][0].tolist() != torch.nonzero(keep).flatten().tolist():
-                return False
-        return len(graph._recent) <= _REMEMBERED
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(ask, range(8)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_an_infinite_value_of_a_dropped_unit_reaches_a_gated_model_alone() -> None:
-    model = Lambda(lambda m, x: m.b(m.a(x).exp()), a=nn.Linear(1, 2), b=nn.Linear(2, 1))
-    graph = trace_units(model, torch.ones(3, 1))
-    with torch.no_grad():
-        model.a.weight.copy_(torch.tensor([[0.0], [1000.0]]))
-    mask = UnitMask({"a": torch.tensor([True, False])})
-    [gated] = run_gated(model, graph, mask, (torch.ones(3, 1),), {})
-    assert gated.isnan().all()
-    assert compact(model, graph, mask)(torch.ones(3, 1)).isfinite().all()
 
 
 @pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.Tanh()], ids=["linear", "relu", "tanh"])

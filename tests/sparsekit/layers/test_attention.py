@@ -152,7 +152,7 @@ def narrowed(module: nn.MultiheadAttention, keep: Tensor, *inputs: Tensor) -> nn
     return compact(model, graph, UnitMask(mask)).attention
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_equals_the_whole_module_with_heads_silenced(data: st.DataObject) -> None:
     batch_first = data.draw(st.booleans())

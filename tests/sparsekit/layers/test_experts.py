@@ -15,8 +15,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers.experts import RouterRule
-from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.measure.cost import measure_costs
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import named_entries
@@ -169,18 +167,3 @@ def test_a_cut_mixture_is_pruned_saved_and_loaded(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     torch.testing.assert_close(loaded(_ids()).logits, small(_ids()).logits)
     assert named_entries(loaded)["model.layers.0.mlp.gate.weight"].shape == (3, 16)
-
-
-def test_a_router_that_does_not_follow_the_mask_keeps_its_experts() -> None:
-    class Careless(RouterRule):
-        """A rule that forgets that the softmax runs over kept experts."""
-
-        def trace(self, tracer: Tracer, *given: Any) -> Any:
-            outputs = super().trace(tracer, *given)
-            tracer.norms.clear()
-            return outputs
-
-    model = _model("Qwen2Moe")
-    graph, warned = trace(model, _ids(), rules={type(model.model.layers[0].mlp.gate): Careless()})
-    assert not _experts(graph)
-    assert any("'model.layers.0.mlp.experts' (6 units) cannot be pruned: removing units changes" in text for text in warned)

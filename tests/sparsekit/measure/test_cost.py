@@ -65,19 +65,6 @@ def test_compact_flops_are_what_torch_counts_on_the_compact_module(name: str) ->
     assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops == counter.get_total_flops()
 
 
-def test_one_attention_head_costs_its_projections_and_its_two_products() -> None:
-    model = nn.ModuleDict({"a": nn.MultiheadAttention(6, 3, batch_first=True, bias=False), "out": nn.Linear(6, 1)})
-    model = zoo.Lambda(lambda m, x: m.parts["out"](m.parts["a"](x, x, x)[0]), parts=model)
-    x = torch.zeros(1, 5, 6)
-    graph = sk.trace_units(model, x)
-    costs = []
-    for heads in (1, 2):
-        keep = {"parts.a": torch.arange(3) < heads, "parts.a.out_proj": torch.ones(6, dtype=torch.bool)}
-        costs.append(sk.count_cost(model, x, graph=graph, mask=sk.UnitMask(keep)).flops)
-    projections, maps = 5 * 4 * 2 * 6, 2 * 5 * 5 * 2  # q, k, v and output of 2 features each; q k^T and its product with v
-    assert costs[1] - costs[0] == 2 * (projections + maps)
-
-
 def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
     """Exits of a model are run by hooks; those that come while the model runs, too."""
 

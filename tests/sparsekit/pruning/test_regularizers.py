@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.criteria import Magnitude, ScoringContext
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.finetuning import GroupSL
 
@@ -25,19 +24,3 @@ def test_the_smallest_unit_decays_most() -> None:
         GroupSL(graph).add_gradients(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
     with pytest.raises(InvalidValueError, match="alpha must be"):
         GroupSL(graph, alpha=-1.0)
-
-
-def test_training_with_it_empties_units_that_the_task_does_not_need() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 1))
-    x = torch.randn(128, 4)
-    batches = [(x, torch.tanh(x[:, :1] - x[:, 1:2]))]
-    graph = sk.trace_units(model, x[:2])
-    sk.finetune(
-        model, batches, nn.functional.mse_loss, epochs=500,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), regularizer=GroupSL(graph, 0.01, alpha=5.0),
-    )  # fmt: skip
-    norms = Magnitude(order=2, coupled=True).scores(graph, ScoringContext(weights=model.state_dict()))["0"]
-    assert int((norms < 0.05).sum()) >= 6
-    with torch.no_grad():
-        assert float(nn.functional.mse_loss(model(x), batches[0][1])) < 0.05

@@ -89,13 +89,6 @@ def test_over_the_kept_positions_equals_the_call_on_what_is_kept(name: str, seed
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
 
 
-def test_under_autocast_a_norm_gives_the_dtype_that_torch_gives() -> None:
-    x = torch.randn(4, 8).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        call = read(lambda x: F.layer_norm(x, (8,)), x)
-        assert call.over(1, torch.arange(8)).dtype == F.layer_norm(x, (8,)).dtype
-
-
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))

@@ -48,9 +48,7 @@ def _pixels() -> dict[str, Any]:
 MODELS: dict[str, tuple[str, str, Mapping[str, Any], Callable[[], dict[str, Any]], int, int]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(use_cache=False), 2, 2),
     "llama-with-cache": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, _ids(), 2, 2),
-    "llama-eager": ("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attn_implementation": "eager"}, _ids(), 2, 2),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _ids(use_cache=False), 2, 2),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _GROUPED, _ids(use_cache=False), 2, 2),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 17, "n_embd": 16, "n_layer": 2, "n_head": 4}, _ids(), 2, 4),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES, _ids(use_cache=False), 2, 4),
     "bert": (

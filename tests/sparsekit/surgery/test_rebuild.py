@@ -38,30 +38,3 @@ def test_references_inside_a_copy_stay_inside() -> None:
     assert odd.table["a"] == [1]
     assert odd.table["a"] is not model["odd"].table["a"]
     assert odd.scale.data_ptr() != model["odd"].scale.data_ptr()
-
-
-class Stateful(nn.Module):
-    """Says itself what is copied of it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"cache": None}
-
-
-class Copied(nn.Module):
-    """Is copied by a way of its own."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Copied":
-        twin = Copied()
-        twin.origin = self
-        return twin
-
-
-def test_a_module_that_copies_itself_by_its_own_way_does_so() -> None:
-    model = nn.ModuleList([Stateful(), Copied(), nn.LSTM(2, 3), nn.Linear(2, 2)])
-    model[0].cache = [2]
-    model[3].compile()
-    stateful, copied, lstm, linear = copy_with(model, {})
-    assert stateful.cache is None
-    assert copied.origin is model[1]
-    assert lstm._flat_weights[0] is lstm.weight_ih_l0
-    assert linear._compiled_call_impl is None

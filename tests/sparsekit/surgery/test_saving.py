@@ -85,16 +85,6 @@ def test_a_factory_on_the_meta_device_gives_a_model_with_the_data_of_the_file(sa
     assert not any(value.is_meta for value in small.state_dict().values())
 
 
-def test_a_buffer_without_data_that_no_file_holds_is_refused(saved: Path) -> None:
-    def factory() -> nn.Module:
-        model = mlp()
-        model.register_buffer("turn", torch.empty(3, device="meta"), persistent=False)
-        return model
-
-    with pytest.raises(InvalidValueError, match="'turn' on the meta device"):
-        sk.load_compact(saved, factory)
-
-
 def test_a_file_that_was_cut_off_or_changed_is_refused(saved: Path) -> None:
     whole = saved.read_bytes()
     for length in (0, 5, 200, -10):
@@ -149,10 +139,9 @@ def test_entries_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
     assert again.high.tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("width", [5, 13, 64, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (13, torch.float64), (200, torch.float32)])
 @pytest.mark.same_bits
-def test_a_loaded_model_gives_the_bits_of_the_saved_one(dtype: torch.dtype, width: int, tmp_path: Path) -> None:
+def test_a_loaded_model_gives_the_bits_of_the_saved_one(width: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Products of matrices and vectors depend on where numbers lie: those of a file begin at any byte."""
 
     def make() -> nn.Module:

@@ -81,7 +81,7 @@ def test_blocks_have_the_groups_of_the_whole_model(dtype: torch.dtype, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_are_large")
-@pytest.mark.parametrize("name", sorted(zoo.ZOO)[::6])
+@pytest.mark.parametrize("name", sorted(zoo.ZOO)[::12])
 def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = zoo.ZOO[name]
     torch.manual_seed(0)

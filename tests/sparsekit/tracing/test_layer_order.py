@@ -69,21 +69,6 @@ def test_prunable_weights_are_matrices_but_those_of_the_output_layer():
     assert layer_weights(trace_layers(nn.Linear(3, 2), torch.zeros(2, 3)), shapes(nn.Linear(3, 2))) == ()
 
 
-def test_entries_in_one_block_of_memory_are_still_many():
-    def flat(model):
-        with torch.no_grad():
-            block = torch.cat([p.reshape(-1) for p in model.parameters()])
-        for parameter, part in zip(model.parameters(), block.split([p.numel() for p in model.parameters()]), strict=True):
-            parameter.data = part.view_as(parameter)
-        return model
-
-    for make, x in [(Backwards, torch.zeros(2, 6)), (lambda: Tied(True), torch.zeros(2, 3, dtype=torch.int64))]:
-        expected = trace_layers(make(), x)
-        assert len(expected) > 1
-        assert trace_layers(flat(make()), x) == expected
-        assert trace_layers(make().to("meta"), x.to("meta")) == expected
-
-
 def test_a_prefix_leaves_out_what_a_later_layer_reads_too():
     layers = trace_layers(Tied(True), torch.zeros(2, 3, dtype=torch.int64))
     assert prefix_entries(layers, 1) == frozenset()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.ops import find_handler
 from sparsekit.tracing.trace import UnprunableWarning, trace_units
 
 
@@ -176,25 +175,3 @@ def test_a_compiled_model_is_traced_as_it_was_written() -> None:
         assert small(x).shape == (4, 2)
     assert small._orig_mod[2].in_features == 4
     assert compiled._orig_mod is plain  # type: ignore[attr-defined]
-
-
-def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = m.a(x)
-        for _ in range(100):
-            h = torch.cat([h.relu(), -h.relu()], 1).chunk(2, 1)[0]
-        result: Tensor = m.head(h)
-        return result
-
-    met = []
-
-    def counted(func: Any, name: str) -> Any:
-        met.append(name)
-        return find_handler(func, name)
-
-    monkeypatch.setattr("sparsekit.tracing.dispatch.find_handler", counted)
-    monkeypatch.setattr("sparsekit.tracing.dispatch._MOST_WORK", 50_000)
-    model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    with pytest.warns(UnprunableWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
-        trace_units(model, torch.randn(4, 3))
-    assert 10 < len(met) < 60

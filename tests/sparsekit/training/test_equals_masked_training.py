@@ -54,7 +54,7 @@ NAMES = [name for name, each in ZOO.items() if each.groups and each.trains and n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[::4])
+@pytest.mark.parametrize("name", NAMES[::8])
 def test_masks_that_change_in_any_architecture(name: str) -> None:
     alike(name, "slowly", **BY_GRADIENTS)
 

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from masked import learnable_mask
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from sparsekit import GradientImportance, LearnableMask, trace_units
 from sparsekit.criteria.weights import unit_magnitudes
-from sparsekit.training.importance import ImportanceRegularizer, Reader, standardise
+from sparsekit.training.importance import ImportanceRegularizer, standardise
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -81,25 +80,6 @@ def test_gradients_of_gates_are_those_of_the_same_weights_in_float32(dtype: torc
         short = found["short", execution]
         assert (short - expected).norm() / expected.norm() < 0.004
     torch.testing.assert_close(found["short", "compact"], found["short", "masked"], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.same_bits
-def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_inside() -> None:
-    seen = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.mv:
-                seen.append(torch.is_autocast_enabled("cpu"))  # CUDA casts this product, a CPU does not
-            return func(*args, **(kwargs or {}))
-
-    reader = Reader(torch.nn.Parameter(torch.randn(4, 6)), 1, "weight", torch.arange(6))
-    gradient = torch.randn(4, 6)
-    expected = reader.products(reader.leaf.detach(), gradient)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
-        found = reader.products(reader.leaf.detach(), gradient)
-    assert seen == [False]
-    assert torch.equal(found, expected)
 
 
 def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import classifier, convolutions, shake
+from masked import classifier, convolutions
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -48,26 +48,6 @@ def test_steps_that_are_skipped_teach_nothing(size: float, parts: int, zero_late
     assert any(mask != found[0][0][0] for mask in found[0][0])
     assert found[1][0] == found[0][0]
     assert torch.equal(found[1][1], found[0][1])
-
-
-@pytest.mark.parametrize("change", [(), (0,), (0, 3), (7,)])
-def test_layers_may_be_frozen_and_set_free_at_any_step(change: tuple[int, ...]) -> None:
-    model, x, y = convolutions()
-    masked = sk.LearnableMask(model, (x,), ratio=0.5, learning=EAGER)
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
-    masks = []
-    for at in range(90):
-        for layer in change:
-            masked.model[layer].requires_grad_(at % 37 < 20)
-        if not change and at % 5 == 0:
-            masked.requires_grad_(True)
-        if at % 10 == 0:
-            shake(masked, at)
-        _step(masked, optimizer, x, y, zero_late=False)
-        optimizer.step()
-        masks.append(masked.unit_mask())
-    assert any(mask != masks[0] for mask in masks)
-    assert all(torch.isfinite(value).all() for value in masked.state_dict().values())
 
 
 @pytest.mark.parametrize("learning", [None, sk.GradientImportance(lr=0.0)])

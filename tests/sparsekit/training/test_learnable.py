@@ -88,26 +88,6 @@ def test_a_frozen_layer_is_cut_but_not_trained() -> None:
     assert [p.requires_grad for p in masked.compact().parameters()] == flags
 
 
-def test_gradients_of_single_examples_by_torch_func_are_those_of_the_narrow_module() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 6)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
-    found = {}
-    for module in (masked, masked.model):
-        values = {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-        def loss(values, example, module=module):
-            return torch.func.functional_call(module, values, (example[None],)).square().sum()
-
-        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
-        found[module] = {name.removeprefix("model."): gradient for name, gradient in each.items()}
-    assert found[masked]["0.weight"].shape == (5, 4, 6)
-    assert all(torch.equal(value, found[masked.model][name]) for name, value in found[masked].items())
-    with torch.no_grad():
-        assert torch.func.vmap(masked)(x[:, None]).shape == (5, 1, 3)
-
-
 @pytest.mark.same_bits
 def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
     model, x, y = convolutions()

@@ -12,7 +12,6 @@ from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, NarrowModel, UnitGraph, compact
 
-LEARNING = GradientImportance()
 NAMES = ["embedding-bag", "group-norm", "grouped", "gpt", "lstm-stacked", "resnet-small", "tied-autoencoder", "vgg-small"]
 
 

@@ -106,24 +106,6 @@ def test_nothing_of_torch_is_changed() -> None:
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
-@pytest.mark.parametrize("ratios", [(0.5, 0.25, 1.0), (1 / 12, 0.5, 1 / 12)])
-def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios: tuple[float, ...]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
-    x = torch.randn(12, 6)
-    masked = LearnableMask(model, (x,), ratio=ratios[0], learning=GradientImportance())
-    optimizer = torch.optim.Adafactor(masked.parameters(), lr=0.05)
-    for ratio in ratios:
-        masked.ratio = ratio
-        for _ in range(3):
-            optimizer.zero_grad()
-            masked(x).square().mean().backward()
-            optimizer.step()
-            state = optimizer.state[masked.model[2].weight]
-            assert state["row_var"].shape == (1, 1)
-            assert state["col_var"].shape == masked.model[2].weight.shape
-
-
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, Lookahead])
 def test_state_that_is_not_one_value_for_each_weight_starts_anew_where_units_change(make: Any) -> None:
     """And stays where they do not, and where the mask stands."""
@@ -155,33 +137,6 @@ def test_a_new_training_begins_without_state_and_its_optimiser_is_followed() -> 
         found.append(masked.dense_state())
     for name, expected in found[0].items():
         assert torch.equal(found[1][name], expected), name
-
-
-def test_lbfgs_is_refused_when_the_mask_changes_and_only_then() -> None:
-    model, x, y = classifier()
-
-    def minimise(masked: LearnableMask, optimizer: torch.optim.Optimizer) -> None:
-        def loss() -> torch.Tensor:
-            optimizer.zero_grad()
-            value = F.cross_entropy(masked(x), y)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-
-    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
-    optimizer = torch.optim.LBFGS(masked.parameters(), lr=0.5)
-    minimise(masked, optimizer)
-    shake(masked, 0)
-    with pytest.raises(InvalidValueError, match="LBFGS keeps a history of whole steps, which cannot follow a change of mask"):
-        minimise(masked, optimizer)
-    still = LearnableMask(model, (x,), ratio=0.5)
-    optimizer = torch.optim.LBFGS(still.weights(), lr=0.5)
-    for _ in range(2):
-        minimise(still, optimizer)
-    still.ratio = 0.25
-    with pytest.raises(InvalidValueError, match="LBFGS"):
-        still(x)
 
 
 @pytest.mark.parametrize(("in_place", "inside"), [(True, False), (False, True)])

@@ -1,8 +1,6 @@
 """Operators and states out of the ordinary protect their own units at most: no crash, no refusal of the model."""
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 import sparsekit as sk
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.verify import Verifier
@@ -76,59 +74,6 @@ def test_states_that_are_copied_or_no_tensors_are_no_obstacle() -> None:
     assert list(sk.trace_units(sparse, x).groups) == ["a"]
 
 
-def test_equality_of_masks_does_not_depend_on_order() -> None:
-    a, b = torch.tensor([True, False]), torch.tensor([True])
-    assert UnitMask({"a": a, "b": b}) == UnitMask({"b": b, "a": a})
-    assert UnitMask({"a": a}) != UnitMask({"a": ~a})
-
-
-@pytest.mark.parametrize("size", [1, (None, 1), (1, None)])
-@pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_adaptive_pooling_keeps_units_apart_in_every_memory_format(kind: Any, size: Any, layout: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), kind(size), nn.Conv2d(6, 2, 1)).to(memory_format=layout)
-    x = torch.randn(2, 3, 4, 5).to(memory_format=layout)
-    graph, told = laws.trace(model, x)
-    assert graph.fingerprint() == (("0", 6),)
-    assert not told
-    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_pooling_beside_an_axis_of_units_leaves_them_as_they_are(norm: bool) -> None:
-    """As recurrent readers of text do: the pooled maps have their units on the axis that is not pooled."""
-    torch.manual_seed(0)
-    model = Lambda(
-        lambda m, x: m.head(m.pool(m.conv(x).relu().permute(0, 3, 1, 2)).squeeze(-1)),
-        conv=nn.Conv2d(3, 6, 3, padding=1),
-        pool=nn.AdaptiveAvgPool2d((None, 1)),
-        head=nn.Linear(6, 2),
-    )
-    x = torch.randn(2, 3, 4, 5)
-    graph = sk.trace_units(model, x, prune_norms=norm)
-    assert graph.fingerprint() == (("conv", 6),)
-    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), gradients=False)
-
-
-def test_a_trace_releases_what_a_model_computes_without_the_garbage_collector() -> None:
-    seen: list[weakref.ref[Tensor]] = []
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        h: Tensor = m.a(x).relu()
-        seen.append(weakref.ref(h))
-        return m.b(h)
-
-    gc.collect()
-    gc.disable()
-    try:
-        sk.trace_units(Lambda(run, a=nn.Linear(3, 6), b=nn.Linear(6, 2)), torch.randn(2, 3))
-        assert seen
-        assert [ref() for ref in seen] == [None] * len(seen)
-    finally:
-        gc.enable()
-
-
 def test_a_float_buffer_outside_the_state_leaves_the_verification_exact() -> None:
     """Errors of 1e-7 are far below what float32 could tell from rounding."""
     torch.manual_seed(0)
@@ -159,12 +104,6 @@ def test_an_attribute_that_cannot_be_copied_is_named(inside: bool) -> None:
     (model[0] if inside else model).guard = threading.Lock()
     with pytest.raises(UnsupportedModelError, match=f"{'Linear' if inside else 'Sequential'}.guard cannot be copied"):
         sk.trace_units(model, torch.randn(4, 3))
-
-
-@pytest.mark.parametrize("calls", [torch.randn(2, 4, 3), {"x": torch.randn(4, 3)}], ids=["a tensor", "a mapping"])
-def test_further_calls_are_a_list(calls: Any) -> None:
-    with pytest.raises(InvalidValueError, match=r"further_calls must be a list of calls, .* pass \[\(x,\)\]"):
-        sk.trace_units(nn.Linear(3, 6), torch.randn(4, 3), further_calls=calls)
 
 
 def test_weights_that_share_memory_share_it_after_a_cut_and_tied_ones_are_counted_once() -> None:
