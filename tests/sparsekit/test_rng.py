@@ -52,17 +52,3 @@ def test_the_scope_leaves_no_trace_even_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         fail()
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_the_generators_of_gpus_are_seeded_inside_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
-    before = gpu.get_state()
-    drawn = []
-    for _ in range(2):
-        with torch_scope(np.random.default_rng(0)):
-            drawn.append(torch.rand(3, generator=gpu))
-    assert torch.equal(*drawn)
-    assert torch.equal(gpu.get_state(), before)

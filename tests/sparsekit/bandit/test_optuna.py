@@ -21,7 +21,6 @@ from optuna.testing.pytest_samplers import (  # noqa: E402
 )
 from optuna.trial import TrialState, create_trial  # noqa: E402
 
-from sparsekit.bandit import registry  # noqa: E402
 from sparsekit.bandit.optuna import BanditSampler  # noqa: E402
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
@@ -111,27 +110,6 @@ def test_many_threads_lose_no_trial() -> None:
     study.ask({"x": UNIT})
     assert len(study.trials) == 61
     assert sorted(told(sampler)) == sorted((trial.params["x"], trial.value) for trial in study.trials[:60])
-
-
-@pytest.mark.parametrize("bandit", sorted(registry))
-@pytest.mark.parametrize("failing", [False, True])
-def test_a_sampler_that_takes_over_proposes_what_the_first_would_have(bandit: str, failing: bool) -> None:
-    """Where the space is known beforehand, trials run one after the other, and some fail or give the same value again."""
-    space = {"n": IntDistribution(1, 12), "x": UNIT} if bandit == "split-ucbv" else {"n": IntDistribution(1, 12)}
-
-    def play(stops: tuple[int, ...]) -> list[Any]:
-        study = study_of(BanditSampler(bandit, seed=0, failed="worst", space=space))
-        for place in range(20):
-            if place in stops:
-                study.sampler = BanditSampler(bandit, seed=0, failed="worst", space=space)
-            trial = study.ask(space)
-            bad = failing and (place < 2 or trial.params["n"] > 9)
-            study.tell(trial, None if bad else -abs(trial.params["n"] - 5), state=TrialState.FAIL if bad else None)
-        return [trial.params for trial in study.trials]
-
-    whole = play(())
-    assert len({str(params) for params in whole}) > 3
-    assert play((1, 3, 11)) == whole
 
 
 def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:

@@ -75,13 +75,6 @@ def test_gain_per_cost_is_maximised() -> None:
     assert bandit.best().value == pytest.approx(0.5, abs=0.15)
 
 
-def test_without_a_discount_it_notices_that_the_hill_jumped() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    play(bandit, lambda value: -abs(value - 0.25), 200)
-    asked = play(bandit, lambda value: -abs(value - 0.8), 200, seed=1)
-    assert np.mean([abs(value - 0.8) for value in asked[100:]]) < 0.15
-
-
 def test_a_bound_and_what_was_dropped_are_heeded() -> None:
     bounded, halved = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
     for draw in np.random.default_rng(0).normal(0.0, 0.1, 300):

@@ -146,50 +146,39 @@ def test_units_that_no_layer_reads_are_named() -> None:
         Activation([torch.randn(2, 3)]).scores(example_graph(), context)
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Scores that are given."""
-
-    values: Any
-
-    def scores(self, graph: UnitGraph, context: ScoringContext) -> Mapping[str, Tensor]:
-        return {"first": self.values} if isinstance(self.values, Tensor) else dict.fromkeys(graph.groups, self.values)
-
-
-REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: Magnitude(order=3), "order must be 1"),  # type: ignore[arg-type]
-    (
-        lambda: Learned().scores(example_graph(), ScoringContext()),
-        r"importance for group 'first'; pass ScoringContext\(importance=",
-    ),
-    (lambda: Random().scores(example_graph(), ScoringContext()), r"generator; pass ScoringContext\(generator="),
-    (
-        lambda: Magnitude().scores(example_graph(), ScoringContext()),
-        r"needs the weights; pass ScoringContext\(weights=",
-    ),
-    (
-        lambda: make_mask(
-            Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
-        ),
-        r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
-    ),
-    *(
+@pytest.mark.parametrize(
+    ("made", "error", "told"),
+    [
+        (lambda: Magnitude(order=3), InvalidValueError, "order must be 1"),
         (
-            lambda values=values: score_units(Fixed(values), example_graph(), ScoringContext()),
-            rf"Fixed scores of group '{group}' must be a float tensor of shape \(\d,\), one score a unit, got {given}",
-        )
-        for values, group, given in (
-            (torch.ones(7, 1), "first", r"torch.float32 of shape \(7, 1\)"),
-            (torch.arange(7), "first", r"torch.int64 of shape \(7,\)"),
-            (torch.ones(7), "second", "None"),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("made", "told"), REFUSED)
-def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], told: str) -> None:
-    with pytest.raises(
-        InvalidValueError if "needs" not in told and "pass ScoringContext" not in told else MissingImportanceError, match=told
-    ):
+            lambda: Learned().scores(example_graph(), ScoringContext()),
+            MissingImportanceError,
+            r"pass ScoringContext\(importance=",
+        ),
+        (
+            lambda: Random().scores(example_graph(), ScoringContext()),
+            MissingImportanceError,
+            r"pass ScoringContext\(generator=",
+        ),
+        (
+            lambda: Magnitude().scores(example_graph(), ScoringContext()),
+            MissingImportanceError,
+            r"pass ScoringContext\(weights=",
+        ),
+        (
+            lambda: make_mask(
+                Learned(), example_graph(), 0.5, ScoringContext(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))
+            ),
+            InvalidValueError,
+            r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
+        ),
+        (
+            lambda: score_units(Scored({"first": torch.ones(7, 1)}), example_graph(), ScoringContext()),
+            InvalidValueError,
+            r"scores of group 'first' must be a float tensor of shape \(7,\), one score a unit, got torch.float32 of shape",
+        ),
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
         made()

@@ -13,7 +13,6 @@ from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
 from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.passes import private_passes
-from sparsekit.tracing.verify import Verifier
 
 
 class Attention(nn.Module):
@@ -119,29 +118,6 @@ def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
     with private_passes():
         verifier = BlockVerifier(bare.eval(), [ModelInputs((tokens.to("meta"),), {})])
         assert list(verifier.failures(spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
-
-
-def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Body(Text):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for block in self.blocks:
-                x = block(x, [])
-            return x
-
-    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
-    model, tokens = Body(), torch.randint(0, 30, (2, 6))
-    sizes = []
-    original = Verifier.__post_init__
-
-    def noted(self: Verifier) -> None:
-        sizes.append(sum(p.numel() for p in self.model.parameters()))
-        original(self)
-
-    monkeypatch.setattr(Verifier, "__post_init__", noted)
-    trace(model, tokens)[0]
-    assert sizes
-    assert max(sizes) < 0.5 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from zoo_base import Lambda
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.training.narrow_model import NarrowModel
 
 
 class Attention(nn.Module):
@@ -58,11 +56,6 @@ def test_names_of_the_width_of_all_heads(name: str) -> None:
     assert (small[1].heads, getattr(small[1], name)) == (2, 4)
 
 
-def test_a_width_that_nothing_needs_is_left_alone_unless_it_is_named_after_the_heads() -> None:
-    _, graph = traced(Attention(heads=3, hidden_size=6, all_head_size=6))
-    assert sizes(graph) == {"heads": 1, "all_head_size": 2}
-
-
 def test_a_number_with_another_name_is_not_touched_and_keeps_the_heads() -> None:
     _, graph = traced(Attention("self.many, 2", many=3))
     assert list(graph.groups) == ["0", "1.out"]
@@ -78,17 +71,3 @@ def test_two_attentions_that_share_an_attribute_keep_equally_many_heads() -> Non
     _, graph = traced(Lambda(two, heads=3, **{name: nn.Linear(6, 6) for name in ("a", "b", "out_a", "out_b")}))
     assert graph.ties == (("1.a", "1.b"),)
     assert sizes(graph) == {"heads": 1}
-
-
-def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
-    model = nn.Sequential(nn.Conv1d(1, 8, 1), nn.GroupNorm(4, 8, affine=False), nn.ReLU(), nn.Conv1d(8, 2, 1))
-    graph, _ = trace(model, torch.randn(2, 1, 5))
-    assert set(graph.sizes) == {SizeAttribute("1", "num_groups", "0", 1), SizeAttribute("1", "num_channels", "0", 2)}
-    mask = UnitMask({"0": torch.tensor([True, False, True, True])})
-    assert (small := compact(model, graph, mask))[1].num_groups == 3
-    assert (small[1].num_channels, small[0].out_channels) == (6, 6)
-    narrow_model = NarrowModel(model, graph)
-    narrow_model.set_mask(mask)
-    assert narrow_model.module[1].num_groups == 3
-    narrow_model.set_mask(UnitMask.full(graph))
-    assert narrow_model.module[1].num_groups == 4
