@@ -174,18 +174,6 @@ def _squeeze_excite(d: _Draw) -> nn.Module:
     return Lambda(run, down=d.relayer(d.width, inner), up=d.relayer(inner, d.width))
 
 
-def _tied(d: _Draw) -> nn.Module:
-    if d.x.dim() == 4:
-        return _again(d)
-    return Lambda(lambda m, x: F.linear(torch.relu(m.a(x)), m.a.weight.t()), a=nn.Linear(d.width, d.size()))
-
-
-def _raw(d: _Draw) -> nn.Module:
-    if d.x.dim() == 4:
-        return _scale(d)
-    return Lambda(lambda m, x: torch.tanh(x @ m.w), w=d.parameter(d.rng.normal(size=(d.width, d.size()))))
-
-
 _ANY: tuple[Draws, ...] = (
     lambda d: nn.Sequential(d.layer(d.size()), d.act()),
     lambda d: nn.Sequential(d.layer(d.size()), d.act()),
@@ -204,29 +192,14 @@ _ANY: tuple[Draws, ...] = (
     _squeeze_excite,
     lambda d: Lambda(lambda m, x: x - m.a(x).mean(_dim(x), keepdim=True), a=d.layer(d.size())),
     lambda d: Lambda(lambda m, x: torch.softmax(m.a(x), _dim(x)), a=d.layer(d.size())),
-    _tied,
-    _raw,
 )
-
-
-def _fold(d: _Draw) -> nn.Module:
-    rows = d.one(2, 3)
-    return Lambda(lambda m, x: m.a(x).unflatten(-1, (rows, -1)), a=nn.Linear(d.width, rows * d.size()))
-
-
-def _einsum(d: _Draw) -> nn.Module:
-    weight = d.parameter(d.rng.normal(size=(d.width, d.size())))
-    return Lambda(lambda m, x: torch.einsum("...i,ij->...j", x, m.w), w=weight)
 
 
 _FLAT: tuple[Draws, ...] = (  # (batch, features)
     *_ANY,
     lambda d: nn.Sequential(nn.BatchNorm1d(d.width), d.act()),
     lambda d: nn.Sequential(nn.BatchNorm1d(d.width), d.act()),
-    _fold,
     lambda d: (Lambda(lambda _, x, y: x * (x * y).sum(-1, keepdim=True)), (d.at, d.partner())),
-    lambda d: (Lambda(lambda _, a, b: torch.stack([a, torch.relu(b)], 1).sum(1)), (d.at, d.partner())),
-    _einsum,
 )
 
 
@@ -280,7 +253,6 @@ _SEQUENCE: tuple[Draws, ...] = (  # (batch, time, features)
     _time_conv,
     _pool_time,
     lambda _: nn.Flatten(),
-    _einsum,
 )
 
 
@@ -296,25 +268,16 @@ def _grouped(d: _Draw) -> nn.Module:
     return nn.Sequential(d.conv(inner), nn.ReLU(), body)
 
 
-def _group_norm(d: _Draw) -> nn.Module:
-    groups = d.one(2, 3)
-    inner = groups * d.one(1, 2)
-    return nn.Sequential(d.conv(inner), nn.GroupNorm(groups, inner), d.act())
-
-
 _MAPS: tuple[Draws, ...] = (  # (batch, channels, height, width)
     *_ANY,
     _conv_block,
     _conv_block,
     _grouped,
     lambda d: nn.Sequential(nn.Conv2d(d.width, d.width * d.one(1, 2), 3, padding=1, groups=d.width), d.act()),
-    _group_norm,
     lambda d: nn.InstanceNorm2d(d.width, affine=d.flip(), track_running_stats=d.flip()),
     lambda d: nn.Sequential(nn.ConvTranspose2d(d.width, d.size(), 2, stride=2), nn.AvgPool2d(2)),
     lambda d: nn.Sequential(d.conv(4 * d.size(2, 4)), nn.PixelShuffle(2), nn.MaxPool2d(2)),
-    lambda _: nn.Sequential(nn.Upsample(scale_factor=2), nn.AvgPool2d(2)),
     lambda d: nn.Sequential(d.conv(2 * d.size(2, 4)), nn.ChannelShuffle(2)),
-    lambda d: nn.PReLU(d.width),
     lambda _: Lambda(lambda _, x: F.adaptive_avg_pool2d(x, 1).flatten(1)),
     lambda _: Lambda(lambda _, x: x.flatten(2).transpose(1, 2)),
     lambda _: nn.Flatten(),

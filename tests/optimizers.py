@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DataSgd", "Lookahead", "Sam", "SamOver"]
+__all__ = ["Lookahead", "Sam", "SamOver"]
 
 
 class Sam(torch.optim.Optimizer):
@@ -84,16 +84,3 @@ class SamOver(Sam):
         for p in self._leaves():
             p.data = self.state[p]["old_p"].clone()
         self.base.step()
-
-
-class DataSgd(torch.optim.Optimizer):
-    """Writes to `.data`, which torch does not count as a change."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-group["lr"])

@@ -194,10 +194,8 @@ def test_no_circle_of_files() -> None:
             "sparsekit_fl.run(sparsekit_fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))",
             ("opacus", "pandas", "matplotlib", "flwr"),
         ),
-        # Built-in models of `sparsekit prune`, which is there without the extra `fl`.
-        ("from sparsekit_fl.problem.models import vgg11_spec; vgg11_spec.demo()", ("pydantic", "pandas", "sklearn", "pyarrow")),
     ],
-    ids=["help", "bandit", "packages", "apps", "run", "models"],
+    ids=["help", "bandit", "packages", "apps", "run"],
 )
 def test_a_process_loads_nothing_that_it_does_not_need(program: str, needless: tuple[str, ...]) -> None:
     if "flower.app" in program:

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -169,6 +170,23 @@ def test_an_example_prints_what_it_promises(
     example.main(*([request.getfixturevalue("data_dir")] if case.data else []), *case.arguments)
     out = capsys.readouterr().out
     assert case.promises(out), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("nbclient", "ipykernel", "nbformat"):
+        pytest.importorskip(package, reason=f"{package} is not installed; pip install 'sparsekit-torch[notebook]'")
+    import nbformat
+    from nbclient import NotebookClient
+
+    # The kernel is another process, which must find the packages of this checkout.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("rounds=24", "rounds=4").replace("local_epochs=4", "local_epochs=1")
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert any("parameters" in str(cell.get("outputs")) for cell in notebook.cells)
 
 
 class TestRulesOfTheExample(RuleContract):

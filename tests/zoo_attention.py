@@ -170,15 +170,6 @@ add(
     attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
     head=(6, 2),
 )
-add("mha-mask-per-head", images(2, 4, 6), {"slopes": 3, "attn.out_proj": 6})(
-    lambda m, x: m.head(
-        m.attn(x, x, x, attn_mask=(m.slopes[None, :, None, None] * m.distance).expand(2, -1, -1, -1).flatten(0, 1))[0]
-    ),
-    attn=lambda: nn.MultiheadAttention(6, 3, batch_first=True),
-    slopes=lambda: nn.Parameter(torch.rand(3)),
-    distance=lambda: -(torch.arange(4)[:, None] - torch.arange(4)).abs().float(),
-    head=(6, 2),
-)
 add(
     "transformer-encoder",
     images(2, 5, 3),

@@ -130,13 +130,6 @@ def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
     assert float(values) == pytest.approx(1.0)
 
 
-def test_outputs_of_one_axis_are_distilled_as_values_alone() -> None:
-    own, other = torch.zeros(4), torch.ones(4)
-    assert Distillation(nn.Identity(), share=1.0, kind="values").combine(torch.tensor(0.0), own, other) == 1.0
-    with pytest.raises(InvalidValueError, match='pass kind="values"'):
-        Distillation(nn.Identity()).combine(torch.tensor(0.0), own, other)
-
-
 def test_a_checkpoint_holds_no_code_and_says_so_when_it_is_first_written(tmp_path: Path) -> None:
     class Strange(SGD):
         def state_dict(self) -> dict[str, Any]:

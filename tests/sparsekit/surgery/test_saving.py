@@ -119,26 +119,6 @@ def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
         sk.load_compact(saved, lambda: 3)  # type: ignore[arg-type, return-value]
 
 
-class Shared(nn.Module):
-    """Two buffers that lie in one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        both = torch.arange(4.0)
-        self.register_buffer("low", both[:2])
-        self.register_buffer("high", both[1:])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.low.sum() + self.high.sum()
-
-
-def test_entries_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
-    sk.save_compact(Shared(), tmp_path / "m.safetensors")
-    again = sk.load_compact(tmp_path / "m.safetensors", Shared)
-    assert again.low.tolist() == [0.0, 1.0]
-    assert again.high.tolist() == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (13, torch.float64), (200, torch.float32)])
 @pytest.mark.same_bits
 def test_a_loaded_model_gives_the_bits_of_the_saved_one(width: int, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -44,6 +44,23 @@ def buffer_written_later(m: nn.Module, x: Tensor) -> Tensor:
     return m.head(m.a(x).relu() + buffer)  # type: ignore[no-any-return]
 
 
+def seen_before_the_write(m: nn.Module, x: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], 6)
+    one, every_other = out[:, 0], out[:, ::2]
+    out[:] = m.a(x).relu()
+    return m.head(out) + one[:, None] + every_other.sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def written_across(m: nn.Module, x: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], 8)
+    out[:, 1:7:2] = m.a(x).relu()[:, ::2]
+    return m.head(out[:, 1:7])  # type: ignore[no-any-return]
+
+
+def heads(h: Tensor) -> Tensor:
+    return h.unflatten(-1, (2, 3))
+
+
 INDEX = torch.tensor([1, 0, 2, 2])
 INEXACT: dict[str, Callable[..., Tensor]] = {
     "divided by the size": lambda m, x: m.head(h := m.a(x).relu()) / h.shape[1],
@@ -61,6 +78,11 @@ INEXACT: dict[str, Callable[..., Tensor]] = {
     "added along units": lambda m, x: m.head((h := m.a(x)).index_add(1, INDEX, h[:, :4])),
     "slice filled": filled_slice,
     "buffer written later": buffer_written_later,
+    "seen before the write": seen_before_the_write,
+    "written across": written_across,
+    "softmax over heads": lambda m, x: m.head(heads(m.a(x)).softmax(-1).softmax(-2).flatten(-2)),
+    "a constant of each head": lambda m, x: m.head((heads(m.a(x)) + torch.arange(6.0).view(2, 3)).flatten(-2)),
+    "a matrix of each head": lambda m, x: m.head((heads(m.a(x))[:, :, None] @ torch.arange(72.0).view(4, 2, 3, 3)).flatten(-3)),
 }
 
 

@@ -156,39 +156,3 @@ def test_the_least_width_is_tried(forward: Callable[..., Tensor]) -> None:
     model = Lambda(forward, a=nn.Conv2d(3, 16, 1), w=nn.Parameter(torch.randn(16)), head=nn.Linear(16, 1))
     with pytest.raises(NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3, 5, 5))
-
-
-class Grouped(nn.Module):
-    """As in ResNeXt: a grouped convolution between two others, and what is like one."""
-
-    def __init__(self, groups: int, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
-        super().__init__()
-        self.a, self.c = nn.Conv2d(3, 4 * groups, 1), nn.Conv2d(3 * groups, 5, 1)
-        self.b = wrap(nn.Conv2d(4 * groups, 3 * groups, 3, padding=1, groups=groups))
-        self.deep = nn.Conv2d(5, 10, 3, padding=1, groups=5)
-        self.back = nn.ConvTranspose2d(10, 6, 2, stride=2, groups=2)
-        self.head = nn.Conv2d(6, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.deep(self.c(self.b(self.a(x).relu()).relu()).relu()).relu()
-        return self.head(self.back(x).relu())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_prune_runs_what_it_has_cut_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsekit.pruning import cutting
-
-    torch.manual_seed(0)
-    model, x = Grouped(4), torch.randn(1, 3, 6, 6)
-    pruned = sk.prune(model, (x,), budget="flops=40%", schedule=sk.allocation.Schedule("linear", 3), multiple_of=1)
-    assert pruned.model(x).shape == model(x).shape
-    real = cutting.compact
-
-    def broken(*args: Any, **kwargs: Any) -> nn.Module:
-        small = real(*args, **kwargs)
-        next(m for m in small.modules() if isinstance(m, nn.Conv2d)).groups = 7
-        return small
-
-    monkeypatch.setattr(cutting, "compact", broken)
-    with pytest.raises(sk.errors.UnsupportedModelError, match="does not run on the example inputs"):
-        sk.prune(model, (x,), budget="flops=40%", multiple_of=1)
