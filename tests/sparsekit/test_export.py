@@ -84,14 +84,3 @@ def test_a_mask_is_not_scripted_and_what_to_script_is_said() -> None:
     x = torch.randn(3, 4)
     small = masked.compact().eval()
     assert torch.equal(torch.jit.script(small)(x), small(x))
-
-
-def test_inputs_that_do_not_all_count_the_examples_are_exported_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    class Shifted(nn.Module):
-        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-            return x + shift
-
-    x, shift = torch.randn(5, 3), torch.randn(3)
-    program = sk.surgery.export_program(Shifted(), (x, shift))
-    assert torch.equal(program.module()(x, shift), x + shift)
-    assert "no other number" in caplog.text

@@ -161,22 +161,3 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
         Schedule("cubik")
     with pytest.raises(InvalidValueError, match="at least one step"):
         Schedule("linear", 0)
-
-
-def test_with_a_width_penalty_units_of_equal_importance_go_from_every_group() -> None:
-    """By cost alone the dearer of two groups is emptied first; with a penalty its last units count for more."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1), nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 8))
-        x = torch.randn(2, 20)
-    graph = sk.trace_units(model, x)
-    costs = sk.cost_model(model, x, graph=graph)
-    scores = {name: torch.ones(group.size) for name, group in graph.groups.items()}
-    plain, even = (
-        allocate(partial(by_cost, scale="none", width_penalty=power), graph, scores, costs, budget=sk.Budget(params="40%"))
-        for power in (0.0, 2.0)
-    )
-    assert plain["0"] < 10
-    assert plain["3"] > 30
-    assert even["0"] > plain["0"]
-    assert plain["3"] > even["3"]

@@ -117,16 +117,6 @@ def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:
     assert np.median(tried) < 100
 
 
-def test_it_finds_the_narrow_peak_beside_a_broad_hill() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-
-    def two(value: float) -> float:
-        return max(0.5 * math.exp(-(((value - 0.3) / 0.25) ** 2)), math.exp(-(((value - 0.87) / 0.05) ** 2)))
-
-    play(bandit, two, 500)
-    assert bandit.best().value == pytest.approx(0.87, abs=0.04)
-
-
 def test_a_state_resumes_to_the_same_bits_in_a_box_with_costs_and_open_pulls() -> None:
     bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
     rng = np.random.default_rng(1)

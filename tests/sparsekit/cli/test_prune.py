@@ -60,22 +60,6 @@ def test_data_score_reconstruct_and_train_the_small_model(
     assert again["groups"] == report["groups"]
 
 
-@pytest.mark.parametrize(("steps", "epochs", "how", "refitted"), [
-    (1, 0, [], True), (2, 1, [], True), (2, 1, ["--reconstruct", "layers"], True),
-    (1, 1, ["--reconstruct", "batchnorm"], False), (2, 0, ["--reconstruct", "none"], False),
-])  # fmt: skip
-def test_every_step_is_reconstructed_as_requested_and_scored(
-    nets: str, steps: int, epochs: int, how: list[str], refitted: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches",
-                   "--batch-size", "8", "--schedule", f"linear={steps}", "--epochs", str(epochs), *how)  # fmt: skip
-    stages = {"the cut"} | ({"fine-tuning"} if epochs else set())
-    suffixes = [""] if steps == 1 else [f" of step {step}" for step in range(1, steps + 1)]
-    wanted = {f"accuracy after {stage}{suffix}" for stage in stages for suffix in suffixes}
-    assert {name for name in report["measured"] if name.startswith("accuracy after")} == wanted
-    assert ("error of refitted layers that is left" in report["measured"]) == refitted
-
-
 def test_a_folder_with_a_run_is_not_written_over(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").touch()
     assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path)]) == 2

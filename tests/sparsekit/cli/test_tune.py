@@ -39,15 +39,6 @@ def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest
     assert lines[0].endswith("  best")
 
 
-def test_a_folder_holds_the_trials_and_their_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute([*BASIC, "--trials", "3", "--out", str(tmp_path / "run")]) == 0
-    assert f"Every trial is in {tmp_path / 'run'}" in capsys.readouterr().out
-    files = {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    logs = {f"logs/000{n}.{kind}" for n in (0, 1, 2) for kind in ("out", "err")}
-    assert files - {".lock"} == {"study.journal", "trials.json", *logs}
-    assert (tmp_path / "run/logs/0001.out").read_text().startswith("score -")
-
-
 def test_without_optuna_the_error_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,11 +45,6 @@ def test_both_models_run_equally_often_in_eval_mode_for_one_example_and_all_with
     assert not after.training
 
 
-def test_a_model_for_one_size_of_batch_is_timed_at_that() -> None:
-    pairs = measure_pair(_Counting(4), _Counting(4), (torch.zeros(4, 3),), {}, seconds=0.01)
-    assert {pair.batch for pair in pairs} == {4}
-
-
 def test_a_report_with_times_survives_json_and_says_them() -> None:
     model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(6, 8)
     pruned = sk.prune(model, {"input": x}, budget="flops=50%").measure_times(model, {"input": x})

@@ -101,15 +101,3 @@ def test_heads_are_cut_in_place_as_in_a_copy_and_so_are_the_numbers_that_count_t
     small = sk.compact(model.eval(), graph, mask)
     assert sk.reconstruct(model, small, graph, mask, [x]) == sk.reconstruct(model, model, graph, mask, [x])
     assert torch.equal(model(x), small(x))
-
-
-def test_states_that_do_not_fit_into_memory_are_left_to_layers_by_themselves() -> None:
-    torch.manual_seed(0)
-    model, batches = Net("plain").eval(), [torch.randn(32, 16) for _ in range(4)]
-    pruned = sk.prune(model, batches[0], budget="flops=50%", criterion="magnitude", multiple_of=1)
-    states = []
-    for options in ({"sequential": False}, {"memory_bytes": 6 * 3 * batches[0].nbytes}):
-        small = sk.compact(model, pruned.graph, pruned.mask)
-        sk.reconstruct(model, small, pruned.graph, pruned.mask, batches, **options)
-        states.append(small.state_dict())
-    assert all(torch.allclose(states[0][name], states[1][name], atol=1e-5) for name in states[0])

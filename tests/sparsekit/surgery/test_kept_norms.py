@@ -18,7 +18,7 @@ from zoo_base import Lambda
 from sparsekit.errors import TraceError
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.kept_norms import NormCall, kept_norms, read_norm_call
-from sparsekit.tracing.trace import UnprunableWarning, trace_units
+from sparsekit.tracing.trace import trace_units
 
 
 class _Catch(TorchFunctionMode):
@@ -120,14 +120,3 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
     model.swap = True
     with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):
         model(torch.randn(4, 3))
-
-
-def test_norms_that_differ_in_training_are_fixed() -> None:
-    def differs(m: Any, x: torch.Tensor) -> Any:
-        h = m.a(x) + x.mean() if m.training else m.a(x)
-        return m.head(torch.relu(m.b(h - h.mean(-1, keepdim=True))))
-
-    model = Lambda(differs, a=nn.Linear(3, 6), b=nn.Linear(6, 5), head=nn.Linear(5, 2))
-    with pytest.warns(UnprunableWarning, match="'a' .6 units. cannot be pruned: averaged over by one call that sees"):
-        graph = trace_units(model, torch.randn(4, 3), prune_norms=True)
-    assert list(graph.groups) == ["b"]

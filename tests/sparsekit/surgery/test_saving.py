@@ -2,16 +2,12 @@
 
 import copy
 import functools
-import json
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
 from laws import random_mask
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import sparsekit as sk
@@ -22,16 +18,6 @@ traced = functools.cache(zoo.traced)
 
 def half(graph: sk.UnitGraph) -> sk.UnitMask:
     return random_mask(graph, 0.5, 0)
-
-
-def edit_header(path: Path, change: Any) -> None:
-    """Rewrite the description in a saved file."""
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + length])
-    spec = json.loads(header["__metadata__"]["sparsekit"])
-    change(spec)
-    save_file(load_file(path), path, metadata={"sparsekit": json.dumps(spec)})
 
 
 def test_a_learnable_mask_is_saved_as_its_compact_model_with_its_mask(tmp_path: Path) -> None:
@@ -85,16 +71,11 @@ def test_a_factory_on_the_meta_device_gives_a_model_with_the_data_of_the_file(sa
     assert not any(value.is_meta for value in small.state_dict().values())
 
 
-def test_a_file_that_was_cut_off_or_changed_is_refused(saved: Path) -> None:
+def test_a_file_that_was_cut_off_is_refused(saved: Path) -> None:
     whole = saved.read_bytes()
     for length in (0, 5, 200, -10):
         saved.write_bytes(whole[:length])
         with pytest.raises(CompactFileError, match="cut off, damaged or no safetensors file"):
-            sk.load_compact(saved, mlp)
-    for key in ("modules", "ties", "fixed", "format"):
-        saved.write_bytes(whole)
-        edit_header(saved, lambda spec, key=key: spec.pop(key))
-        with pytest.raises(CompactFileError, match="is damaged"):
             sk.load_compact(saved, mlp)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import classifier, convolutions, shake, train_step
+from masked import classifier, shake, train_step
 from optimizers import Lookahead
 from torch import nn
 
@@ -160,19 +160,3 @@ def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, insi
         found.append(masked.state_dict())
     for name, expected in found[0].items():
         assert torch.equal(found[1][name], expected), name
-
-
-def test_an_optimiser_that_has_stepped_since_it_was_loaded_follows_a_mask_that_is_loaded() -> None:
-    model, x, _ = convolutions(torch.float64)
-    masked = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
-    optimizer = torch.optim.Adam(masked.parameters(), lr=0.01)
-    train_step(masked, optimizer, x, None)
-    optimizer.load_state_dict(optimizer.state_dict())
-    train_step(masked, optimizer, x, None)
-    other = LearnableMask(model, (x,), ratio=0.5, learning=GradientImportance())
-    other.load_importance({"0": -masked.importance()["0"]})
-    before, after = masked.unit_mask()["0"], other.unit_mask()["0"]
-    masked.load_state_dict(other.state_dict())
-    moments = optimizer.state[masked.named_weights()["0.weight"]]["exp_avg"].flatten(1).abs().sum(1)
-    assert (after & ~before).any()
-    assert torch.equal(moments > 0, (before & after)[after])
