@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sparsekit import LearnableMask, compact, make_mask, trace_units
 from sparsekit.criteria import Random, ScoringContext
-from sparsekit_fl.processes import describe_environment
+from sparsekit_fl.engines import describe_environment
 
 
 def synchronise(device: torch.device) -> None:

@@ -6,35 +6,33 @@ Also what an engine that is written elsewhere needs: `answer`, which runs a clie
 import contextlib
 import multiprocessing
 import os
+import platform
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from pickle import PicklingError
 from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
+from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.messages import Reply, Request, decode_reply, decode_request, encode_reply, encode_request
 from sparsekit_fl.client_round import answer, run_client
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options import Checked, Count
 from sparsekit_fl.problem.data import Client
-from sparsekit_fl.processes import (
-    check_device,
-    device_of,
-    end_with_parent,
-    exact_arithmetic,
-    one_thread,
-    start_method,
-    train_alike,
-    use_exact_arithmetic,
-)
 from sparsekit_fl.spec import RunSpec
 
 __all__ = [
@@ -159,6 +157,128 @@ def _run(payload: bytes) -> bytes:
     spec, clients, memories, state = _worker
     request = decode_request(payload, spec.graph, state=state)
     return encode_reply(answer(spec, clients[request.client_id], request, memories))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
+    without denormal numbers. The process is as it was afterwards, since it is the user's."""
+    before, denormals = torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0) != 0.0
+    train_alike()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_flush_denormal(not denormals)
+
+
+def train_alike() -> None:
+    """Use one torch thread, and flush denormal numbers to zero where the processor can.
+
+    Weights that decay towards 0 become denormal, and many processors compute several times more slowly with such numbers.
+    """
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+
+
+def start_method(device: str | None) -> str:
+    """Return how processes start.
+
+    Args:
+        device: Where models train; None for the default.
+
+    Returns:
+        "fork" on Linux for the CPU, where children share data with this process without copying and nothing must be
+        picklable; "spawn" elsewhere, and where torch has threads of autograd, which exist once a gradient was taken on a
+        machine with a GPU: no child of a fork can take one then.
+    """
+    return "fork" if sys.platform == "linux" and device in (None, "cpu") and not _autograd_threads() else "spawn"
+
+
+def _autograd_threads() -> bool:
+    """Tell whether torch has started a thread of autograd for a device; the system knows them by name."""
+    names = Path("/proc/self/task").glob("*/comm")
+    with contextlib.suppress(OSError):
+        return any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names)
+    return False
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that started this one, then end this one; for a thread of a worker process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def devices(device: str) -> list[str]:
+    """Split "cuda:0,cuda:1" into its devices."""
+    return [part.strip() for part in device.split(",")]
+
+
+def device_of(device: str, worker: int = 0) -> str:
+    """Return the device of a worker process, counted from 0: the devices take turns."""
+    found = devices(device)
+    return found[worker % len(found)]
+
+
+def use_exact_arithmetic() -> None:
+    """Let this process use operators that give the same bits on every run, and no TF32.
+
+    An operator that has no such version raises an error; on a CPU all that we use have one.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def exact_arithmetic(wanted: bool) -> Iterator[None]:
+    """Use exact arithmetic inside the block, where wanted, and put the switches back."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    if wanted:
+        use_exact_arithmetic()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def check_device(device: str, *, name: str = "device") -> None:
+    """Raise InvalidValueError unless torch can use a device (cpu, cuda, cuda:1, mps), or all of several by commas."""
+    for one in devices(device):
+        try:
+            torch.empty(0, device=one)
+        except (RuntimeError, AssertionError) as error:
+            told = str(error).partition("\n")[0]
+            raise InvalidValueError(f"{name} {one!r} cannot be used: {told}; leave it out to run on the CPU") from error
+
+
+def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
+    """Return versions and settings that results may depend on, and when the run ended, as plain values.
+
+    `gpu` and `cuda` are None for a run on the CPU.
+    """
+    cuda = device.startswith("cuda")
+    return {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "sparsekit": __version__,
+        "threads": torch.get_num_threads(),
+        "workers": workers,
+        "device": device,
+        "platform": platform.platform(),
+        "gpu": [torch.cuda.get_device_name(name) for name in devices(device)] if cuda and torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 registry = Registry(

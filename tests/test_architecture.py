@@ -44,7 +44,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli",),
         ("testing",),
         ("report",),
-        ("pictures",),
         ("paper", "rounds"),
         ("callbacks",),
         ("engines",),
@@ -57,7 +56,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
         ("options",),
         ("checkpoint", "stored"),
-        ("errors", "processes", "streams"),
+        ("errors", "streams"),
     ),
 }
 
@@ -75,7 +74,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "optuna": ("sparsekit.bandit.*", "sparsekit.cli.tune", "sparsekit.cli.search"),
     "pydantic": ("sparsekit_fl.*",),
-    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engines", "sparsekit_fl.processes"),
+    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.engines"),
     "filelock": ("sparsekit_fl.checkpoint", "sparsekit.cli.search"),
     "sparsekit_fl": ("sparsekit_fl", "sparsekit_fl.*"),
     # Unix alone has these.

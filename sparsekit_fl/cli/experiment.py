@@ -67,9 +67,9 @@ class Experiment:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.fit import check_training
+        from sparsekit_fl.engines import check_device
         from sparsekit_fl.paper.build import build_task, have_capabilities
         from sparsekit_fl.paper.presets import preset_for
-        from sparsekit_fl.processes import check_device
 
         if options.device is not None:
             check_device(options.device, name="--device")
@@ -130,8 +130,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
 
 
 def _engine(options: RunOptions) -> Engine:
-    from sparsekit_fl.engines import registry
-    from sparsekit_fl.processes import devices
+    from sparsekit_fl.engines import devices, registry
 
     name = options.engine or "processes"
     try:

@@ -106,7 +106,7 @@ def _app_for(
     method: str, options: RunOptions, base: Path, out: Path, failed: Path, port: int
 ) -> tuple[list[str], dict[str, str]]:
     """Write the app; return the command that submits it, and the environment of Flower's processes."""
-    from sparsekit_fl.processes import devices
+    from sparsekit_fl.engines import devices
 
     found = devices(options.device or "cpu")
     gpus = len(found) if found[0].startswith("cuda") else 0

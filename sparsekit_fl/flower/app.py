@@ -26,12 +26,12 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
 from sparsekit_fl.client_round import answer
+from sparsekit_fl.engines import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.flower.engine import GridEngine, content, describe_clients, identity_of, read
 from sparsekit_fl.methods import make_method
 from sparsekit_fl.models import model_path, write_recipe
 from sparsekit_fl.problem.data import Client
 from sparsekit_fl.problem.problem import check_fit
-from sparsekit_fl.processes import check_device, one_thread, use_exact_arithmetic
 from sparsekit_fl.spec import RunSpec, by_id
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app

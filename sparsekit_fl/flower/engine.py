@@ -19,9 +19,9 @@ from sparsekit.version import __version__
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.client.messages import MAX_TEXT, Reply, Request, decode_reply, encode_request
 from sparsekit_fl.client.packing import pack
+from sparsekit_fl.engines import one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.data import Capability, Client, ClientData
-from sparsekit_fl.processes import one_thread
 from sparsekit_fl.spec import RunSpec, short_digest
 
 _log = logging.getLogger(__name__)

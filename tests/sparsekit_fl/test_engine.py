@@ -1,4 +1,4 @@
-"""Processes: several workers have the results of one; workers that die or cannot start, and what spawned ones take."""
+"""Processes: several workers give the results of one; workers that die or cannot start; threads, denormals and devices."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitMask
 from sparsekit_fl import engines
-from sparsekit_fl.engines import Processes
+from sparsekit_fl.engines import Processes, device_of, devices, exact_arithmetic, one_thread
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing import TinyNet, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_config, tiny_problem
 
 
 class TestThreeWorkers(EngineContract):
@@ -102,3 +102,44 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out(monkeypatch
     problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
     with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lambda.*workers=1"):
         tiny_run(problem=problem, engine=Processes(2))
+
+
+TINY = 1e-39  # below the normal numbers of float32
+
+
+def step_of_denormals():
+    """A step of SGD on weights that have nearly decayed: what comes out, and whether the gradient held numbers that small."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(layer.weight, TINY)
+    (layer(torch.ones(2, 4)).sum() * TINY).backward()
+    return float(layer.weight.grad.max()), float((layer.weight.detach() * 1.0).max())
+
+
+def test_a_step_while_training_takes_denormal_numbers_for_zero_and_one_before_and_after_does_not():
+    assert all(value > 0 for value in step_of_denormals())
+    with one_thread():
+        assert step_of_denormals() == (0.0, 0.0)
+    assert all(value > 0 for value in step_of_denormals())
+
+
+def test_workers_take_the_devices_in_turn() -> None:
+    assert devices("cuda:0, cuda:1") == ["cuda:0", "cuda:1"]
+    assert [device_of("cuda:0,cuda:1", worker) for worker in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert device_of("cpu", 3) == "cpu"
+
+
+@pytest.mark.same_bits
+def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    with exact_arithmetic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.allow_tf32
+    config = replace(tiny_config(rounds=2), deterministic=True)
+    result = tiny_run(fl.methods.fedlps(), config=config)
+    assert result.environment["deterministic"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    plain = tiny_run(fl.methods.fedlps(), config=replace(config, deterministic=False))
+    assert all(torch.equal(plain.state[name], tensor) for name, tensor in result.state.items())
+    assert not plain.environment["deterministic"]
