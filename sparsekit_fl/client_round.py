@@ -79,20 +79,18 @@ def make_context(
     spec: RunSpec, client: Client, request: Request, memory: Memory, *, purpose: Purpose = "local"
 ) -> ClientContext:
     """Return what a method sees on this client in this round; its memory is a part of the client's."""
-    round, training = request.round, spec.config.training
-    rate = spec.rates[max(round, 1) - 1]
     return ClientContext(
-        round=round,
+        round=request.round,
         rounds=spec.config.rounds,
         client=client,
         capability=request.capability,
         problem=spec.problem,
         graph=spec.graph,
-        training=training if rate == training.lr else replace(training, lr=rate),
+        training=spec.config.training_in(request.round),
         costs=spec.costs,
         masked=spec.masked,
         device=spec.config.device,
-        rngs=Rngs(Streams(spec.config.seed).client(round, client.id)),
+        rngs=Rngs(Streams(spec.config.seed).client(request.round, client.id)),
         memory=memory.setdefault("method", {}),
         purpose=purpose,
         levels=spec.config.capability_levels or CAPABILITY_LEVELS,

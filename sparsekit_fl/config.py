@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -175,9 +175,9 @@ class RunConfig(Checked):
         if self.min_replies is not None and self.min_replies > self.cohort:
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
 
-    def learning_rates(self) -> tuple[float, ...]:
-        """Return the learning rate of each round."""
-        return tuple(self.training.lr * self.lr_decay**place for place in range(self.rounds))
+    def training_in(self, round: int) -> TrainingConfig:
+        """Return how clients train in a round: with its learning rate. Round 0 is as round 1."""
+        return replace(self.training, lr=self.training.lr * self.lr_decay ** max(round - 1, 0))
 
     def needed_replies(self, cohort: int) -> int:
         """Return the number of valid updates that a round of `cohort` clients needs to count."""

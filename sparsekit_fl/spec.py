@@ -44,7 +44,6 @@ class RunSpec:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
-        rates: Learning rate of each round.
     """
 
     method: Method
@@ -55,7 +54,6 @@ class RunSpec:
     initial: StateDict
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
-    rates: tuple[float, ...] = ()
 
     @staticmethod
     def build(
@@ -97,7 +95,6 @@ class RunSpec:
             initial=initial if init is None else read_initial(init, initial),
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
-            rates=config.learning_rates(),
         )
 
     def shared_names(self) -> list[str]:
