@@ -108,36 +108,26 @@ class _Monitor(Callback):
             )
 
     def on_run_start(self, run: RunView) -> None:
-        """Look again at the last saved round: the run may have been killed before it was told.
-
-        Raises:
-            InvalidValueError: the run never has this number.
-        """
-        names = (*run.metrics, "loss")
-        self._name = self._metric or primary_metric(names)
-        if self._name not in names:
-            raise InvalidValueError(f"no metric {self._name!r} to monitor; {nearest(self._name, names)}")
+        self._name = self._metric or primary_metric((*run.metrics, "loss"))
         self._lower = lower_is_better(self._name, run.metrics.get(self._name))
-        if self._part == "global" and run.config.eval_global_every is None:
-            raise InvalidValueError(
-                f"{type(self).__name__} cannot monitor global.{self._name}, which is not scored before the end; set"
-                " eval_global_every (--set eval_global_every=N)"
-            )
-        if run.records:
+        if run.records:  # the run may have been killed before it was told
             self.on_round_end(run, run.records[-1])
 
     def _course(self, run: RunView) -> tuple[list[tuple[int, float]], int | None]:
         """Return round and value of each evaluation so far, and the place of the first best one, if one is finite.
 
         Raises:
-            InvalidValueError: no client has validation data.
+            InvalidValueError: the run never has this number.
         """
         scored = [(record.round, record.evaluation.part(self._part)) for record in run.records if record.evaluation]
-        if scored and self._part == "validation" and not any(values for _, values in scored):
-            raise InvalidValueError(
-                f"{type(self).__name__} monitors {self._part}.{self._name}, but no client has validation data"
-            )
         course = [(round, values[self._name]) for round, values in scored if self._name in values]
+        later = self._part == "global" and run.config.eval_global_every is not None
+        if scored and not course and not later:
+            raise InvalidValueError(
+                f"{type(self).__name__} cannot monitor {self._part}.{self._name}, which is not scored; validation needs clients"
+                " with validation data, global needs eval_global_every (--set eval_global_every=N), and every metric a name of"
+                f" {sorted({*run.metrics, 'loss'})}"
+            )
         sign = -1 if self._lower else 1
         finite = [place for place, (_, value) in enumerate(course) if math.isfinite(value)]
         return course, max(finite, key=lambda place: sign * course[place][1], default=None)
@@ -153,7 +143,7 @@ class EarlyStopping(_Monitor):
         target: End the run as soon as the number is as good as this; None for no target.
 
     Raises:
-        InvalidValueError: a value that is not allowed; at the start of a run, a number that the run never has.
+        InvalidValueError: a value that is not allowed; at the first evaluation, a number that the run never has.
     """
 
     def __init__(self, monitor: str = "", *, patience: int = 5, target: float | None = None) -> None:
@@ -182,7 +172,8 @@ class BestCheckpoint(_Monitor):
         monitor: As for `EarlyStopping`. `global.accuracy` needs `eval_global_every`, which scores the global model in the run.
 
     Raises:
-        InvalidValueError: a value that is not allowed; at the start of a run, no folder, or a number that the run never has.
+        InvalidValueError: a value that is not allowed; at the start of a run, no folder; at the first evaluation, a number that
+            the run never has.
     """
 
     def on_run_start(self, run: RunView) -> None:
@@ -202,34 +193,26 @@ class BestCheckpoint(_Monitor):
 
 
 class TensorBoard(Callback):
-    """Write the numbers of every round as event files, and numbers alone: no options. A resumed run continues the same curves.
+    """Write the numbers of every round into the folder `tensorboard` of the run. A resumed run continues the same curves.
 
     Tags are `train/loss`, `personal/accuracy`, `validation/…`, `global/…`, `cost/flops`, `round/dropped`, …; the step is the
     round.
 
-    Args:
-        folder: Folder of the event files; None takes `tensorboard` in the run's folder.
-
     Raises:
         MissingDependencyError: tensorboard is not installed.
-        InvalidValueError: at the start of a run: neither this nor the run has a folder.
+        InvalidValueError: at the start of a run: it has no folder.
     """
 
-    def __init__(self, folder: Path | str | None = None) -> None:
+    def __init__(self) -> None:
         # Before the run, so that a missing package is not an error after hours.
         need("tensorboard", "TensorBoard", extra="log")
-        self._folder = None if folder is None else Path(folder)
-        self._writer: Any = None
 
     def on_run_start(self, run: RunView) -> None:
-        folder = self._folder or (None if run.out is None else run.out / "tensorboard")
-        if folder is None:
-            raise InvalidValueError(
-                "TensorBoard needs a folder; give the run one (out=, --out DIR), or pass TensorBoard('DIR')"
-            )
+        if run.out is None:
+            raise InvalidValueError("TensorBoard needs the folder of the run; give it one (out=, --out DIR)")
         writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         # What a killed run wrote of rounds that are run again is dropped.
-        self._writer = writer(str(folder), purge_step=run.round + 1 if run.round else None)
+        self._writer = writer(str(run.out / "tensorboard"), purge_step=run.round + 1 if run.round else None)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         for name, value in record.numbers().items():
