@@ -17,7 +17,7 @@ from sparsekit_fl.engines import Processes, device_of, devices, exact_arithmetic
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing import TinyNet, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_config
 
 
 class TestThreeWorkers(EngineContract):
@@ -63,24 +63,6 @@ class Looks(Method):
 def test_what_the_servers_mask_drops_arrives_as_zero_also_where_nothing_travels(workers):
     _, updates = watched(Looks(), rounds=1, engine=Processes(workers))
     assert [update.metrics["dropped"] for update in updates] == [0.0] * 4
-
-
-class OnlyHere:
-    """Makes a model in the process that it was made in, and nowhere else."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-
-    def __call__(self) -> TinyNet:
-        if os.getpid() != self.process:
-            raise FileNotFoundError("weights.pt is not on this machine")
-        return TinyNet()
-
-
-def test_the_error_of_a_worker_whose_model_cannot_be_made_comes_out_as_it_is() -> None:
-    problem = replace(tiny_problem(), model=OnlyHere())
-    with pytest.raises(FileNotFoundError, match=r"weights.pt is not on this machine"):
-        tiny_run(problem=problem, engine=Processes(2))
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu"])
