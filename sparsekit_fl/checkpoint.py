@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor  # drawing a report writes files too, and needs no torch
 
 _CHECKPOINT, _RECORDS = "checkpoint.pt", "rounds.jsonl"
-_MEMORY_FILE = re.compile(r"\d+-\d+\.pt")
 _FOLDERS_OPEN = os.name != "nt"  # Windows cannot fsync directories
 _HASH_BYTES = 32
 
@@ -146,13 +144,9 @@ class Memories:
             return {}
         path = self.path(client_id, round)
         try:
-            saved = loads(path.read_bytes())
-            if saved["client"] != [client_id, round]:
-                raise DataError(f"it belongs to client {saved['client'][0]} in round {saved['client'][1]}")
-            memory: dict[str, Any] = saved["memory"]
+            return dict(loads(path.read_bytes()))
         except (OSError, DataError) as error:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
-        return memory
 
     def write(self, client_id: int, round: int, memory: dict[str, Any]) -> None:
         """Write a memory; `sync` makes its name durable.
@@ -160,8 +154,7 @@ class Memories:
         Raises:
             InvalidValueError: it holds something that cannot be saved.
         """
-        payload = dumps({"client": [client_id, round], "memory": memory})
-        write_atomically(self.path(client_id, round), payload, durable=self.durable, sync=False)
+        write_atomically(self.path(client_id, round), dumps(memory), durable=self.durable, sync=False)
 
     def sync(self) -> None:
         """Wait until the names of the files are on the disk; before a checkpoint names them."""
@@ -176,9 +169,8 @@ class Memories:
     def keep(self, versions: Mapping[int, int]) -> None:
         """Remove every version but these, such as those of a round that a crash cut off; other files stay."""
         kept = {self.path(client_id, round).name for client_id, round in versions.items()}
-        for path in self.folder.iterdir():
-            name = path.name.removeprefix(".").partition(".pt.")[0] + ".pt" if path.name.endswith(".tmp") else path.name
-            if _MEMORY_FILE.fullmatch(name) and path.name not in kept:
+        for path in self.folder.glob("[0-9]*-[0-9]*.pt"):
+            if path.name not in kept:
                 path.unlink()
 
 
@@ -282,8 +274,9 @@ class RunFolder:
             ResumeError: an option, the model or the data changed, or a file is damaged.
         """
         self._run = {"sparsekit": __version__, **described}
-        for left_over in (*self.path.glob(".*.tmp"), *(self.path / "models").glob(".*.tmp")):
-            left_over.unlink()
+        for folder in (self.path, self.path / "clients", self.path / "models"):
+            for left_over in folder.glob(".*.tmp"):
+                left_over.unlink()
         state, records = self._read(described) if self._checkpoint.exists() else (fresh, [])
         self._versions = state.versions
         if state is fresh:
