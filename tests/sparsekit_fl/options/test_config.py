@@ -36,7 +36,8 @@ def test_plain_values_are_read_back():
 
 
 def test_the_learning_rate_decays_from_round_to_round():
-    assert RunConfig(rounds=3, lr_decay=0.5, training=TrainingConfig(lr=0.8)).learning_rates() == (0.8, 0.4, 0.2)
+    decaying = RunConfig(rounds=3, lr_decay=0.5, training=TrainingConfig(lr=0.8))
+    assert [decaying.training_in(round).lr for round in (1, 2, 3)] == [0.8, 0.4, 0.2]
 
 
 @pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, AppOptions])
