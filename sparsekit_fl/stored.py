@@ -93,25 +93,14 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
             found.append("–")
         elif unit == "number":
             found.append(f"{mean:.4g}" + ("" if spread is None else f" ± {spread:.2g}"))
-        elif unit == "seconds" and mean >= 120:
-            # Next to minutes, 84.3 s would have to be converted.
-            found.append(_minutes(mean) + ("" if spread is None else f" ± {_minutes(spread)}"))
         else:
             digits = 1 if unit == "share" else max(0, 2 - math.floor(math.log10(abs(mean) / size))) if mean else 0
             found.append(f"{mean / size:,.{digits}f}" + ("" if spread is None else f" ± {spread / size:,.{digits}f}") + ending)
     return found
 
 
-def _minutes(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
 def number_text(unit: str, value: float | None) -> str:
-    """Write one number: `0.530T` for FLOPs, `4 min 05 s`, `98.8%` for a share, and a dash for None."""
+    """Write one number: `0.530T` for FLOPs, `245 s`, `98.8%` for a share, and a dash for None."""
     return texts(unit, [value])[0]
 
 
