@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit_fl.checkpoint import write_atomically
-from sparsekit_fl.comparison import Comparison, comparisons_of, read_results
+from sparsekit_fl.comparison import Comparison
 from sparsekit_fl.errors import need
-from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
+from sparsekit_fl.paper.published import published_beside, published_source
 from sparsekit_fl.results import primary_metric
 from sparsekit_fl.stored import flat, scale
 
@@ -26,16 +26,6 @@ _AXES = (
     ("flops", "FLOPs of all clients so far", "flops"),
     ("simulated_seconds", "simulated time so far", "seconds"),
 )
-
-
-def read_comparisons(*folders: Path | str) -> list[Comparison]:
-    """Read everything in folders of comparisons or runs: a comparison for each protocol, with methods in published order.
-
-    Raises:
-        DataError: nothing there, or a file that is not what it should be.
-    """
-    results = read_results(*folders)
-    return comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
 
 
 def write_report(comparisons: Sequence[Comparison], out: Path | str) -> Path:

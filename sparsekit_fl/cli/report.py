@@ -28,12 +28,14 @@ def _report(
     Runs of different data, models or settings have sections of their own. Where runs have the protocol of the FedLPS paper, its
     published numbers are next to them.
     """
-    from sparsekit_fl.paper.published import published_beside
-    from sparsekit_fl.report import published_table, read_comparisons, write_report
+    from sparsekit_fl.comparison import comparisons_of, read_results
+    from sparsekit_fl.paper.published import in_published_order, published_beside
+    from sparsekit_fl.report import published_table, write_report
 
     if out is None and len(folders) > 1:
         raise InvalidValueError("a report of several folders needs a folder of its own; pass --out FOLDER")
-    comparisons = read_comparisons(*folders)
+    results = read_results(*folders)
+    comparisons = comparisons_of(results, order=in_published_order(dict.fromkeys(one["method"] for one in results)))
     path = write_report(comparisons, out or folders[0])
     if as_json:
         print_json([comparison.to_dict() for comparison in comparisons])
