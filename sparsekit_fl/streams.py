@@ -5,8 +5,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sparsekit.errors import InvalidValueError
-
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
 _MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION = range(7)
 
@@ -20,10 +18,6 @@ class Streams:
     """
 
     seed: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidValueError(f"seed must be an integer >= 0, got {self.seed!r}")
 
     def _generator(self, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key))
