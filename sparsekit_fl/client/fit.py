@@ -25,10 +25,6 @@ from sparsekit_fl.problem.problem import Problem
 _EVALUATION_BATCH = 256
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @dataclass(frozen=True)
 class Batch:
     """One batch: the model's positional inputs, the targets, and the number of examples."""
@@ -64,7 +60,7 @@ class Examples:
         self._name, self._split = name, split
         self._data, self._device = data, device
         self._rng = np.random.default_rng(0) if rng is None else rng
-        self._arrange = arranged if problem.channels_last else _as_it_is
+        self._arrange = arranged if problem.channels_last else lambda tensor: tensor
         self._lazy = not isinstance(data, TensorData)
         if not self._lazy:
             whole = data.materialise(device)
