@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_scope
 from sparsekit_fl.client.messages import Scores
-from sparsekit_fl.client.packing import foreach_add_, foreach_mul, foreach_norm, is_finite
+from sparsekit_fl.client.packing import is_finite
 from sparsekit_fl.config import Amp, TrainingConfig, optimizer_class
 from sparsekit_fl.problem.data import TensorData, arranged, read
 from sparsekit_fl.problem.metrics import loss_weight
@@ -176,13 +176,13 @@ class LocalStep:
         # All out of place, since autograd may hand out expanded or shared tensors.
         if self._clip is None:
             return gradients
-        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
-        return list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
 
     def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Change the leaves that have a gradient."""
         if self.optimizer is None:
-            foreach_add_(parameters, gradients, alpha=-self._lr)
+            torch._foreach_add_(parameters, gradients, alpha=-self._lr)
             return
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -32,16 +32,6 @@ from sparsekit.graph import (
 )
 from sparsekit_fl.config import Upload
 
-# One kernel for a whole list; torch's optimizers use them too.
-foreach_add = torch._foreach_add
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
-foreach_mul = torch._foreach_mul
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
-foreach_sub = torch._foreach_sub
-
 
 def clone(state: StateDict) -> dict[str, Tensor]:
     """Return a copy that shares no memory with `state` and carries no graph."""

@@ -5,7 +5,6 @@ On a device Flower starts a process for each message, so nothing lives there fro
 
 import json
 import logging
-import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -159,8 +158,6 @@ def _node(context: Context, run: str) -> Node:
             "this SuperNode was given no clients, or no place for their memories; start it with --node-config"
             ' \'clients="0-3" state-dir="FOLDER"\''
         )
-    if run and not re.fullmatch("[0-9a-f]{16}", run):
-        raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
     if own.get("data-dir"):
         options = options.replaced(data_dir=Path(str(own["data-dir"])))
     memories = Memories(Path(home) / run / "clients", durable=True)

@@ -31,11 +31,11 @@ _TYPE = "sparsekit.raw"  # of the array in a message
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
 
-_Some, _Any = Annotated[int, Field(ge=1, lt=2**40)], Annotated[int, Field(ge=0, lt=2**40)]
-# Id, examples to train, validate and test with, capability.
-_ROWS = TypeAdapter(
-    Annotated[list[tuple[_Any, _Some, _Any, _Some, float, float, float, float]], Field(min_length=1, max_length=10**6)]
-)
+_Number = Annotated[int, Field(ge=0, lt=2**40)]
+_Positive = Annotated[int, Field(ge=1, lt=2**40)]
+_Row = tuple[_Number, _Positive, _Number, _Positive, float, float, float, float]
+"""Id, examples to train, validate and test with, capability."""
+_ROWS: TypeAdapter[list[_Row]] = TypeAdapter(Annotated[list[_Row], Field(min_length=1, max_length=10**6)])
 
 
 class GridEngine:

@@ -18,9 +18,6 @@ from sparsekit_fl.client.messages import Scores, WorkCost
 from sparsekit_fl.client.packing import (
     Kept,
     Mask,
-    foreach_add,
-    foreach_lerp_,
-    foreach_sub,
     mask_state,
     recall_mask,
     remember_mask,
@@ -182,9 +179,9 @@ def pull_towards(
             origin.update(zip(leaves.values(), narrow.gather(anchor, leaves), strict=True))
         pulled, targets = list(gradients), [origin[leaf] for leaf in gradients]
         if training is not None and training.is_plain:
-            foreach_lerp_(pulled, targets, training.lr * strength)
+            torch._foreach_lerp_(pulled, targets, training.lr * strength)
             return gradients
-        sums = foreach_add(list(gradients.values()), foreach_sub(pulled, targets), alpha=strength)
+        sums = torch._foreach_add(list(gradients.values()), torch._foreach_sub(pulled, targets), alpha=strength)
         return dict(zip(pulled, sums, strict=True))
 
     return adjust

@@ -12,7 +12,7 @@ from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import WorkCost, require_metrics
-from sparsekit_fl.client.packing import foreach_add_, mask_state, recall_mask, remember_mask
+from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
@@ -192,7 +192,7 @@ def _measured(client: ClientContext, task: Task) -> Result:
         def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
             found = [leaf for leaf in gradients if leaf in wanted]
             if found:
-                foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
+                torch._foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
             return gradients
 
         return [adjust]

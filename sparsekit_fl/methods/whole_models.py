@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
@@ -15,7 +16,6 @@ from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Batch, Batches, LocalStep, TrainingLog, make_step
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.client.packing import foreach_copy_
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, load_leaves, train_leaves
 from sparsekit_fl.options import Count, Hint, NonNegative
@@ -92,7 +92,7 @@ class PerFedAvg(Method):
             loss = loss_of(outputs, batch.targets)
 
             def back(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-                foreach_copy_(parameters, before)
+                torch._foreach_copy_(parameters, before)
                 return gradients
 
             update(loss, [back])
