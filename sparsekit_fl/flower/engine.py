@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import accumulate, pairwise
 from typing import Annotated, Any
 
@@ -48,7 +48,7 @@ class GridEngine:
         grid: Flower's grid.
         nodes: Number of nodes to wait for.
         wait_seconds: How long to wait for nodes at the start. A node that needs longer, or two minutes, to say which clients it
-            has is not used until it is started again.
+            has is not used in this run until it is resumed.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         simulated: Number of processes of Flower's simulation; 0: the nodes are devices. Each node of a simulation has all
             clients and writes their memories into the folder of the run, and a process that fails ends the run. Devices say
@@ -66,14 +66,12 @@ class GridEngine:
     ) -> None:
         self._grid, self._nodes, self._wait_seconds, self._simulated = grid, nodes, wait_seconds, simulated
         self._ttl = timeout_seconds or _TTL_SECONDS
-        self._identity = ""
-        self._clients: dict[int, dict[int, Client]] = {}  # node → its clients; none if its answer could not be used
-        self._notes: list[str] = []
+        self._node_of: dict[int, int] = {}  # client id → the device that has it
 
     @property
     def workers(self) -> int:
         """Number of clients that train at once."""
-        return self._simulated or max(1, sum(map(bool, self._clients.values())))
+        return self._simulated or max(1, len(set(self._node_of.values())))
 
     @property
     def keeps_models(self) -> bool:
@@ -93,11 +91,20 @@ class GridEngine:
             WorkerDiedError: too few nodes came, or none of them has a client; says why.
         """
         self._await_nodes()
-        self._identity = identity_of(spec)
-        self._find_clients()
-        found = {id: client for own in self._clients.values() for id, client in own.items()}
+        nodes, identity, seconds = sorted(self._grid.get_node_ids()), identity_of(spec), max(_QUERY_SECONDS, self._wait_seconds)
+        answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in nodes], seconds))
+        found, refused = dict[int, Client](), list[str]()
+        for node in nodes:  # which of two nodes has a client does not depend on the network
+            try:
+                own = read_clients(answers[node], identity)
+            except SparsekitError as error:
+                refused.append(f"SuperNode {node} is not used: {error}")
+                _log.warning(refused[-1])
+            else:
+                found |= own
+                self._node_of |= dict.fromkeys(own, node)
         if not found:
-            raise WorkerDiedError("; ".join(["no SuperNode can be used", *self._notes]))
+            raise WorkerDiedError("; ".join(["no SuperNode can be used", *refused]))
         return dict(sorted(found.items()))
 
     def _await_nodes(self) -> None:
@@ -124,19 +131,11 @@ class GridEngine:
 
     def _run(self, spec: RunSpec, memories: Memories, run: str, requests: Sequence[Request]) -> Iterator[Reply]:
         """Send the requests; yield the replies in their order."""
-        nodes = sorted(self._grid.get_node_ids())
-        if self._simulated:
-            node_of = {request.client_id: nodes[place % len(nodes)] for place, request in enumerate(requests)}
-        else:
-            self._find_clients(note_new=True)
-            node_of = {id: node for node, own in self._clients.items() for id in own}
-        replies: dict[int, Reply] = {}
         asked: dict[int, list[Request]] = {}
-        for request in requests:
-            if request.client_id in node_of:
-                asked.setdefault(node_of[request.client_id], []).append(request)
-            else:
-                replies[request.client_id] = _failed(request, f"no SuperNode has client {request.client_id} now")
+        nodes = sorted(self._grid.get_node_ids())
+        for place, request in enumerate(requests):
+            node = nodes[place % len(nodes)] if self._simulated else self._node_of[request.client_id]
+            asked.setdefault(node, []).append(request)
         train = requests[0].task == "train"
         # Requests to be scored all have the whole state; one copy of it is enough for a node.
         shared, kind = (b"", "train") if train else (pack(dict(requests[0].state), {"kind": "state"}), "evaluate")
@@ -144,15 +143,12 @@ class GridEngine:
         for node, own in asked.items():
             parts = [encode_request(request, spec.graph, with_state=train) for request in own]
             messages.append(Message(content(shared, *parts, run=run), node, kind, ttl=self._ttl))
-        answers = self._exchange(messages, self._ttl)
+        answers, replies = self._exchange(messages, self._ttl), dict[int, Reply]()
         for request in requests:
             while request.client_id not in replies:
                 node, answer = next(answers)
                 replies |= {reply.client_id: reply for reply in self._read(answer, asked[node], spec, memories)}
-            reply = replies.pop(request.client_id)
-            note = "; ".join([*self._notes, *filter(None, [reply.note])])
-            self._notes.clear()
-            yield replace(reply, note=note)
+            yield replies.pop(request.client_id)
 
     def _read(self, answer: Message | str, requests: Sequence[Request], spec: RunSpec, memories: Memories) -> list[Reply]:
         """Return the replies in an answer to some requests; whatever is wrong with it drops its clients, and no other."""
@@ -193,31 +189,6 @@ class GridEngine:
                     yield node, late if reply.has_error() and reply.error.code in _EXPIRED else reply
             time.sleep(_POLL_SECONDS if waiting else 0.0)
         yield from ((node, late) for node in waiting.values())
-
-    def _find_clients(self, *, note_new: bool = False) -> None:
-        """Forget devices that are gone, and ask new ones for theirs; `note_new`: note which came."""
-        here = set(self._grid.get_node_ids())
-        for node in self._clients.keys() - here:
-            if lost := self._clients.pop(node):
-                self._note(f"SuperNode {node} is gone, with {len(lost)} clients")
-        new = sorted(here - self._clients.keys())
-        seconds = max(_QUERY_SECONDS, self._wait_seconds)
-        answers = dict(self._exchange([Message(content(), node, "query", ttl=seconds) for node in new], seconds))
-        for node in new:  # which of two nodes has a client does not depend on the network
-            try:
-                own, text = read_clients(answers[node], self._identity), ""
-            except SparsekitError as error:
-                own, text = {}, f"SuperNode {node} is not used: {error}"
-            for other in self._clients.values():  # a client that another one has is its own now, as after a restart
-                for id in own:
-                    other.pop(id, None)
-            self._clients[node] = own
-            if text or note_new:
-                self._note(text or f"SuperNode {node} came, with {len(own)} clients")
-
-    def _note(self, text: str) -> None:
-        _log.warning(text)
-        self._notes.append(text)
 
 
 def _failed(request: Request, reason: str) -> Reply:

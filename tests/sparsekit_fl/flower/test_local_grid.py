@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
-from local_grid import Fault, InProcess, gone, over_the_wire, planted, task_of
+from local_grid import Fault, InProcess, StillClock, gone, over_the_wire, planted, task_of
 from personal import tiny_run
 
 import sparsekit_fl as fl
@@ -72,18 +72,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "an error of a megabyte": (_answered(encode_reply(fl.Reply(client_id=0, error="x" * 10**6))), "xxxx"),
     "a million payloads": (_answered(*[b""] * 10**6), "1000000 replies to 1 requests"),
 }
-
-
-class StillClock:
-    """Stands for the module `time`: only waiting takes time, so that no slow machine misses a deadline."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @functools.cache
