@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,58 +15,28 @@ from rich.markup import escape
 
 from sparsekit.cli import command_app
 from sparsekit.errors import DISTRIBUTION, InvalidValueError
-from sparsekit_fl.cli.options import MOMENTARY, RunOptions, path_of, text_of, toml_of
-from sparsekit_fl.options import Checked, Count, NonNegative, read_keywords, read_settings
+from sparsekit_fl.cli.options import MOMENTARY, RunOptions, path_of, text_of
+from sparsekit_fl.options import read_settings
 
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning in their folder.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AppOptions(Checked):
-    """The run configuration of the Flower app.
+DEFAULTS: dict[str, Any] = {
+    "run": "fedlps", "resume": False, "nodes": 2, "wait-seconds": 300.0, "timeout-seconds": 0.0, "error-file": ""
+}  # fmt: skip
+"""The run configuration of the app; its pyproject.toml says what each option means."""
 
-    Args:
-        run: A method, and options of the run by path as `sparsekit run METHOD --set` takes them, such as
-            "fedprox rounds=3 training.momentum=0.5 mu=0.1 out=/data/run".
-        resume: Whether to continue the run in `out`.
-        nodes: Number of SuperNodes to wait for.
-        wait_seconds: How long to wait for them.
-        timeout_seconds: Give up replies that take longer; zero waits.
-        error_file: File to which an error that ends the run is written; empty: none.
+
+def parsed(run_config: Mapping[str, Any]) -> tuple[str, RunOptions]:
+    """Return the method, as the user wrote it, and the options of the run in a run configuration; undoes `run_text`.
+
+    Raises:
+        SparsekitError: an option that is not allowed.
     """
-
-    run: str = "fedlps"
-    resume: bool = False
-    nodes: Count = 2
-    wait_seconds: NonNegative = 300.0
-    timeout_seconds: NonNegative = 0.0
-    error_file: str = ""
-
-    @staticmethod
-    def of(run_config: Mapping[str, Any]) -> AppOptions:
-        """Return the options in Flower's run configuration.
-
-        Raises:
-            UnknownNameError: no such option.
-            InvalidValueError: a value that is not allowed.
-        """
-        given = {name.replace("-", "_"): value for name, value in run_config.items()}
-        return AppOptions(**read_keywords(AppOptions, given, name="the run configuration"))
-
-    def to_run_config(self) -> dict[str, Any]:
-        """Return the options as Flower's run configuration; undoes `of`."""
-        return {name.replace("_", "-"): value for name, value in asdict(self).items()}
-
-    def parsed(self) -> tuple[str, RunOptions]:
-        """Return the method, as the user wrote it, and the options of the run; undoes `run_text`.
-
-        Raises:
-            SparsekitError: an option that is not allowed.
-        """
-        method, *settings = shlex.split(self.run) or [""]
-        return method, RunOptions.read(read_settings(settings), resume=self.resume)
+    method, *settings = shlex.split(run_config["run"]) or [""]
+    return method, RunOptions.read(read_settings(settings), resume=run_config["resume"])
 
 
 def run_text(method: str, given: Mapping[str, Any]) -> str:
@@ -89,12 +59,12 @@ def client_ids(text: str) -> list[int]:
     return ids
 
 
-def write_app(folder: Path, options: AppOptions | None = None, *, port: int = 8000) -> list[Path]:
+def write_app(folder: Path, config: Mapping[str, Any] | None = None, *, port: int = 8000) -> list[Path]:
     """Write the app into a folder, which is made if absent, and return its files; Flower is needed only where it runs.
 
     Args:
         folder: The folder.
-        options: Its run configuration.
+        config: Options of its run configuration, in place of those in `DEFAULTS`.
         port: The SuperLink's, on this machine.
 
     Raises:
@@ -109,8 +79,9 @@ def write_app(folder: Path, options: AppOptions | None = None, *, port: int = 80
         "@HERE@": here.as_posix(),
         "@PORT@": str(port),
         "@DISTRIBUTION@": DISTRIBUTION,
-        "@CONFIG@": toml_of((options or AppOptions()).to_run_config()),
     }
+    # Of these kinds, JSON and TOML have the same.
+    words |= {f"@{name}@": json.dumps(value) for name, value in {**DEFAULTS, **(config or {})}.items()}
     template = files("sparsekit_fl").joinpath("flower/template")
     written = []
     for name in _FILES:

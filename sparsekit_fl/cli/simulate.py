@@ -18,7 +18,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
-from sparsekit_fl.cli.flower_app import AppOptions, run_text, write_app
+from sparsekit_fl.cli.flower_app import run_text, write_app
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def _app_for(
     given = options.given | {"workers": workers, "out": out}
     if gpus:
         given["device"] = "cuda"  # Ray shows each process the GPUs that it may use, under numbers of their own
-    app = AppOptions(run=run_text(method, given), resume=options.resume, nodes=nodes, error_file=str(failed))
-    write_app(base / "app", app, port=port)
+    config = {"run": run_text(method, given), "resume": options.resume, "nodes": nodes, "error-file": str(failed)}
+    write_app(base / "app", config, port=port)
     env = {**QUIET, **os.environ, "FLWR_HOME": str(base / "app" / "flwr-home")}
     # What this process can import, others can too.
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in sys.path))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -20,7 +21,7 @@ from sparsekit.graph import StateDict
 from sparsekit.surgery import save_compact
 from sparsekit_fl.checkpoint import Memories, write_atomically
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.flower_app import AppOptions, client_ids
+from sparsekit_fl.cli.flower_app import client_ids, parsed
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import Reply, Request, decode_request, encode_reply
 from sparsekit_fl.client.packing import unpack
@@ -147,7 +148,7 @@ def _load(method: str, options: RunOptions, ids: tuple[int, ...] | None, device:
 
 def _node(context: Context, run: str) -> Node:
     """Return the node of a message: in the simulation one with all clients, on a device one with its own."""
-    own, (method, options) = context.node_config, AppOptions.of(context.run_config).parsed()
+    own, (method, options) = context.node_config, parsed(context.run_config)
     device = str(own.get("device", options.device or "cpu"))
     if options.engine == "flower":
         return Node(*_load(method, options, None, device), Memories(Path(run), durable=True))
@@ -169,9 +170,9 @@ def serve(grid: Grid, context: Context) -> None:
     # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
     from sparsekit_fl.callbacks import LiveProgress
 
-    app = AppOptions.of(context.run_config)
+    said: dict[str, Any] = context.run_config
     try:
-        name, options = app.parsed()
+        name, options = parsed(said)
         simulated = options.engine == "flower"
         method, experiment = (
             make_method(name, settings=options.settings()),
@@ -179,9 +180,9 @@ def serve(grid: Grid, context: Context) -> None:
         )
         engine = GridEngine(
             grid,
-            nodes=app.nodes,
-            wait_seconds=app.wait_seconds,
-            timeout_seconds=app.timeout_seconds or None,
+            nodes=said["nodes"],
+            wait_seconds=said["wait-seconds"],
+            timeout_seconds=said["timeout-seconds"] or None,
             simulated=(options.workers or 1) if simulated else 0,
         )
         if not simulated:
@@ -190,9 +191,9 @@ def serve(grid: Grid, context: Context) -> None:
         callbacks = [LiveProgress(), *options.callbacks()]
         result = replace(experiment, engine=engine).run(method, options, callbacks, resume=options.resume)
     except Exception as error:
-        if app.error_file:
+        if said["error-file"]:
             told = {"kind": type(error).__name__, "text": str(error)}
-            write_atomically(Path(app.error_file), json.dumps(told).encode(), durable=False)
+            write_atomically(Path(said["error-file"]), json.dumps(told).encode(), durable=False)
         raise
     _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
 

@@ -22,7 +22,7 @@ from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.cli import simulate
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.flower_app import AppOptions, run_text, write_app
+from sparsekit_fl.cli.flower_app import DEFAULTS, parsed, run_text, write_app
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.client.messages import decode_reply, encode_request
 from sparsekit_fl.flower import app
@@ -37,13 +37,10 @@ from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 def test_options_survive_flowers_run_configuration() -> None:
     given = {"rounds": 3, "lr": 0.5, "out": Path("my run"), "clip": None, "set": ("mu=0.5", "partition.alpha=0.3")}
-    options = AppOptions(run=run_text("fedprox", given), resume=True, nodes=3)
-    assert AppOptions.of(options.to_run_config()) == options
-    assert options.parsed() == ("fedprox", RunOptions(**given, resume=True))
-    assert AppOptions().parsed() == ("fedlps", RunOptions())
-    for wrong in ({"rounds": 3}, {"run": "fedavg training.no_such=1"}):
-        with pytest.raises(UnknownNameError):
-            AppOptions.of({**options.to_run_config(), **wrong}).parsed()
+    assert parsed({"run": run_text("fedprox", given), "resume": True}) == ("fedprox", RunOptions(**given, resume=True))
+    assert parsed(DEFAULTS) == ("fedlps", RunOptions(resume=False))
+    with pytest.raises(UnknownNameError):
+        parsed({**DEFAULTS, "run": "fedavg training.no_such=1"})
 
 
 def test_a_node_gets_only_the_clients_it_was_given_with_their_capabilities_and_the_server_no_data() -> None:
@@ -84,7 +81,7 @@ def test_the_app_folder_is_complete_never_written_over_and_what_runs_leave_in_it
     write_app(folder)
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     assert project["project"]["name"] == "my-app"
-    assert AppOptions.of(project["tool"]["flwr"]["app"]["config"]) == AppOptions()
+    assert project["tool"]["flwr"]["app"]["config"] == DEFAULTS
     with pytest.raises(InvalidValueError, match="nothing was written"):
         write_app(folder)
     fresh = build_fab_from_disk(folder)
@@ -101,7 +98,7 @@ RUN = "0123456789abcdef"
 
 
 def _node(run: str = RUN, *, options: str = "fedlps", **node_config: Any) -> Node:
-    config = AppOptions(run=options).to_run_config()
+    config = {**DEFAULTS, "run": options}
     return app._node(SimpleNamespace(run_config=config, node_config={"state-dir": "state", **node_config}), run)  # type: ignore[arg-type]
 
 
@@ -125,18 +122,17 @@ def test_a_node_has_the_device_and_the_clients_that_it_names_or_the_one_that_flo
 TINY = "dataset=sparsekit_fl.testing:tiny_data training.local_epochs=1 training.batch_size=8 seed=3 rounds=2"
 
 
-def _serve(options: AppOptions, nodes: list[dict[str, str]]) -> None:
+def _serve(config: dict[str, Any], nodes: list[dict[str, str]]) -> None:
     """Run an app on some nodes."""
-    config = options.to_run_config()
     grid = LocalGrid(app.client, nodes=len(nodes), run_config=config, node_configs=nodes)
     serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
 
 
 @pytest.mark.same_bits
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(tmp_path: Path) -> None:
-    options = AppOptions(run=f"fedlps {TINY} cohort=4 mu=0.9 out={tmp_path / 'server'}")
-    _serve(options, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
-    experiment = Experiment.of(options.parsed()[1])
+    config = {**DEFAULTS, "run": f"fedlps {TINY} cohort=4 mu=0.9 out={tmp_path / 'server'}"}
+    _serve(config, [{"clients": ids, "state-dir": str(tmp_path / name)} for ids, name in (("0-3", "a"), ("4-7", "b"))])
+    experiment = Experiment.of(parsed(config)[1])
     here, plain = (
         run(make_method(text), experiment.problem, experiment.clients, experiment.config, out=tmp_path / name)
         for text, name in (("fedlps mu=0.9", "here"), ("fedlps", "plain"))
@@ -159,9 +155,9 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
 
 
 def test_the_error_that_ends_a_run_is_written_for_the_command_that_started_it(tmp_path: Path) -> None:
-    options = AppOptions(run=f"fedavg {TINY} engine=flower cohort=99", nodes=1, error_file=str(tmp_path / "error.json"))
+    more = {"nodes": 1, "error-file": str(tmp_path / "error.json")}
     with pytest.raises(InvalidValueError, match="cohort"):
-        _serve(options, [{}])
+        _serve({**DEFAULTS, "run": f"fedavg {TINY} engine=flower cohort=99", **more}, [{}])
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["kind"] == "InvalidValueError"
     assert "cohort" in told["text"]
@@ -181,4 +177,4 @@ def test_processes_of_the_simulation_get_the_gpus_that_were_named_under_numbers_
     assert "init-args" not in command[-1], "a cluster has its own resources"
     assert (env.get("CUDA_VISIBLE_DEVICES"), env["RAY_ADDRESS"]) == (visible, "HEAD:6379")
     written = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert AppOptions.of(written).parsed()[1].device == ("cuda" if visible else None)
+    assert parsed(written)[1].device == ("cuda" if visible else None)

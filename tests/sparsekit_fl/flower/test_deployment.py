@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from fault_planted import Planted, environment, until
 
 from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.flower_app import AppOptions, write_app
+from sparsekit_fl.cli.flower_app import DEFAULTS, parsed, write_app
 from sparsekit_fl.cli.simulate import await_port, free_port, programs
 from sparsekit_fl.results import load_result
 from sparsekit_fl.rounds import run
@@ -41,14 +41,14 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, events, out, log, port = tmp_path / "app", tmp_path / "events", tmp_path / "run", tmp_path / "log", free_port()
-    options = AppOptions(run=f"{RUN} out={out}", error_file=str(tmp_path / "error.json"))
-    write_app(app, options, port=port)
+    config, failed = {**DEFAULTS, "run": f"{RUN} out={out}"}, tmp_path / "error.json"
+    write_app(app, {**config, "error-file": str(failed)}, port=port)
     env = {**environment(events), "FLWR_HOME": str(app / "flwr-home"), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
     subprocess.run(["sh", "make_certificates.sh", "localhost", "2"], cwd=app, check=True)
     keys = app / "keys"
 
     def event(name: str) -> str:
-        until(lambda: (events / name).exists() or Path(options.error_file).exists(), name)
+        until(lambda: (events / name).exists() or failed.exists(), name)
         return (events / name).read_text()
 
     with contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
         node("mortal", "3-5", *private[1])
         until(lambda: log.read_text(errors="replace").count("SuperNode ID: ") > known, "it is known again")
         (events / "hold-0-3").unlink()
-        until(lambda: (out / "result.json").exists() or Path(options.error_file).exists(), "the result")
+        until(lambda: (out / "result.json").exists() or failed.exists(), "the result")
         assert "[code: 2001]" in log.read_text(errors="replace"), "the stranger is refused"
 
     result = load_result(out)
@@ -103,7 +103,7 @@ def test_a_supernode_that_was_killed_is_missed_and_comes_back_and_the_model_has_
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
     for client_id, round in ((3, 2), (4, 2), (5, 2), (3, 3), (4, 3), (5, 3)):
         (events / f"raise-{client_id}-{round}").touch()
-    _, given = options.parsed()
+    _, given = parsed(config)
     config = Experiment.of(given, ids=()).with_clients(given, tiny_clients(6)).config
     calm = run(Planted(), tiny_problem(), tiny_clients(6), config)
     assert result.final.state_sha256 == calm.final.state_sha256

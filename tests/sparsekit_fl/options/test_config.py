@@ -1,11 +1,11 @@
-"""Options of a run: checked, documented, and the same in Flower's run configuration."""
+"""Options of a run: checked and documented."""
 
 import doctest
 
 import pytest
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.flower_app import AppOptions
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.options import options_of
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS
@@ -40,10 +40,10 @@ def test_the_learning_rate_decays_from_round_to_round():
     assert [decaying.training_in(round).lr for round in (1, 2, 3)] == [0.8, 0.4, 0.2]
 
 
-@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, AppOptions])
+@pytest.mark.parametrize("kind", [RunConfig, TrainingConfig, RunOptions])
 def test_every_option_of_a_run_says_what_it_is_and_its_default(kind: type) -> None:
     assert [name for name, option in options_of(kind).items() if not option.about] == []
-    for name, option in options_of(kind).items() if kind is not AppOptions else ():
+    for name, option in options_of(kind).items() if kind is not RunOptions else ():
         if isinstance(option.default, bool | int | float | str):
             assert option.about.endswith(f"Default: {option.default:g}." if isinstance(option.default, float) else
                                          f"Default: {str(option.default).lower()}."), name  # fmt: skip
