@@ -7,7 +7,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,10 @@ class Node:
     clients: Mapping[int, Client]
     memories: Memories
     device: bool = False
-    _global: object = field(default=None, repr=False)
 
-    def answer(self, payload: bytes, shared: StateDict | None) -> bytes:
-        """Answer a request; on a device, whatever goes wrong is an answer too.
-
-        Args:
-            payload: The request.
-            shared: The shared state, if the request was sent without it.
-        """
+    def answer(self, request: Request) -> Reply:
+        """Answer a request; on a device, whatever goes wrong is an answer too."""
         try:
-            request = decode_request(payload, self.spec.graph, state=shared)
             client = self.clients[request.client_id]
             try:
                 reply = answer(self.spec, client, request, self.memories)
@@ -75,14 +68,12 @@ class Node:
                 reply = replace(reply, note=f"{error}; it started without memory")
             if self.device and reply.stored:
                 self._remove_older(request)
-            if self.device and request.with_model:
-                self._keep_global(request.state)
         except Exception as error:
             if not self.device:
                 raise
             text = f"its node failed: {type(error).__name__}: {error}"
-            reply = Reply(client_id=0, error=text, traceback=traceback.format_exc())
-        return encode_reply(reply)
+            return Reply(client_id=request.client_id, error=text, traceback=traceback.format_exc())
+        return reply
 
     def _remove_older(self, request: Request) -> None:
         """Keep two memories of a client: the newest, and the one that it began with.
@@ -95,14 +86,12 @@ class Node:
             if path.stem not in needed:
                 path.unlink()
 
-    def _keep_global(self, shared: StateDict) -> None:
-        """Keep the global model next to the personal ones, once for all clients of a message."""
-        if shared is not self._global:
-            path = model_path(self.memories.folder.parent, "global")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_compact(self.spec.model({**self.spec.initial, **shared}), path)
-            write_recipe(path.parent.parent, self.spec.problem.model, sorted(self.clients), personal=True)
-            self._global = shared
+    def keep_global(self, shared: StateDict) -> None:
+        """Keep the global model next to the personal ones."""
+        path = model_path(self.memories.folder.parent, "global")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_compact(self.spec.model({**self.spec.initial, **shared}), path)
+        write_recipe(path.parent.parent, self.spec.problem.model, sorted(self.clients), personal=True)
 
 
 def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
@@ -119,11 +108,14 @@ def make_app(node: Callable[[Context, str], Node]) -> ClientApp:
     @app.train()
     @app.evaluate()
     def run_clients(message: Message, context: Context) -> Message:
-        run, (state, *requests) = read(message)
+        run, (state, *payloads) = read(message)
         with one_thread():
             here = node(context, run)
             shared = unpack(state)[0] if state else None
-            replies = [here.answer(request, shared) for request in requests]
+            requests = [decode_request(payload, here.spec.graph, state=shared) for payload in payloads]
+            replies = [encode_reply(here.answer(request)) for request in requests]
+            if here.device and requests[0].with_model:
+                here.keep_global(requests[0].state)
         return Message(content(*replies), reply_to=message)
 
     @app.query()
