@@ -128,7 +128,7 @@ def _lines(kind: str) -> list[tuple[str, str]]:
 def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
     text = (DOCS / "contributing" / "faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", text, re.M)
-    assert len(rows) > 15
+    assert len(rows) > 10
     for file, name in rows:
         found = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(Path(file).name))
         assert any(f"def {name}(" in text for text in found), f"{file}::{name}"
