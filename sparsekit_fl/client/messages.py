@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -254,28 +253,24 @@ def decode_request(payload: bytes, graph: UnitGraph, *, state: StateDict | None 
     """Undo `encode_request`; what the mask drops is zero, or that of `state`.
 
     Args:
-        payload: What the server sent.
+        payload: What the server sent, which clients trust.
         graph: The units of the model.
         state: The dense shared state, if the request was sent without it.
-
-    Raises:
-        DataError: the bytes are not a request.
     """
     tensors, meta = unpack(payload)
-    with _refused("request"):
-        common = _common("assignment", tensors, meta, graph)
-        ratio, *capability = tensors["numbers"].tolist()
-        if state is None:
-            sparse = _section(tensors, "state")
-            zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
-            state = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
-        return Request(
-            **common,
-            **{name: meta["how"][name] for name in _HOW},
-            state=state,
-            ratio=None if math.isnan(ratio) else ratio,
-            capability=Capability(*capability),
-        )
+    common = _common("assignment", tensors, meta, graph)
+    ratio, *capability = tensors["numbers"].tolist()
+    if state is None:
+        sparse = _section(tensors, "state")
+        zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
+        state = Kept(graph, common["mask"]).scatter_all(sparse, zeros)
+    return Request(
+        **common,
+        **{name: meta["how"][name] for name in _HOW},
+        state=state,
+        ratio=None if math.isnan(ratio) else ratio,
+        capability=Capability(*capability),
+    )
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -298,7 +293,7 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
         DataError: it is not a reply to this request.
     """
     tensors, meta = unpack(payload)
-    with _refused("reply"):
+    try:
         said = meta["reply"]
         texts = {name: str(said.get(name) or "")[:MAX_TEXT] for name in ("error", "traceback", "note")}
         trained = not texts["error"] and request.task == "train"
@@ -309,17 +304,10 @@ def decode_reply(payload: bytes, request: Request, graph: UnitGraph) -> Reply:
             **texts,
             stored=said.get("stored") is True,
         )
-
-
-@contextmanager
-def _refused(kind: str) -> Iterator[None]:
-    """Raise DataError for whatever is wrong with a message."""
-    try:
-        yield
     except DataError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-        raise DataError(f"a malformed {kind}: {error!r}") from error
+        raise DataError(f"a malformed reply: {error!r}") from error
 
 
 def _common(kind: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], graph: UnitGraph) -> dict[str, Any]:
