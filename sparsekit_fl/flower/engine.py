@@ -224,8 +224,8 @@ def read(message: Message | str) -> tuple[str, list[bytes]]:
         about: Any = message.content["about"]
         array: Any = message.content["body"]["body"]
         data, ends = bytes(array.data), list(accumulate(about["sizes"], initial=0))
-        if array.stype != _TYPE or min(about["sizes"], default=0) < 0 or ends[-1] != len(data):
-            raise ValueError(f"{len(data)} bytes of type {array.stype!r}, where {ends[-1]} were announced")
+        if min(about["sizes"], default=0) < 0 or ends[-1] != len(data):
+            raise ValueError(f"{len(data)} bytes, where {ends[-1]} were announced")
         return str(about["run"]), [data[begin:end] for begin, end in pairwise(ends)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"not a message of this package: {error!r}") from error
