@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_SECONDS, _LOOK_SECONDS, _QUERY_SECONDS = 0.02, 0.5, 120.0
 _TYPE = "sparsekit.raw"  # of the array in a message
+_MOST_CLIENTS = 1_000_000  # of a device
 _TTL_SECONDS = 12 * 3600.0  # of messages without a timeout
 _EXPIRED = (3, 4)  # Flower's codes for a message, or a reply, that is no longer there
 
@@ -35,7 +36,7 @@ _Number = Annotated[int, Field(ge=0, lt=2**40)]
 _Positive = Annotated[int, Field(ge=1, lt=2**40)]
 _Row = tuple[_Number, _Positive, _Number, _Positive, float, float, float, float]
 """Id, examples to train, validate and test with, capability."""
-_ROWS: TypeAdapter[list[_Row]] = TypeAdapter(Annotated[list[_Row], Field(min_length=1, max_length=10**6)])
+_ROWS = TypeAdapter(list[_Row])
 
 
 class GridEngine:
@@ -272,8 +273,8 @@ def read_clients(answer: Message | str, identity: str) -> dict[int, Client]:
                 id: Client(id=id, data=ClientData(range(train), range(val), range(test)), capability=Capability(*can))
                 for id, train, val, test, *can in rows
             }
-            if len(clients) < len(rows):
-                raise ValueError("it names a client twice")
+            if not 0 < len(clients) == len(rows) <= _MOST_CLIENTS:
+                raise ValueError("it names a client twice, none or too many")
             return clients
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"it describes its clients badly: {error}") from error
