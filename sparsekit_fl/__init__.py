@@ -13,17 +13,11 @@ from typing import TYPE_CHECKING
 from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from sparsekit_fl import (
-        callbacks as callbacks,
-        engines as engines,
-        errors as errors,
-        methods as methods,
-    )
+    from sparsekit_fl import callbacks as callbacks, engines as engines, errors as errors, methods as methods
     from sparsekit_fl.callbacks import Callback as Callback, RunView as RunView
     from sparsekit_fl.client.context import ClientContext as ClientContext
     from sparsekit_fl.methods.server import ServerContext as ServerContext
-    from sparsekit_fl.problem.datasets import datasets as datasets
-    from sparsekit_fl.problem.datasets import DataSource as DataSource
+    from sparsekit_fl.problem.datasets import datasets as datasets, DataSource as DataSource
     from sparsekit_fl.engines import Engine as Engine, Processes as Processes
     from sparsekit_fl.paper.build import build_problem as build_problem
     from sparsekit_fl.methods.base import Method as Method
@@ -33,24 +27,16 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.client import Model as Model, Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
-    from sparsekit_fl.problem.partition import partitions as partitions
-    from sparsekit_fl.problem.partition import Partition as Partition
+    from sparsekit_fl.problem.partition import partitions as partitions, Partition as Partition
     from sparsekit_fl.problem import metrics as metrics
     from sparsekit_fl.problem.data import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
-    from sparsekit_fl.results import load_result as load_result
-    from sparsekit_fl.results import RoundRecord as RoundRecord
-    from sparsekit_fl.results import RunResult as RunResult
+    from sparsekit_fl.results import load_result as load_result, RoundRecord as RoundRecord, RunResult as RunResult
     from sparsekit_fl.models import load_model as load_model
     from sparsekit_fl.rounds import run as run
-    from sparsekit_fl.client.messages import (
-        Evaluation as Evaluation,
-        Reply as Reply,
-        Request as Request,
-        Update as Update,
-        WorkCost as WorkCost,
-    )
+    from sparsekit_fl.client.messages import Evaluation as Evaluation, Reply as Reply, Request as Request
+    from sparsekit_fl.client.messages import Update as Update, WorkCost as WorkCost
 
 _HOMES = {
     "sparsekit_fl": "callbacks engines errors methods",
