@@ -7,6 +7,9 @@ to 1/16. A run continues where it ended; its scores go to OUT/finetuning.jsonl.
 """
 
 import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,17 +21,81 @@ from efficientnet_lite_pytorch import EfficientNet
 from real_nets import DATA, efficientnet_lite0, images
 from torch import nn
 
+import sparsekit as sk
 import sparsekit_fl as fl
+from sparsekit.graph import UnitMask
+from sparsekit.training import ImportanceRegularizer
+from sparsekit_fl.client.packing import Kept
+
+_BATCHES = 16  # that importance starts from
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromOwnData(fl.methods.fedlps):
+    """FedLPS whose importance starts from a criterion on a client's own first batches.
+
+    Layers that read dropped units are also refitted, as for a network that was trained before. The refit stays with the client:
+    it is added to the model that it receives, and taken out of what it uploads, since it would harm the clients that keep other
+    units. The regulariser would pull importance to magnitudes, so `strength` is 0.
+
+    Args:
+        criterion: Computes the first importance, "fisher" or "activation".
+    """
+
+    criterion: str = "fisher"
+    strength: float = 0.0
+    ratios: str = "capability"
+
+    def train(self, client: fl.ClientContext, task: fl.Task) -> fl.Result:
+        """Train from the refitted model."""
+        if "refit" not in client.memory:
+            self._begin(client, task)
+        refit = client.memory["refit"]
+        state = {**task.state, **{name: task.state[name] + change.to(task.state[name]) for name, change in refit.items()}}
+        result = super().train(client, replace(task, state=state))
+        kept, sent = Kept(client.graph, result.mask if isinstance(result.mask, UnitMask) else None), dict(result.state)
+        trained = dict(client.masked.named_weights())
+        for name, change in refit.items():
+            own, received = kept.gather(name, change).to(sent[name]), kept.gather(name, task.state[name]).to(sent[name])
+            sent[name] = sent[name] - own if name in trained else received  # statistics go back as they came
+        return replace(result, state=sent)
+
+    def _begin(self, client: fl.ClientContext, task: fl.Task) -> None:
+        """Put importance from the client's first batches into its memory, and how the refit of its submodel changes weights."""
+        (batches,) = ([(*each.inputs, each.targets) for each in islice(epoch, _BATCHES)] for epoch in client.batches(epochs=1))
+        client.load(task.state, None)
+        pruned = sk.prune(
+            client.masked.compact(),
+            client.problem.example_inputs,
+            batches=batches,
+            loss=client.problem.loss,
+            criterion=self.criterion,
+            allocation=partial(sk.allocation.by_ratio, ratios=task.ratio),
+            graph=client.graph,
+            multiple_of=1,
+        )
+        # Three passes for gradients, and one to refit.
+        client.scored.append(4 * sum(len(batch[-1]) for batch in batches) * client.costs.forward_flops(None))
+        (found,) = pruned.scores.values()
+        scores = torch.cat([found.values[name].float() for name in client.graph.groups])
+        term, sizes = ImportanceRegularizer(target="standardised"), [group.size for group in client.graph.groups.values()]
+        client.memory["importance"] = term.targets(scores, sizes).cpu()
+        refitted = sk.expand(pruned.model.state_dict(), client.graph, pruned.mask, into=task.state)
+        changes = {name: refitted[name].cpu() - value.cpu() for name, value in task.state.items() if value.is_floating_point()}
+        client.memory["refit"] = {
+            name: change for name, change in changes.items() if name not in client.frozen and change.any()
+        }
+
 
 METHODS: dict[str, fl.Method] = {
-    "fedlps-fisher": fl.methods.fedlps(start="fisher", strength=0.0, ratios="capability"),
+    "fedlps-fisher": FromOwnData(criterion="fisher"),
     # Its scaler suits norms that train; a step of its clipped gradients would be a hundred times shorter than that of others.
     "heterofl": fl.methods.heterofl(scaler=False, clip=None),
     "fedlps": fl.methods.fedlps(ratios="capability"),
     "fedlps-random": fl.methods.fedlps_random(ratios="capability"),
     "fedavg": fl.methods.fedavg(),
     "local": fl.methods.local(),
-    "fedlps-activation": fl.methods.fedlps(start="activation", strength=0.0, ratios="capability"),
+    "fedlps-activation": FromOwnData(criterion="activation"),
     "fedrolex": fl.methods.fedrolex(),
     "fedlps-magnitude": fl.methods.fedlps_magnitude(ratios="capability"),
     "fedlps-ordered": fl.methods.fedlps_ordered(ratios="capability"),

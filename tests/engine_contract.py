@@ -46,7 +46,7 @@ class Failing(Method):
 class EngineContract:
     """What holds for every engine; the fixture `engine`, a fresh one, is to be supplied."""
 
-    @pytest.mark.parametrize("method", [Method(), Local(keep="best"), OwnModels()], ids=lambda method: method.name)
+    @pytest.mark.parametrize("method", [Method(), Local(), OwnModels()], ids=lambda method: method.name)
     def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:
         ours, default = tiny_run(method, engine=engine, out=tmp_path), tiny_run(method)
         assert ours.final.state_sha256 == default.final.state_sha256

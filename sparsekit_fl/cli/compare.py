@@ -186,7 +186,6 @@ compare = command_app(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low --out runs/low",
-        "sparsekit compare fedlps 'fedlps bandit=split-ucbv' --out runs/bandits",
         "sparsekit compare fedavg 'fedprox mu=0.1' 'fedprox mu=1'",
         "sparsekit compare fedlps fedper --preset mnist --set partition.lack_classes=4 --out runs/lack4",
         "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",

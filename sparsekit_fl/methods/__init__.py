@@ -14,12 +14,9 @@ from sparsekit.registry import Registry
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.common_masks import CS as cs, PruneFL as prunefl
 from sparsekit_fl.methods.depthfl import DepthFL as depthfl
-from sparsekit_fl.methods.fedlps import FLST as flst, PUCBVDyn as p_ucbv_dyn, PUCBVFix as p_ucbv_fix
-from sparsekit_fl.methods.fedlps import FedLPS as fedlps, FedLPSPaper as fedlps_paper, RCRDyn as rcr_dyn, RCRFix as rcr_fix
-from sparsekit_fl.methods.fedlps import FedLPSMagnitude as fedlps_magnitude, FedLPSOrdered as fedlps_ordered
-from sparsekit_fl.methods.fedlps import FedLPSRandom as fedlps_random
+from sparsekit_fl.methods.fedlps import FedLPS as fedlps, fedlps_magnitude, fedlps_ordered, fedlps_paper, fedlps_random
+from sparsekit_fl.methods.fedlps import flst, p_ucbv_dyn, p_ucbv_fix, rcr_dyn, rcr_fix
 from sparsekit_fl.methods.fedmp import FedMP as fedmp
-from sparsekit_fl.methods.local_classes import FedLPSLocalClasses as fedlps_local_classes
 from sparsekit_fl.methods.ordered_dropout import FedP3 as fedp3, FjORD as fjord
 from sparsekit_fl.methods.personal_masks import FedSpa as fedspa, Hermes as hermes, LotteryFL as lotteryfl
 from sparsekit_fl.methods.sampling import REFL as refl, Oort as oort

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
@@ -61,7 +61,6 @@ class Result:
         metrics: Further numbers to upload, by name.
         work: FLOPs, if they are not those of `log` under `mask`.
         ratio: The executed ratio, in (0, 1]; None: that of the task.
-        module: A module that holds `state`, ready to be scored; None if there is none.
     """
 
     state: StateDict
@@ -72,12 +71,11 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     work: WorkCost | None = None
     ratio: float | None = None
-    module: nn.Module | None = None
 
     @staticmethod
     def of(client: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> Result:
         """Return the state of the client's narrow model as a result; `others` are the other fields."""
-        return Result(state=client.masked.narrow_state(), mask=mask, log=log, module=client.masked.model, **others)
+        return Result(state=client.masked.narrow_state(), mask=mask, log=log, **others)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,6 +102,7 @@ def sgd(
     anchor: StateDict | None = None,
     batches: Batches | None = None,
     loss: Loss | None = None,
+    loaded: bool = False,
     **training: Any,
 ) -> Result:
     """Train the client's model by stochastic gradient descent, and return the result.
@@ -119,6 +118,7 @@ def sgd(
         anchor: A dense state; None: the state that training starts from.
         batches: The batches to train on; None: new ones, as the options of the run say.
         loss: Replaces the loss of the problem.
+        loaded: The client's narrow model already holds the state, under a mask that may change while it trains.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
 
     Source: McMahan et al., AISTATS 2017; the pull is that of FedProx (Li et al., MLSys 2020).
@@ -127,7 +127,7 @@ def sgd(
         client = replace(client, training=replace(client.training, **training))
     if loss is not None:
         client = replace(client, problem=replace(client.problem, loss=loss))
-    leaves = load_leaves(client, task.state, task.mask)
+    leaves = trained_leaves(client.masked) if loaded else load_leaves(client, task.state, task.mask)
     found = [] if adjusts is None else list(adjusts(leaves))
     if pull:
         start = mask_state(client.graph, task.mask, task.state) if isinstance(task.mask, WeightMask) else task.state
@@ -137,7 +137,7 @@ def sgd(
         kept = {leaf: task.mask[name].to(leaf) for name, leaf in leaves.items() if name in task.mask}
         found.append(lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()})
     log = train_leaves(client, leaves, client.batches() if batches is None else batches, found)
-    return Result.of(client, task.mask, log)
+    return Result.of(client, client.masked.unit_mask() if loaded else task.mask, log)
 
 
 def load_leaves(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
@@ -212,12 +212,11 @@ def local_step(masked: LearnableMask, loss_of: Loss, update: LocalStep, adjusts:
     return step
 
 
-Keep = Literal["last", "best", "loss"]
+Keep = Literal["last", "best"]
 """Which of its trained models a client keeps.
 
 "last": that of its last participation. "best": the one of highest accuracy on the client's own validation data; of equal ones,
-that of lowest loss on its validation and training data together, since a few validation examples tie often. "loss": the one of
-lowest loss on both, since with twenty validation examples an early model may win by chance.
+that of lowest loss on its validation and training data together, since a few validation examples tie often.
 """
 
 _SCORING = 0.05  # largest share of the work of a training that is spent on deciding whether to keep its model
@@ -241,19 +240,18 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
 
 
 def keep_model(client: ClientContext, result: Result, keep: Keep, ratio: float) -> None:
-    """Put a trained model into the client's memory, unless an earlier one was better.
+    """Put a model that was just trained, which the narrow model still holds, into the client's memory, unless one was better.
 
     Of the training data a sample counts, drawn once for each client: as many examples as, with everything else that is scored
     in the first participation, take a twentieth of the FLOPs of the training. `ratio` is the executed ratio.
     """
     memory = client.memory.setdefault("kept", {})
     if keep != "last":
-        module = result.module
-        assert module is not None, "a model that is kept by its scores has a module"
+        module = client.masked.model
         validation = client.score(module, "val")
         sample = _sample(client, memory, result.log)
         training = client.score(module, "train", positions=sample) if len(sample) else {}
-        quality = _quality(validation, training) if keep == "best" else [-_mean_loss(validation, training)]
+        quality = _quality(validation, training)
         if not quality >= memory.get("quality", [float("-inf")]):
             return  # also if the loss is NaN
         memory["quality"] = quality
@@ -295,18 +293,3 @@ def masked_model(client: ClientContext, state: StateDict, mask: Mask | None, rat
     elif mask is not None:
         state = mask_state(client.graph, mask, state)
     return Model(state=state, mask=mask, ratio=None if mask is None else ratio)
-
-
-def own_classes(client: ClientContext, *, tokens: bool = False) -> Tensor | None:
-    """Return the classes of the client's training examples, int64, ascending; None: targets are not classes.
-
-    Examples that are decoded when they are read are read once in a run, and not in every round. `tokens`: whether targets of
-    several positions count.
-    """
-    if "classes" not in client.memory:
-        examples = client.examples("train")
-        targets = next(examples.batches(None, [(0, len(examples))])).targets
-        classes = not targets.is_floating_point() and (tokens or targets.ndim == 1)
-        client.memory["classes"] = targets[targets >= 0].unique().cpu() if classes else None
-    found: Tensor | None = client.memory["classes"]
-    return found

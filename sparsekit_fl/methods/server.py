@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask, head_entries
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import Memory
 from sparsekit_fl.client.messages import Update
@@ -94,7 +94,7 @@ class ServerContext:
 Weights = Literal["examples", "uniform"]
 """How much a client counts: by its number of training examples, or equally."""
 
-Over = Literal["all", "holders", "changed"]
+Over = Literal["all", "holders"]
 """The clients that an entry's mean is over; see `mean`."""
 
 
@@ -108,9 +108,7 @@ def mean(
         updates: The valid updates of the round.
         weights: By the number of examples, or equal, or a number for each update.
         over: "all": all clients; an entry that a client did not train counts as unchanged there. "holders": the clients that
-            trained the entry; what nobody trained stays. "changed": the same, but a client holds only those rows of the output
-            layer that it changed. A client sends the rows of classes of which it has no example back unchanged; averaging these
-            in would slow down what the owners of the classes learn.
+            trained the entry; what nobody trained stays.
 
     Source: McMahan et al., AISTATS 2017; masked, over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's
         R2SP (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
@@ -134,8 +132,6 @@ def mean_change(
     if total == 0:
         return {}
     parts = [(update.delta, Kept(server.graph, update.mask)) for update in updates]
-    if over == "changed":
-        parts = [_changed_rows(server.graph, *part) for part in parts]
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in server.state.items()}
     for (deltas, kept), weight in zip(parts, weights, strict=True):
         for name, delta in deltas.items():
@@ -158,16 +154,6 @@ def mean_change(
         elif whole:
             changes[name] = change / whole
     return changes
-
-
-def _changed_rows(graph: UnitGraph, deltas: StateDict, kept: Kept) -> tuple[StateDict, Kept]:
-    """Return changes without the rows of the output layer that did not change."""
-    if isinstance(kept.mask, WeightMask):
-        return deltas, kept  # its entries are in one row
-    names = head_entries(graph.layers)
-    head = {name: delta for name, delta in deltas.items() if name in names and delta.ndim}
-    rows = {name: (delta != 0).reshape(len(delta), -1).any(dim=1).nonzero().reshape(-1) for name, delta in head.items()}
-    return {**deltas, **{name: delta[rows[name]] for name, delta in head.items()}}, kept.only(rows)
 
 
 def moved(state: StateDict, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Batch, Batches, LocalStep, TrainingLog, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, StateDict, Task, UnitGraph, sgd
-from sparsekit_fl.methods.client import Keep, Leaves, keep_model, kept_model, load_leaves, train_leaves
+from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, train_leaves
 from sparsekit_fl.options import Count, Hint, NonNegative
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs
@@ -123,25 +123,12 @@ def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Method):
-    """Nothing is shared: a client continues from its own last state whenever it is sampled, on the schedule of the others.
-
-    Args:
-        keep: Which of its models a client deploys: the "last", or the "best" on its own validation data, or the one of lowest
-            "loss" on its validation and training data.
-    """
+    """Nothing is shared: a client continues from its own last state whenever it is sampled, on the schedule of the others."""
 
     source = "no federation"
 
-    keep: Keep = "last"
-
     def private(self, graph: UnitGraph) -> Collection[str]:
         return graph.shapes
-
-    def train(self, client: ClientContext, task: Task) -> Result:
-        result = sgd(client, task)
-        if self.keep != "last":
-            keep_model(client, result, self.keep, task.ratio)
-        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +153,7 @@ class Ditto(Method):
         start = self.deploy(client, task.state)
         own = sgd(client, Task(state=start.state), batches=batches, pull=self.lam, anchor=task.state)
         keep_model(client, own, "last", 1.0)
-        return replace(result, module=None, work=client.work(None, result.log) + client.work(None, own.log))
+        return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return the client's own model; before its first participation, that of round 0."""

@@ -22,10 +22,8 @@ ABLATIONS = {"flst", "p-ucbv-dyn", "p-ucbv-fix", "rcr-dyn", "rcr-fix", "fedlps-m
 RUNS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in sorted(registry)),
     # Options of methods that take another path.
-    ("fedlps bandit=split-ucbv", {}),
     ("fedspa anneal=0.0 ratio=0.3", {}),
     ("hermes threshold=0.0 target=0.3", {}),
-    ("heterofl masked_loss=true", {}),
     ("prunefl every=2", {}),
     ("refl target=0.3 cool_down=1", {}),
     # Options of runs.

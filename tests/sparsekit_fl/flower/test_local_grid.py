@@ -117,7 +117,7 @@ def test_a_reply_counts_if_it_is_there_before_the_deadline_and_one_after_it_does
     assert [client_id for client_id, _ in result.rounds[0].dropped] == [victim] * late
 
 
-KEEPS = Local(keep="best")
+KEEPS = Local()
 
 
 def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:

@@ -26,8 +26,8 @@ def test_names_are_those_of_the_registry_and_a_name_makes_its_method_again():
         method = registry[name]()
         assert method.name == name
         assert make_method(method.name) == method
-    method = make_method("heterofl clip=none masked_loss=true")
-    assert method.name == "heterofl clip=None masked_loss=True"
+    method = make_method("heterofl clip=none scaler=false")
+    assert method.name == "heterofl scaler=False clip=None"
     assert make_method(method.name) == method
     assert make_method("fedprox", settings={"mu": 0.01}).name == "fedprox"
 
@@ -81,7 +81,7 @@ def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is
 
 def test_text_is_read_by_the_annotation():
     assert make_method("fedprox", settings={"mu": "0.5"}).mu == 0.5
-    assert make_method("fedlps", settings={"keep": "loss"}).keep == "loss"
+    assert make_method("fedlps", settings={"keep": "last"}).keep == "last"
     assert make_method("heterofl", settings={"clip": "none"}).clip is None
     assert [make_method("fedlps", settings={"ratios": text}).ratios for text in ("capability", "0.5")] == ["capability", 0.5]
     assert make_method("heterofl", settings={"scaler": "false"}).scaler is False

@@ -119,7 +119,7 @@ def _extreme(update, turn):
 # PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
 # Ablations of FedLPS are made of its parts.
 ABLATIONS = {name for name, kind in registry.items() if fl.methods.fedlps in kind.__mro__[1:]}
-OTHERS = sorted(set(registry) - {"prunefl"} - ABLATIONS | {"fedlps-paper", "fedlps-local-classes"})
+OTHERS = sorted(set(registry) - {"prunefl"} - ABLATIONS | {"fedlps-paper"})
 
 
 @pytest.mark.parametrize("name", OTHERS)

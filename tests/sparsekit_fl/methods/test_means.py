@@ -6,7 +6,7 @@ import torch
 from personal import server_context
 
 import sparsekit_fl as fl
-from sparsekit.graph import Layer, UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
+from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import Method
 from sparsekit_fl.methods.server import mean_change
@@ -97,21 +97,6 @@ def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, e
     result = combine(ALL, [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)])
     assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
-
-
-def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it() -> None:
-    graph = UnitGraph({}, {"b": torch.Size([3]), "w": torch.Size([8])}, layers=(Layer("last", ("b",), ("b",)),))
-    state = {"b": torch.zeros(3), "w": torch.zeros(8)}
-    first, second = (
-        {"b": torch.tensor([2.0, 0.0, 0.0]), "w": torch.ones(8)},
-        {"b": torch.tensor([4.0, 6.0, 0.0]), "w": torch.zeros(8)},
-    )
-    ctx = server_context(graph=graph, state=state)
-    sent = [fl.Update(round=1, client_id=k, examples=10 + 20 * k, delta=delta) for k, delta in enumerate((first, second))]
-    found = mean_change(ctx, sent, over="changed")
-    # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
-    assert found["b"].tolist() == [3.5, 6.0, 0.0]
-    assert found["w"].tolist() == [0.25] * 8
 
 
 @pytest.mark.parametrize("clients", [3, 5, 8, 40])

@@ -1,6 +1,5 @@
-"""Personal models, and submodels of several widths: scaler, masked loss and votes, statistics; on a few numbers."""
+"""Personal models, and submodels of several widths: scaler, clipping, statistics; on a few numbers."""
 
-import dataclasses
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from own_models import OwnModels
 from personal import client_context, equals, tiny_run, watched
 from torch import nn
 
@@ -35,6 +34,7 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
         }
         ctx: Any = SimpleNamespace(
             memory=memory,
+            masked=SimpleNamespace(model=None),
             round=number,
             frozen=frozenset(),
             scored=[],
@@ -43,7 +43,7 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             rngs={"personal": np.random.default_rng(number)},
         )
         state = {"number": torch.tensor(number)}
-        keep_model(ctx, fl.Result(state=state, mask=None, log=TrainingLog(examples=450), module=nn.Identity()), select, 1.0)
+        keep_model(ctx, fl.Result(state=state, mask=None, log=TrainingLog(examples=450)), select, 1.0)
     return int(memory["kept"]["state"]["number"])
 
 
@@ -52,20 +52,17 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
     [
         ("accuracy", "last", 2),
         ("accuracy", "best", 0),
-        ("accuracy", "loss", 1),
         # Without accuracy, best is the least validation loss.
         ("log_loss", "best", 0),
-        ("log_loss", "loss", 1),
     ],
 )
-def test_the_last_the_best_or_the_one_of_least_loss_stays(metric, select, number) -> None:
+def test_the_last_or_the_best_stays(metric, select, number) -> None:
     assert kept(select, metric=metric) == number
     diverged = (0.0, math.nan, math.nan)
     assert select == "last" or kept(select, [*PARTICIPATIONS, diverged], metric=metric) == number
 
 
-@pytest.mark.parametrize("select", ["best", "loss"])
-def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(select, monkeypatch) -> None:
+def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_same(monkeypatch) -> None:
     asked: dict[int, list[Any]] = {}
     score = fl.ClientContext.score
 
@@ -75,7 +72,7 @@ def test_the_training_examples_that_decide_are_few_drawn_once_and_then_stay_the_
         return score(ctx, module, split, **options)
 
     monkeypatch.setattr(fl.ClientContext, "score", heard)
-    watched(f"local keep={select}", clients=equals(40))
+    watched(OwnModels(keep="best"), clients=equals(40))
     assert any(len(samples) > 1 for samples in asked.values())
     for samples in asked.values():
         assert all(sample == samples[0] for sample in samples)
@@ -141,26 +138,6 @@ def test_efd_trains_a_submodel_without_the_scaler() -> None:
     ours, _ = trained(efd(clip=None), [0, 0])
     plain, _ = trained(PLAIN, [0, 0])
     assert all(torch.equal(ours.state[name], plain.state[name]) for name in plain.state)
-
-
-def test_classes_without_examples_are_not_unlearned() -> None:
-    result, _ = trained(heterofl(clip=None, scaler=False, masked_loss=True), [0, 2])
-    assert torch.equal(result.state["last.weight"][1], torch.ones(1))
-    assert not torch.equal(result.state["last.weight"][0], torch.ones(1))
-    plain, _ = trained(PLAIN, [0, 2])
-    assert not torch.equal(plain.state["last.weight"][1], torch.ones(1))
-
-
-def test_targets_that_are_no_classes_are_left_alone() -> None:
-    split = fl.TensorData((torch.randn(8, 6),), torch.randn(8, 3))
-    clients = [fl.Client(id=k, data=fl.ClientData(split, split, split)) for k in range(2)]
-
-    def error(outputs, targets):
-        return (outputs - targets).square().sum(), torch.tensor(len(targets))
-
-    problem = dataclasses.replace(tiny_problem(), loss=F.mse_loss, metrics={"error": error})
-    result = tiny_run("heterofl masked_loss=true", problem=problem, clients=clients, rounds=2, cohort=2)
-    assert np.isfinite(result.final.personal["error"])
 
 
 class Normed(nn.Module):

@@ -1,12 +1,9 @@
-"""FedLPS with any bandit; FedMP's E-UCB, its ratios and their reward."""
+"""FedMP: its bandit E-UCB, its ratios and their reward."""
 
 import math
 import sys
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,35 +11,10 @@ from hypothesis import strategies as st
 from personal import STATE, server_context
 
 import sparsekit_fl as fl
-from sparsekit.bandit import registry
-from sparsekit_fl.methods.fedlps import FedLPS, utility
 from sparsekit_fl.methods.fedmp import EUCB, FedMP
 from sparsekit_fl.methods.server import ClientInfo
 
 fedmp = sys.modules[FedMP.__module__]
-
-
-def told(name: str) -> list[tuple[float, float]]:
-    """Value and reward of the pulls of a client that gained 0.5 in accuracy in 2 simulated seconds, then lost 0.1."""
-    method, memory = FedLPS(bandit=name), {}
-    info = SimpleNamespace(capability=SimpleNamespace(ratio=1.0))
-    for round, accuracy in ((1, 0.6), (2, 0.5)):
-        rngs = {"ratio": np.random.default_rng(round)}
-        ctx: Any = SimpleNamespace(
-            round=round, rounds=10, cohort_size=1, roster={7: info}, memory=memory, rngs=rngs, state={}, graph=None
-        )
-        ratio = method.assign(ctx, 7).ratio
-        update: Any = SimpleNamespace(
-            client_id=7, ratio=ratio, metrics={"accuracy": accuracy, "initial_accuracy": 0.1}, cost=SimpleNamespace(seconds=2.0)
-        )
-        method._observe(ctx, update)
-    return [(pull.value, reward) for pull, reward in method._bandit(ctx, memory["7"], seed=0).told]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", sorted(registry))
-def test_every_bandit_learns_the_utility_gained_per_second(name: str) -> None:
-    rewards = [reward for _, reward in told(name)]
-    assert rewards == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0, (utility(0.5) - utility(0.6)) / 2.0])
 
 
 def context(round: int, memory: dict, *, capability: float = 1.0) -> fl.ServerContext:
