@@ -163,7 +163,6 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         model = method.deploy(ctx, full)
         _load(ctx, model)
         calibrated = method.recalibrates and calibrate(ctx, module)
-        deploying = sum(ctx.deploying)
         test, validation = ctx.score(module, "test"), ctx.score(module, "val")
         private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and not private
@@ -183,7 +182,6 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         validation=validation,
         shared=shared,
         ratio=model.ratio,
-        flops_deploying=deploying,
     )
     return Reply(client_id=client.id, evaluation=evaluation)
 

@@ -93,13 +93,11 @@ class ClientScores(RoundScores):
         client_id: The client. Called `id` in files.
         examples: Test examples.
         ratio: Ratio of its personal model; None where that is not sparse.
-        flops_deploying: FLOPs of making its personal model out of what the server sent; 0 where nothing runs.
     """
 
     client_id: Annotated[int, Field(alias="id")]
     examples: int
     ratio: float | None = None
-    flops_deploying: int = 0
 
     @staticmethod
     def read(one: Evaluation) -> ClientScores:
@@ -111,7 +109,6 @@ class ClientScores(RoundScores):
             validation=_values(one.validation),
             shared=None if one.shared is None else _values(one.shared),
             ratio=one.ratio,
-            flops_deploying=one.flops_deploying,
         )
 
 

@@ -133,7 +133,7 @@ def run(
                 config=spec.config,
                 rounds=tuple(records),
                 final=FinalScores.of(final, per_client=tuple(final), state_sha256=digest(state.model)),
-                cost=replace(view.cost, flops_deploying=sum(one.flops_deploying for one in final)),
+                cost=view.cost,
                 environment=environment,
                 experiment=described["experiment"],
                 state=state.model,

@@ -48,7 +48,6 @@ class ClientContext:
         initial_state: Gives the global state of round 0.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         scored: FLOPs of each call of `score` in this round.
-        deploying: FLOPs of what makes the model that is deployed, such as a step of adaptation.
         levels: Ratios from which the run draws capabilities.
         purpose: That of `rng`, from which batches are drawn: "local" while training, "personal" while deploying.
     """
@@ -68,7 +67,6 @@ class ClientContext:
     initial_state: Callable[[], StateDict]
     frozen: frozenset[str] = frozenset()
     scored: list[int] = field(default_factory=list, repr=False)
-    deploying: list[int] = field(default_factory=list, repr=False)
     levels: tuple[float, ...] = CAPABILITY_LEVELS
     purpose: Purpose = "local"
     _read: dict[str, Examples] = field(default_factory=dict, repr=False)

@@ -50,9 +50,6 @@ class WorkCost:
         wall_seconds: Measured here.
         flops_scoring: The part of `flops` that is not training: forward passes by which a method decides while it
             trains, such as which model a client keeps, or whether it prunes.
-        flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
-            batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
-            waits for it.
         scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. In no message: they follow
             from `flops_scoring` and the capability in the request.
 
@@ -66,7 +63,6 @@ class WorkCost:
     seconds: float = 0.0
     wall_seconds: float = 0.0
     flops_scoring: int = 0
-    flops_deploying: int = 0
     scoring_seconds: float = 0.0
 
     def __add__(self, other: WorkCost) -> WorkCost:
@@ -161,7 +157,6 @@ class Evaluation(Checked):
         validation: Scores of the personal model on the validation data; empty where there are none.
         shared: Scores of the global model on the test data; None where not asked for.
         ratio: Ratio of the personal model; None where it is not sparse.
-        flops_deploying: FLOPs of making the personal model out of what the server sent; 0 where nothing runs.
     """
 
     client_id: NonNegativeCount
@@ -170,7 +165,6 @@ class Evaluation(Checked):
     validation: Scores = field(default_factory=dict)
     shared: Scores | None = None
     ratio: Ratio | None = None
-    flops_deploying: NonNegativeCount = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

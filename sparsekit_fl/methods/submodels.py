@@ -66,8 +66,6 @@ def calibrate(client: ClientContext, module: nn.Module) -> bool:
             yield from ((*batch.inputs, batch.targets) for batch in epoch)
 
     found = bool(recalibrate_batchnorm(module, inputs()))
-    if found:
-        client.deploying.append(count * client.costs.forward_flops(client.masked.unit_mask()))
     module.eval()
     return found
 

@@ -111,7 +111,6 @@ class PerFedAvg(Method):
         batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
         batch = next(next(iter(batches)))
         adapt(client.problem.loss(module(*batch.inputs), batch.targets))
-        client.deploying.append(client.work_on(batch.size).flops)
         return Model(state=client.masked.narrow_state())
 
 

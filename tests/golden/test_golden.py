@@ -17,7 +17,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.testing import StopAfter
 
 FILE = Path(__file__).with_name("methods.json")
-EXACT = ("flops", "flops_scoring", "flops_deploying", "flops_paper", "uplink_bytes", "downlink_bytes")
+EXACT = ("flops", "flops_scoring", "flops_paper", "uplink_bytes", "downlink_bytes")
 ABLATIONS = {"flst", "p-ucbv-dyn", "p-ucbv-fix", "rcr-dyn", "rcr-fix", "fedlps-magnitude", "fedlps-ordered", "fedlps-random"}
 RUNS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in sorted(registry)),

@@ -50,7 +50,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     validation = [one["validation"]["accuracy"] for one in result["final"]["per_client"]]
     assert result["final"]["validation"]["accuracy"] == pytest.approx(sum(validation) / 4)
     assert set(result["cost"]) == {
-        "flops", "flops_paper", "flops_training", "flops_scoring", "flops_deploying", "uplink_bytes", "downlink_bytes",
+        "flops", "flops_paper", "flops_training", "flops_scoring", "uplink_bytes", "downlink_bytes",
         "simulated_seconds", "simulated_seconds_training", "simulated_seconds_scoring", "wall_seconds",
     }  # fmt: skip
 

@@ -12,9 +12,7 @@ from sparsekit.measure.cost import cost_model
 from sparsekit_fl.client.context import client_seconds, part_flops, rowmask_flops
 from sparsekit_fl.results import cost_dict, cost_of
 from sparsekit_fl.rounds import round_cost
-from sparsekit_fl.testing import tiny_clients
 
-DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
 BEST = OwnModels(keep="best")
 
 
@@ -29,16 +27,6 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
     assert written["simulated_seconds"] == result.cost.simulated_seconds
     assert written["simulated_seconds_training"] == result.cost.seconds
     assert cost_of(written) == result.cost
-
-
-def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
-    result = tiny_run("per-fedavg", rounds=1)
-    steps = sum(min(256, len(client.data.train)) for client in tiny_clients())
-    assert result.cost.flops_deploying == steps * 3 * DENSE
-    assert result.rounds[-1].cost.flops_deploying == 0
-    assert result.cost.flops == result.rounds[-1].cost.flops
-    assert cost_dict(result.cost)["flops_deploying"] == result.cost.flops_deploying
-    assert cost_of(cost_dict(result.cost)) == result.cost
 
 
 def test_a_client_downloads_computes_and_uploads_one_after_the_other():
