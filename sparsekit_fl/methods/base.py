@@ -30,7 +30,7 @@ from sparsekit_fl.client.messages import Update, require_metrics
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
-from sparsekit_fl.methods.server import Over, ServerContext, Weights, mean
+from sparsekit_fl.methods.server import Over, ServerContext, Weights, drawn, mean
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
 
@@ -133,9 +133,7 @@ class Method(Checked):
         Returns:
             Distinct ids out of `server.roster`; updates are added up in this order.
         """
-        ids = list(server.roster)
-        places = server.rngs["sampling"].choice(len(ids), size=server.cohort_size, replace=False)
-        return sorted(int(ids[place]) for place in places)
+        return sorted(drawn(list(server.roster), server.cohort_size, server.rngs["sampling"]))
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
         """Return what one client of the cohort is to train; by default the whole model."""

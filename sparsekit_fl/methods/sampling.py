@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
-from sparsekit_fl.methods.server import ClientInfo, mean_change
-from sparsekit_fl.options import Hint, NonNegativeCount, Ratio, Share
+from sparsekit_fl.methods.server import ClientInfo, drawn, mean_change
+from sparsekit_fl.options import Hint, NonNegativeCount, Ratio
 
 # Oort
 _SQUARES = "mean_squared_loss"
-_DECAY, _LEAST = 0.98, 0.2  # factor of the exploring share per round, and its least value while there are untried clients
+# Share of the cohort that explores at first, its factor per round, and its least value while there are untried clients.
+_EXPLORATION, _DECAY, _LEAST = 0.9, 0.98, 0.2
 _PENALTY = 2.0  # exponent of the time penalty
 _CLIP = 0.95  # quantile at which utilities are clipped
 _CUT_OFF = 0.95  # of the paper; its code has 0.7, later versions 0.05
@@ -25,7 +26,7 @@ _WINDOW = 5.0  # untried clients are drawn from the best N times the wanted numb
 # (in the original 101, which is no penalty at all, and 10); rounds in a window of the pacer.
 _PERCENTILE, _PACE_STEP, _PACE_ROUNDS = 30.0, 5.0, 20
 # REFL
-_STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `always_available`
+_STAYS, _FORECAST = (0.5, 1.0), 0.9  # see `REFL`
 _ALPHA = 0.25  # weight of the past in the moving average of round lengths, in the paper
 _BETA = 0.35  # β of the paper
 
@@ -43,16 +44,11 @@ class Oort(Method):
     tried clients, plus sqrt(0.1 · ln(round) / L); if it takes longer than the preferred time T, times (T / time)². T is a
     percentile of the times of all clients; a pacer raises it when utility stops changing. Of those that score at least 0.95
     times the score at the edge of the part, the part is drawn in proportion to score. An untried client counts with n, and with
-    the time that its examples and speed let expect.
-
-    Args:
-        exploration: Share of the cohort that explores, at first; 0.9 in paper and code.
+    the time that its examples and speed let expect. Nine tenths of the cohort explore at first, as in paper and code.
     """
 
     source = "Lai et al., Oort: Efficient FL via Guided Participant Selection, OSDI 2021, arXiv 2010.06081"
     required = (_SQUARES,)
-
-    exploration: Share = 0.9
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
@@ -61,12 +57,12 @@ class Oort(Method):
         tried = memory.setdefault("tried", {})
         # An untried client takes a time in proportion to its examples over its speed.
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
-        expected = {id: _relative_time(info) * pace for id, info in roster.items()}
-        seconds = {id: float(tried[str(id)]["seconds"]) if str(id) in tried else time for id, time in expected.items()}
+        times = {id: _relative_time(info) * pace for id, info in roster.items()}
+        seconds = times | {int(key): item["seconds"] for key, item in tried.items()}
         preferred = _preferred(memory.get("percentile", _PERCENTILE), seconds)
         scores = _scores(server.round, tried, preferred)
         fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
-        share = max(_LEAST, memory.get("exploration", self.exploration) * _DECAY) if fresh else 0.0
+        share = max(_LEAST, memory.get("exploration", _EXPLORATION) * _DECAY) if fresh else 0.0
         best, count = _ranked(scores), min(int(size * (1.0 - share)), len(scores))
         edge = scores[best[min(count, len(best) - 1)]] * _CUT_OFF if best else 0.0
         exploited = _draw({id: scores[id] for id in best if scores[id] >= edge}, count, rng)
@@ -76,7 +72,7 @@ class Oort(Method):
         cohort = [*exploited, *explored]
         rest, missing = [id for id in roster if id not in cohort], size - len(cohort)
         if missing > 0:
-            cohort += [rest[int(place)] for place in rng.choice(len(rest), size=missing, replace=False)]
+            cohort += drawn(rest, missing, rng)
         return sorted(cohort)
 
     def train(self, client: ClientContext, task: Task) -> Result:
@@ -154,11 +150,9 @@ def _ranked(weights: Mapping[int, float]) -> list[int]:
 
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
     """Draw `count` distinct ids, in proportion to their weights."""
-    if count == 0:
-        return []
     ids = sorted(weights)
     chances = np.array([weights[id] for id in ids])
-    return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())]
+    return drawn(ids, count, rng, p=chances / chances.sum()) if count else []
 
 
 def _example(values: Any, place: int) -> Any:
@@ -187,13 +181,13 @@ class REFL(Method):
     Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
     the largest of the round's late updates. The reference code divides Λ by a further coefficient, which is 1 in its scripts.
 
+    The paper has traces of availability. Here a client stays there or away as in the round before with a probability of its
+    own, drawn once from 0.5 to 1. The forecast for the next round is right with probability 0.9, as in the paper.
+
     Args:
         target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
             moving average of the lengths themselves would only ever shrink, so it is not used.
         cool_down: Rounds before a client is asked again while others have rested; 5 in the reference code.
-        always_available: Everybody is always there. False stands in for the paper's traces by a two-state chain: a client stays
-            as it was in the round before with a probability of its own, drawn once from 0.5 to 1. The forecast for the next
-            round is right with probability 0.9, as in the paper.
     """
 
     source = "Abdelmoniem et al., REFL: Resource-Efficient Federated Learning, EuroSys 2023, arXiv 2111.01108"
@@ -201,15 +195,11 @@ class REFL(Method):
 
     target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
     cool_down: NonNegativeCount = 5
-    always_available: bool = False
 
     def sample(self, server: ServerContext) -> list[int]:
         """Sample the clients that are expected to be away in the next round first."""
         memory, ids = server.memory, sorted(server.roster)
-        here, staying = set(ids), set(ids)
-        if not self.always_available:
-            now, likely = self._presence(server, len(ids))
-            here, staying = set(compress(ids, now)), set(compress(ids, likely))
+        here, staying = (set(compress(ids, flags)) for flags in self._presence(server, len(ids)))
         late = memory.setdefault("late", [])
         busy = {item["client"] for item in late}
         last = memory.setdefault("last", {})
@@ -275,7 +265,7 @@ def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator)
         size = min(wanted - len(chosen), len(set(tier) - set(chosen)))
         if size > 0:
             rest = [id for id in tier if id not in chosen]
-            chosen += [rest[int(i)] for i in rng.choice(len(rest), size=size, replace=False)]
+            chosen += drawn(rest, size, rng)
     return chosen
 
 
@@ -285,9 +275,9 @@ def _packed(update: Update, arrives: float) -> dict[str, Any]:
 
 
 def _boosts(server: ServerContext, fresh: Sequence[Update], late: Sequence[Update]) -> list[float]:
-    """Return 1 − e^(−Λ / Λ_max) for each late update; 0 if there is no fresh one to compare with."""
-    if not late or not fresh:
-        return [0.0] * len(late)
+    """Return 1 − e^(−Λ / Λ_max) for each late update; a round has one fresh update at least."""
+    if not late:
+        return []
     found = mean_change(server, fresh, weights="uniform")
     floats = [name for name, tensor in server.state.items() if tensor.is_floating_point()]
     size = sum(float(found[name].square().sum()) for name in floats)

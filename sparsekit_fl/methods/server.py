@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,6 +89,11 @@ class ServerContext:
     state: StateDict
     costs: CostModel
     parameters: frozenset[str]
+
+
+def drawn(ids: Sequence[int], count: int, rng: np.random.Generator, p: np.ndarray[Any, Any] | None = None) -> list[int]:
+    """Draw `count` distinct ids, uniformly or with the probabilities `p`."""
+    return [ids[int(place)] for place in rng.choice(len(ids), size=count, replace=False, p=p)]
 
 
 Weights = Literal["examples", "uniform"]

@@ -12,7 +12,7 @@ from personal import client_context, deep_problem, server_context, tiny_run, tra
 
 import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.methods.sampling import REFL, Oort, _boosts, _packed
+from sparsekit_fl.methods.sampling import REFL, Oort, _packed
 from sparsekit_fl.methods.server import ClientInfo
 from sparsekit_fl.testing import tiny_clients, tiny_config
 
@@ -79,11 +79,10 @@ def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still(monkeypa
 def test_exploration_decays_to_its_least_value(monkeypatch) -> None:
     memory: dict = {}
     monkeypatch.setattr(sampling, "_DECAY", 0.5)
-    method = Oort(exploration=0.9)
     shares = []
     for round in range(1, 5):
         ctx = crowd(round, memory, clients=200)
-        method.aggregate(ctx, [answer(k) for k in method.sample(ctx)])
+        Oort().aggregate(ctx, [answer(k) for k in Oort().sample(ctx)])
         shares.append(memory["exploration"])
     assert shares == pytest.approx([0.45, 0.225, 0.2, 0.2])
 
@@ -102,13 +101,17 @@ GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
 
 
+@pytest.fixture
+def everybody(monkeypatch):
+    """All clients are there, and are expected to stay."""
+    monkeypatch.setattr(REFL, "_presence", lambda self, server, count: ([True] * count, [True] * count))
+
+
+@pytest.mark.usefixtures("everybody")
 def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
     # Devices on which computing, not sending, takes the time.
     clients = [dataclasses.replace(client, capability=fl.Capability(flops_per_second=1e6)) for client in tiny_clients()]
-    slow, fast = (
-        tiny_run(f"refl {asked} cool_down=0 always_available=true", clients=clients, rounds=8)
-        for asked in ("target=1.0", "target=0.5")
-    )
+    slow, fast = (tiny_run(f"refl {asked} cool_down=0", clients=clients, rounds=8) for asked in ("target=1.0", "target=0.5"))
     assert fast.cost.seconds < 0.8 * slow.cost.seconds
     assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
 
@@ -126,8 +129,9 @@ def ids(arrived):
     return tuple([item.client_id for item in part] for part in arrived)
 
 
+@pytest.mark.usefixtures("everybody")
 def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
-    method, memory = REFL(target=0.5, cool_down=0, always_available=True), {}
+    method, memory = REFL(target=0.5, cool_down=0), {}
     first = context(1, memory)
     method.sample(first)
     answers = [update(0, [1.0] * 3, seconds=1.0), update(1, [1.0] * 3, seconds=2.0),
@@ -147,8 +151,9 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
     assert memory["late"] == []
 
 
+@pytest.mark.usefixtures("everybody")
 def test_the_average_round_is_a_moving_one() -> None:
-    method, memory = REFL(target=1.0, cool_down=0, always_available=True), {}
+    method, memory = REFL(target=1.0, cool_down=0), {}
     for round, seconds in ((1, 4.0), (2, 8.0)):
         ctx = context(round, memory)
         method.sample(ctx)
@@ -166,12 +171,13 @@ def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
     assert not {8, 9} & set(method.sample(context(2, memory)))
 
 
+@pytest.mark.usefixtures("everybody")
 def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
-    method, memory = REFL(cool_down=2, always_available=True), {}
+    method, memory = REFL(cool_down=2), {}
     first, second = method.sample(context(1, memory)), method.sample(context(2, memory))
     assert not set(first) & set(second)
     assert len(method.sample(context(3, memory))) == 4
-    crowd = REFL(cool_down=5, always_available=True)
+    crowd = REFL(cool_down=5)
     memory = {}
     assert all(len(crowd.sample(context(round, memory))) == 4 for round in range(1, 6))
 
@@ -207,11 +213,3 @@ def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() ->
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
     assert combine(REFL(), late, FRESH) == pytest.approx(expected)
-
-
-def test_without_late_updates_it_is_the_mean() -> None:
-    assert combine(REFL(), [], FRESH) == [3.0, 2.0, 3.0]
-
-
-def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
-    assert _boosts(context(5, {}), [], [update(0, [1.0, 0.0, 0.0]), update(1, [4.0, 0.0, 0.0])]) == [0.0, 0.0]
