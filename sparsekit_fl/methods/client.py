@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -102,6 +102,7 @@ def sgd(
     anchor: StateDict | None = None,
     batches: Batches | None = None,
     loss: Loss | None = None,
+    only: Collection[str] | None = None,
     loaded: bool = False,
     **training: Any,
 ) -> Result:
@@ -118,6 +119,7 @@ def sgd(
         anchor: A dense state; None: the state that training starts from.
         batches: The batches to train on; None: new ones, as the options of the run say.
         loss: Replaces the loss of the problem.
+        only: State-dict keys of the entries that train; None: all. The others stay as they are.
         loaded: The client's narrow model already holds the state, under a mask that may change while it trains.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
 
@@ -128,6 +130,8 @@ def sgd(
     if loss is not None:
         client = replace(client, problem=replace(client.problem, loss=loss))
     leaves = trained_leaves(client.masked) if loaded else load_leaves(client, task.state, task.mask)
+    frozen = [leaf for name, leaf in leaves.items() if only is not None and name not in only]
+    leaves = leaves if only is None else {name: leaf for name, leaf in leaves.items() if name in only}
     found = [] if adjusts is None else list(adjusts(leaves))
     if pull:
         start = mask_state(client.graph, task.mask, task.state) if isinstance(task.mask, WeightMask) else task.state
@@ -136,7 +140,15 @@ def sgd(
     if isinstance(task.mask, WeightMask):
         kept = {leaf: task.mask[name].to(leaf) for name, leaf in leaves.items() if name in task.mask}
         found.append(lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()})
-    log = train_leaves(client, leaves, client.batches() if batches is None else batches, found)
+    batches = client.batches() if batches is None else batches
+    step = local_step(client.masked, client.problem.loss, make_step(client.training, leaves.values()), found)
+    for leaf in frozen:
+        leaf.requires_grad_(False)
+    try:
+        log = client.fit(client.masked.model, batches, step)
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(True)
     return Result.of(client, client.masked.unit_mask() if loaded else task.mask, log)
 
 
@@ -185,15 +197,6 @@ def pull_towards(
         return dict(zip(pulled, sums, strict=True))
 
     return adjust
-
-
-def train_leaves(client: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
-    """Train some leaves of the narrow model on batches; other leaves stay as they are.
-
-    `adjusts` change the gradients, one after the other, before clipping.
-    """
-    update = make_step(client.training, leaves.values())
-    return client.fit(client.masked.model, batches, local_step(client.masked, client.problem.loss, update, adjusts))
 
 
 def local_step(masked: LearnableMask, loss_of: Loss, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
