@@ -14,8 +14,8 @@ from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, StateDict, Task, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves, masked_model
-from sparsekit_fl.methods.masks import largest_weights
 from sparsekit_fl.methods.submodels import Submodels, prefix
+from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.methods.whole_models import check_head
 from sparsekit_fl.options import Count, Ratio
 

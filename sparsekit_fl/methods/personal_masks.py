@@ -20,8 +20,8 @@ from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.client import Leaves, masked_model
-from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, largest_weights, prunable_weights, weight_count
 from sparsekit_fl.methods.server import Over
+from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
 from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio, Share
 
 _STEP = 0.1  # share of what is left that one pruning removes, in the reference codes of LotteryFL and Hermes
@@ -136,8 +136,7 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
     note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        alive = mask if isinstance(mask, WeightMask) else None
-        return largest_weights(state, prunable_weights(client.graph), ratio, within=alive)
+        return largest_weights(state, prunable_weights(client.graph), ratio, within=mask)
 
     def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
         return sgd(client, replace(task, state=client.initial_state()) if pruned else task)
@@ -332,8 +331,6 @@ def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share:
     for name, active in mask.items():
         total = int(active.sum())
         count = min(total, math.ceil(share * total))
-        magnitudes = torch.where(active, weights[name].detach().abs().cpu(), -1.0)
-        stays = keep_largest_entries(magnitudes, total - count)
-        wanted = torch.where(stays, -1.0, gradients[name].detach().abs().cpu())
-        moved[name] = stays | keep_largest_entries(wanted, count)
+        stays = keep_largest(weights[name], total - count, active)
+        moved[name] = stays | keep_largest(gradients[name], count, ~stays)
     return WeightMask(moved)

@@ -1,5 +1,10 @@
-"""Methods with one mask of single weights for all clients: CS and PruneFL."""
+"""Masks of single weights: how they are chosen, and the methods with one mask for all clients, CS and PruneFL.
 
+A `WeightMask` saves entries on a wire or a disk. It does not save time: a network with scattered zeros executes what a whole
+one does. To save time, drop units.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -7,16 +12,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.graph import StateDict, UnitGraph, WeightMask
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import StateDict, UnitGraph, WeightMask, layer_weights
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, TrainingLog
 from sparsekit_fl.client.messages import WorkCost, require_metrics
 from sparsekit_fl.client.packing import mask_state, recall_mask, remember_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import ClientContext, Result, ServerContext, Task, Update, mean, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, mean, sgd
 from sparsekit_fl.methods.client import Leaves
-from sparsekit_fl.methods.masks import SparseWeights, keep_largest_entries, largest_weights, prunable_weights
 from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.options import Count, Hint, NonNegativeCount, Positive, Ratio
 from sparsekit_fl.problem.data import Capability
@@ -29,6 +34,63 @@ _SHARE = 0.3
 # Time of a round that does not depend on the mask, over the time of all prunable weights: 17.4 s of 31.1 s in the reference
 # code's configuration for VGG11.
 _OVERHEAD = 1.27
+
+
+def prunable_weights(graph: UnitGraph) -> tuple[str, ...]:
+    """Return the weights that may be pruned by entry: all matrices that train but the output layer's, no bias and no norm."""
+    return layer_weights(graph.layers, graph.shapes)
+
+
+def weight_count(ratio: float, size: int) -> int:
+    """Return max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
+    return 0 if ratio <= 0.0 or size == 0 else max(1, min(size, math.ceil(ratio * size - 1e-9)))
+
+
+def keep_largest(scores: Tensor, count: int, within: Tensor | None = None) -> Tensor:
+    """Return bool, shaped like `scores`: the `count` of largest absolute value, no NaN; ties go to the lower place, row by row.
+
+    `within`, bool, names what may be kept; if it has fewer than `count`, all of them stay.
+    """
+    flat = scores.detach().abs().reshape(-1)
+    if within is not None:
+        alive = within.reshape(-1).to(flat.device)
+        flat, count = torch.where(alive, flat, -1.0), min(count, int(alive.sum()))
+    if count <= 0 or count >= flat.numel():
+        return torch.full(scores.shape, count > 0)
+    # Selecting a threshold takes linear time, where a sort of millions of entries does not.
+    threshold = torch.kthvalue(flat, flat.numel() - count + 1).values
+    keep = flat > threshold
+    ties = (flat == threshold).nonzero().reshape(-1)[: count - int(keep.sum())]
+    keep[ties] = True
+    return keep.reshape(scores.shape).cpu()
+
+
+def largest_weights(
+    state: StateDict, names: Sequence[str], ratio: float, *, within: Mapping[str, Tensor] | None = None
+) -> WeightMask:
+    """Keep max(1, ⌈ratio · size⌉) weights of each layer, those of largest absolute value; ties go to the lower place.
+
+    With `within`, only what that mask keeps may stay, as in iterative pruning, so fewer stay if fewer are left.
+    """
+    counts = {name: weight_count(ratio, state[name].numel()) for name in names}
+    return WeightMask({name: keep_largest(state[name], count, (within or {}).get(name)) for name, count in counts.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseWeights(Method):
+    """A method that prunes single weights."""
+
+    masked = True
+    note = "Masks of single weights save bytes and not time; its FLOPs are those of the whole model."
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError if there is nothing to prune."""
+        super().check(problem, graph)
+        if not prunable_weights(graph):
+            raise InvalidValueError(
+                f"the model has no weight matrix besides its output layer that trains, so {type(self).__name__} has nothing to"
+                " prune; use a model with at least one hidden layer, or freeze fewer"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +192,8 @@ class PruneFL(SparseWeights):
         for _ in range(self.initial):
             part = _measured(client, Task(state=state, mask=mask))
             log, work, state = log + part.log, work + client.work(mask, part.log), part.state
-            seconds = weight_seconds(client.costs, client.graph.shapes, tuple(mask), part.log.examples)
-            before = mask
-            mask = search_weights(state, mask, part.extra, seconds, share=_SHARE, overhead=_OVERHEAD)
+            before, seconds = mask, weight_seconds(client.costs, mask, part.log.examples)
+            mask = search_weights(state, mask, part.extra, seconds, share=_SHARE)
             unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= _SETTLED else 0
             if unmoved == _SETTLED_TIMES:
                 break
@@ -163,9 +224,8 @@ class PruneFL(SparseWeights):
             mask = mask if isinstance(mask, WeightMask) else _whole(server.graph)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
             examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
-            seconds = weight_seconds(server.costs, server.graph.shapes, tuple(mask), examples)
             share = _SHARE * 0.5 ** (server.round / server.rounds)
-            mask = search_weights(state, mask, squares, seconds, share=share, overhead=_OVERHEAD)
+            mask = search_weights(state, mask, squares, weight_seconds(server.costs, mask, examples), share=share)
             remember_mask(server.memory, mask)
         return state
 
@@ -202,9 +262,7 @@ def _measured(client: ClientContext, task: Task) -> Result:
     return replace(result, extra=squares, metrics={_PROCESSED: float(result.log.examples)})
 
 
-def weight_seconds(
-    costs: CostModel, shapes: Mapping[str, torch.Size], names: Sequence[str], examples: float
-) -> dict[str, float]:
+def weight_seconds(costs: CostModel, mask: WeightMask, examples: float) -> dict[str, float]:
     """Return the seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
 
     `examples`: passes forward and backward in a round.
@@ -212,12 +270,19 @@ def weight_seconds(
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second
     return {
-        name: link + 3 * part_flops(costs, {name}) / shapes[name].numel() * examples / device.flops_per_second for name in names
+        name: link + 3 * part_flops(costs, {name}) / keep.numel() * examples / device.flops_per_second
+        for name, keep in mask.items()
     }
 
 
 def search_weights(
-    weights: StateDict, mask: WeightMask, squares: StateDict, seconds: Mapping[str, float], *, share: float, overhead: float
+    weights: StateDict,
+    mask: WeightMask,
+    squares: StateDict,
+    seconds: Mapping[str, float],
+    *,
+    share: float,
+    overhead: float = _OVERHEAD,
 ) -> WeightMask:
     """Return the mask of largest gradient² per second.
 
@@ -230,9 +295,8 @@ def search_weights(
     """
     stays: dict[str, Tensor] = {}
     for name, active in mask.items():
-        magnitudes = torch.where(active, weights[name].detach().abs().cpu(), -1.0)
         total = int(active.sum())
-        stays[name] = keep_largest_entries(magnitudes, max(min(1, total), total - int(share * total)))
+        stays[name] = keep_largest(weights[name], max(min(1, total), total - int(share * total)), active)
     gamma = sum(float(squares[name][keep].sum(dtype=torch.float64)) for name, keep in stays.items())
     time = overhead * sum(seconds[name] * keep.numel() for name, keep in stays.items())
     time += sum(seconds[name] * int(keep.sum()) for name, keep in stays.items())

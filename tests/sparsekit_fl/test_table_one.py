@@ -11,7 +11,7 @@ from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import cost_model
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.client.context import rowmask_flops
-from sparsekit_fl.methods.masks import largest_weights
+from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.models import models
 

@@ -15,8 +15,8 @@ from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedspa, hermes, lotteryfl
 from sparsekit_fl.methods.client import Task, load_leaves
-from sparsekit_fl.methods.masks import keep_largest_entries, largest_weights, weight_count
 from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask, random_weights
+from sparsekit_fl.methods.weight_masks import keep_largest, largest_weights, weight_count
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.testing import tiny_config
 
@@ -40,9 +40,9 @@ def test_pruning_again_stays_within_what_is_left():
 def test_exactly_the_count_stays_and_nothing_larger_is_dropped(values, ratio):
     scores = torch.tensor(values, dtype=torch.float32)
     count = weight_count(ratio, len(values))
-    keep = keep_largest_entries(scores, count)
+    keep = keep_largest(scores, count)
     assert int(keep.sum()) == count
-    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    order = torch.sort(scores.abs(), descending=True, stable=True).indices[:count]
     assert set(keep.nonzero().flatten().tolist()) == set(order.tolist())
 
 

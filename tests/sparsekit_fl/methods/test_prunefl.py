@@ -12,7 +12,7 @@ from personal import ONE_STEP, client_context, deep_problem, tiny_run, watched
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.client import Task
-from sparsekit_fl.methods.common_masks import search_weights, weight_seconds
+from sparsekit_fl.methods.weight_masks import search_weights, weight_seconds
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.spec import RunSpec
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -56,7 +56,7 @@ def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, 
 
 def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
     spec = RunSpec.build(prunefl(), tiny_problem(), tiny_config())
-    seconds = weight_seconds(spec.costs, spec.graph.shapes, ["first.weight"], examples=100.0)
+    seconds = weight_seconds(spec.costs, WeightMask({"first.weight": torch.ones(8, 6, dtype=torch.bool)}), examples=100.0)
     device = Capability()
     wire = 4 / device.uplink_bytes_per_second + 4 / device.downlink_bytes_per_second
     assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
@@ -92,7 +92,7 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
 
 
 def test_the_share_that_may_be_dropped_halves_over_the_run(monkeypatch) -> None:
-    module, shares = sys.modules["sparsekit_fl.methods.common_masks"], []
+    module, shares = sys.modules["sparsekit_fl.methods.weight_masks"], []
     search = module.search_weights
 
     def heard(*given, share, **more):
