@@ -197,11 +197,11 @@ def _save(spec: RunSpec, request: Request, out: Path) -> None:
 
 
 def _load(ctx: ClientContext, model: Model) -> None:
-    state = model.state
+    state, initial = model.state, ctx.initial_state()
     if isinstance(model.mask, UnitMask):
         # What is dropped never runs, so it may hold anything of the right shape.
-        state = Kept(ctx.graph, model.mask).scatter_all(state, ctx.initial_state())
-    ctx.load(state, model.mask)
+        state = Kept(ctx.graph, model.mask).scatter_all(state, initial)
+    ctx.load({**initial, **state}, model.mask)
 
 
 def _complete(spec: RunSpec, memory: Memory, received: StateDict) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ A round:
 3. The server calls `validate` for each update. A refused update changes nothing.
 4. With all valid updates, the server calls `aggregate`, then `seconds`.
 
-To score a client, it calls `deploy`. Before the first round, a run calls `configure`, `prepare`, `check` and `private`.
+To score a client, it calls `deploy`. Before the first round, a run calls `prepare`, `check` and `private`.
 
 A method is never changed. State that must survive a round goes into `server.memory` or `client.memory`: tensors, numbers,
 strings, and lists and dicts of these. Random numbers come from `server.rngs` and `client.rngs`. Both make a run give the same
@@ -27,7 +27,6 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update, require_metrics
-from sparsekit_fl.config import RunConfig
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
 from sparsekit_fl.methods.server import Over, ServerContext, Weights, drawn, mean
@@ -101,10 +100,6 @@ class Method(Checked):
         return described if self.capability is None else {**described, "capability": self.capability}
 
     # Before the first round
-
-    def configure(self, config: RunConfig) -> RunConfig:
-        """Return the options of the run as this method leaves them."""
-        return config if self.capability is None else dataclasses.replace(config, capability=self.capability)
 
     def prepare(self, problem: Problem) -> Problem:
         """Return the problem with another architecture, for a method that needs one."""

@@ -83,7 +83,7 @@ class Model:
     """What a client deploys, and is scored with.
 
     Args:
-        state: Narrow if `mask` is a unit mask, else dense.
+        state: Narrow if `mask` is a unit mask, else dense. Frozen entries may be left out.
         mask: What is kept; None for a whole model.
         ratio: The ratio that it was trained with; None if it is not sparse.
     """
@@ -225,21 +225,17 @@ that of lowest loss on its validation and training data together, since a few va
 _SCORING = 0.05  # largest share of the work of a training that is spent on deciding whether to keep its model
 
 
-def _mean_loss(*scores: Scores) -> float:
-    losses = [score["loss"] for score in scores if score]
-    return sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
-
-
 def _quality(validation: Scores, training: Scores) -> list[float]:
     """Return validation accuracy, if the problem has one, then minus the mean loss: the first that differs decides.
 
-    Training data replace validation data that a client does not have.
+    Training data replace validation data that a client does not have; without accuracy, they do not count.
     """
-    validation = validation or training
-    if "accuracy" not in validation:
-        return [-_mean_loss(validation)]
-    total, weight = validation["accuracy"]
-    return [total / max(weight, 1e-12), -_mean_loss(validation, training)]
+    validation, found = validation or training, list[float]()
+    if "accuracy" in validation:
+        total, weight = validation["accuracy"]
+        found.append(total / max(weight, 1e-12))
+    losses = [score["loss"] for score in (validation, training if found else {}) if score]
+    return [*found, -sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)]
 
 
 def keep_model(client: ClientContext, result: Result, keep: Keep, ratio: float) -> None:
@@ -281,12 +277,8 @@ def kept_model(client: ClientContext) -> Model | None:
     memory = client.memory.get("kept", {})
     if "state" not in memory:
         return None
-    mask, own = recall_mask(memory), memory["state"]
-    if client.frozen:
-        kept = Kept(client.graph, mask if isinstance(mask, UnitMask) else None)
-        initial = client.initial_state()
-        own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in initial.items()}
-    return Model(state=own, mask=mask, ratio=None if mask is None else memory["ratio"])
+    mask = recall_mask(memory)
+    return Model(state=memory["state"], mask=mask, ratio=None if mask is None else memory["ratio"])
 
 
 def masked_model(client: ClientContext, state: StateDict, mask: Mask | None, ratio: float | None) -> Model:

@@ -108,32 +108,27 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
         InvalidValueError: the model names no place, or one of which no exit can be made.
     """
     model = build()
-    places, name = tuple(getattr(model, "exits_before", ())), type(model).__name__
-    unknown = sorted(set(places).difference(dict(model.named_modules(remove_duplicate=False))))
-    if unknown or not places:
-        raise InvalidValueError(
-            f"{name} {f'has no module {unknown[0]!r}' if unknown else 'names no place for an exit'}; set its attribute"
-            " exits_before to the names of the modules before which a weak client may stop, in forward order, as in"
-            " exits_before = ('conv2', 'fc1')"
-        )
-    trial, read = copy.deepcopy(model).eval(), list[tuple[str, Any]]()
+    places, read = tuple(getattr(model, "exits_before", ())), list[tuple[str, Any]]()
 
     def note(place: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
         read.append((place, args[0] if args else None))
 
-    for place in places:
-        trial.get_submodule(place).register_forward_pre_hook(partial(note, place))
+    trial = copy.deepcopy(model).eval()
+    known = dict(trial.named_modules(remove_duplicate=False))
+    for place in set(known).intersection(places):
+        known[place].register_forward_pre_hook(partial(note, place))
     with torch.no_grad():
         outputs = trial(*inputs)
     called, features = [place for place, _ in read], [one for _, one in read]
-    if called != [*places] or not all(isinstance(one, Tensor) and one.is_floating_point() for one in (*features, outputs)):
+    whole = all(isinstance(one, Tensor) and one.is_floating_point() for one in (*features, outputs))
+    if not places or called != [*places] or not whole:
         raise InvalidValueError(
-            f"exits need a model that gives one tensor (N, …, outputs), and in which each module in {places} is called once, in"
-            f" this order, with a tensor of features; {name} is not one"
+            f"exits need a model that gives one tensor (N, …, outputs) and has the attribute exits_before, as in exits_before ="
+            f" ('conv2', 'fc1'): the names of the modules before which a weak client may stop, each called once, in this order,"
+            f" with a tensor of features; {type(model).__name__} names {places} and calls {called}"
         )
-    convolution = [is_convolution(model.get_submodule(place)) for place in places]
-    sizes = zip(features, convolution, strict=True)
-    return WithExits(model, places, [ExitHead(one.shape, outputs.shape[-1], convolution=conv) for one, conv in sizes])
+    sizes = [(one.shape, is_convolution(known[place])) for place, one in zip(places, features, strict=True)]
+    return WithExits(model, places, [ExitHead(shape, outputs.shape[-1], convolution=conv) for shape, conv in sizes])
 
 
 def _ends(graph: UnitGraph) -> list[int]:

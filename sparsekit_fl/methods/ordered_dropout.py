@@ -1,6 +1,6 @@
 """Methods by ordered dropout: FjORD draws a width at every step, FedP3 shares a few layers of one width per client."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from sparsekit.graph import Axes, Layer, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
+from sparsekit.criteria import Ordered
+from sparsekit.graph import Layer, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, StateDict, Task, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves, masked_model
-from sparsekit_fl.methods.submodels import Submodels, prefix
+from sparsekit_fl.methods.submodels import Submodels, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.methods.whole_models import check_head
 from sparsekit_fl.options import Count, Ratio
@@ -39,7 +40,7 @@ class FjORD(Submodels):
         """Train; the work of a step is that of the widths that it ran."""
         ratio = task.ratio
         widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
-        masks = [prefix(client.graph, width) for width in widths]
+        masks = [units(client, Ordered(), width, task.state) for width in widths]
         narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
         leaves = load_leaves(client, task.state, masks[-1])
         batches = client.batches()
@@ -70,7 +71,7 @@ class FjORD(Submodels):
     def deploy(self, client: ClientContext, state: StateDict) -> Model:
         """Return as much of the global model as the client can run."""
         ratio = client.capability.ratio
-        return masked_model(client, state, None if ratio == 1.0 else prefix(client.graph, ratio), ratio)
+        return masked_model(client, state, None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio)
 
 
 class _Width:
@@ -83,28 +84,18 @@ class _Width:
         client.load(start, mask)
         self._module = client.masked.compact().train()
         outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
-        self._axes = {name: _places(outer[name], axes) for name, axes in inner.items()}
+        self._places = {
+            name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
+            for name, axes in inner.items()
+        }
 
     def outputs(self, leaves: Leaves, batch: Batch) -> Any:
         """Run this width; the sliced parts of the leaves get gradients, everything else zeros."""
-        parts = {name: _part(leaf, self._axes[name]) if name in self._axes else leaf for name, leaf in leaves.items()}
+        parts = dict(leaves)
+        for name in parts.keys() & self._places.keys():
+            for dim, places in self._places[name]:
+                parts[name] = parts[name].index_select(dim, places)
         return functional_call(self._module, parts, batch.inputs)
-
-
-def _places(outer: Axes, inner: Axes) -> list[tuple[int, Tensor, bool]]:
-    """Return (axis, positions of the inner indices among the outer ones, whether these come first)."""
-    found = []
-    for dim, kept in inner.items():
-        places = torch.searchsorted(outer[dim], kept)
-        found.append((dim, places, bool((places == torch.arange(places.numel())).all())))
-    return found
-
-
-def _part(leaf: Tensor, axes: Sequence[tuple[int, Tensor, bool]]) -> Tensor:
-    """Return the positions of a leaf along some axes: a view if they come first, as the units of a prefix do."""
-    for dim, places, first in axes:
-        leaf = leaf.narrow(dim, 0, places.numel()) if first else leaf.index_select(dim, places.to(leaf.device))
-    return leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +146,11 @@ class FedP3(Method):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train the first units of every group, and upload those of the client's own layers."""
-        graph = client.graph
-        units = prefix(graph, task.ratio)
-        result = sgd(client, replace(task, mask=units))
+        graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
+        result = sgd(client, replace(task, mask=first))
         keep_model(client, result, "last", task.ratio)
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
-        shared = [name for name in graph.shapes if name not in self.private(graph)]
-        trained = to_weights(graph, units)
-        nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in shared if name not in mine}
-        upload = {**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing}
-        return replace(result, upload=WeightMask(upload))
+        others = [name for name in graph.shapes if name not in mine and name not in self.private(graph)]
+        upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}
+        nothing = {name: torch.zeros(graph.shapes[name], dtype=torch.bool) for name in others}
+        return replace(result, upload=WeightMask({**upload, **nothing}))

@@ -53,15 +53,6 @@ class OwnMasks(Method):
         client.memory["ratio"] = ratio
         remember_mask(client.memory, self.next_mask(result.mask, result.extra))
 
-    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update if the mask of the client's next participation cannot be read."""
-        try:
-            mask = self.next_mask(update.mask, update.extra)
-            if mask is not None:
-                mask.check(server.graph)
-        except SparsekitError as error:
-            raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
-
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean, and remember each client's mask."""
         for update in updates:
@@ -260,6 +251,14 @@ class FedSpa(OwnMasks, SparseWeights):
             return mask
         shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
         return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+
+    def validate(self, server: ServerContext, update: Update, task: Task) -> None:
+        """Refuse an update if the mask of the client's next participation cannot be read."""
+        try:
+            if (mask := self.next_mask(update.mask, update.extra)) is not None:
+                mask.check(server.graph)
+        except SparsekitError as error:
+            raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, then choose the next mask; the gradient of one batch of the dense model is counted as work."""

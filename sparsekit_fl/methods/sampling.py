@@ -79,11 +79,10 @@ class Oort(Method):
         """Train, and report the mean squared loss of single examples in the first epoch."""
         loss_of, wanted, squares = client.problem.loss, len(client.client.data.train), list[Tensor]()
 
-        def loss(outputs: Any, targets: Tensor) -> Tensor:
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if len(squares) < wanted:
                 with torch.no_grad():
-                    for place in range(len(targets)):
-                        squares.append(loss_of(_example(outputs, place), targets[place : place + 1]).square())
+                    squares.extend(loss_of(*one).square() for one in zip(outputs.split(1), targets.split(1), strict=True))
             return loss_of(outputs, targets)
 
         result = sgd(client, task, loss=loss)
@@ -153,15 +152,6 @@ def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) ->
     ids = sorted(weights)
     chances = np.array([weights[id] for id in ids])
     return drawn(ids, count, rng, p=chances / chances.sum()) if count else []
-
-
-def _example(values: Any, place: int) -> Any:
-    """Return one example of a batch of outputs, still as a batch."""
-    if isinstance(values, Mapping):
-        return {name: _example(value, place) for name, value in values.items()}
-    if isinstance(values, tuple | list):
-        return [_example(value, place) for value in values]
-    return values[place : place + 1] if isinstance(values, Tensor) else values
 
 
 @dataclass(frozen=True, kw_only=True)

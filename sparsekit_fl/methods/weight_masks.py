@@ -200,26 +200,20 @@ class PruneFL(SparseWeights):
         return Result(state=mask_state(client.graph, mask, state), mask=mask, log=log, work=work, ratio=_density(mask))
 
     def validate(self, server: ServerContext, update: Update, task: Task) -> None:
-        """Refuse an update without the right mask, or without the gradients that are due."""
-        names = prunable_weights(server.graph)
-        who = f"the update of client {update.client_id}"
-        if task.mask is not None and update.mask != task.mask:
-            raise UpdateError(f"{who} has another mask than the one that it was sent")
-        if self.alone(server.round) and set(update.mask or ()) != set(names):
-            raise UpdateError(f"{who} has no mask of the weights that are pruned")
+        """Refuse an update without the gradients that are due."""
         if self.due(server.round):
             require_metrics(update, _PROCESSED)
-            found = {name: tuple(square.shape) for name, square in update.extra.items() if square.is_floating_point()}
-            wanted = {name: tuple(server.graph.shapes[name]) for name in names}
-            if found != wanted or not 0.0 < update.metrics[_PROCESSED] < float("inf"):
-                raise UpdateError(f"{who} has no gradients of some examples for the weights that are pruned, or others too")
+            found = {name: square.shape for name, square in update.extra.items() if square.is_floating_point()}
+            wanted = {name: server.graph.shapes[name] for name in prunable_weights(server.graph)}
+            if found != wanted or not update.metrics[_PROCESSED] > 0.0:
+                raise UpdateError(f"client {update.client_id} sent no gradients for the weights that are pruned, or others too")
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:
         """Return the mean; what the round's mask drops becomes zero, where a weight that comes back starts. Search the mask."""
-        mask = updates[-1].mask
-        state = mask_state(server.graph, mask, mean(server, updates))
         if self.alone(server.round):
-            remember_mask(server.memory, mask)
+            remember_mask(server.memory, updates[0].mask)
+        mask = recall_mask(server.memory)
+        state = mask_state(server.graph, mask, mean(server, updates))
         if self.due(server.round):
             mask = mask if isinstance(mask, WeightMask) else _whole(server.graph)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}

@@ -149,8 +149,8 @@ class Ditto(Method):
         """Train the global model, which is uploaded, then the client's own. Both are work."""
         batches = client.batches()
         result = sgd(client, task, batches=batches)
-        start = self.deploy(client, task.state)
-        own = sgd(client, Task(state=start.state), batches=batches, pull=self.lam, anchor=task.state)
+        start = Task(state={**client.initial_state(), **self.deploy(client, task.state).state})
+        own = sgd(client, start, batches=batches, pull=self.lam, anchor=task.state)
         keep_model(client, own, "last", 1.0)
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
@@ -184,16 +184,11 @@ def check_head(graph: UnitGraph, layers: int) -> None:
 
     An entry that an earlier layer reads too is not of the head: of a decoder tied to its embedding, only the bias is.
     """
-    names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
-    if not head_entries(graph.layers, layers):
+    if not head_entries(graph.layers, layers) or len(graph.layers) <= layers:
+        names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
         raise InvalidValueError(
-            f"the output layer has no entry of its own (layers in forward order: {names}), so there is no head to keep"
-            " private; give it a weight or a bias that no earlier layer reads"
-        )
-    if len(graph.layers) <= layers:
-        raise InvalidValueError(
-            f"a head of {layers} of the model's {len(graph.layers)} layers ({names}) leaves nothing to share;"
-            " use a deeper model, or train each client alone"
+            f"a head of {layers} of the model's {len(graph.layers)} layers ({names}) has no entry of its own, or leaves nothing"
+            " to share; use a deeper model whose output layer has a weight or a bias that no earlier layer reads"
         )
 
 

@@ -59,7 +59,7 @@ class Recorded(fl.Method):
         return super().__getattribute__(name)
 
 
-HOOKS = {"configure", "prepare", "check", "private", "sample", "assign", "train", "validate", "aggregate", "seconds", "deploy"}
+HOOKS = {"prepare", "check", "private", "sample", "assign", "train", "validate", "aggregate", "seconds", "deploy"}
 
 
 def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from personal import STATE, server_context
 
 import sparsekit_fl as fl
-from sparsekit_fl.methods.fedmp import EUCB, FedMP
 from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.methods.submodels import EUCB, FedMP
 
 fedmp = sys.modules[FedMP.__module__]
 
