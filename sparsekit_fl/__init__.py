@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.client import sgd as sgd
     from sparsekit_fl.methods.server import mean as mean
     from sparsekit_fl.methods.submodels import units as units
-    from sparsekit_fl.methods.client import Model as Model, Result as Result, Task as Task
+    from sparsekit_fl.methods.client import Result as Result, Task as Task
     from sparsekit_fl.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
     from sparsekit_fl.problem.partition import partitions as partitions, Partition as Partition
@@ -47,7 +47,7 @@ _HOMES = {
     "sparsekit_fl.engines": "Engine Processes",
     "sparsekit_fl.paper.build": "build_problem",
     "sparsekit_fl.methods.base": "Method",
-    "sparsekit_fl.methods.client": "sgd Model Result Task",
+    "sparsekit_fl.methods.client": "sgd Result Task",
     "sparsekit_fl.methods.submodels": "units",
     "sparsekit_fl.config": "RunConfig TrainingConfig",
     "sparsekit_fl.paper.presets": "preset_for",

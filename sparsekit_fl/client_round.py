@@ -19,8 +19,8 @@ from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
-from sparsekit_fl.errors import ClientError
-from sparsekit_fl.methods.client import Model, Result, Task
+from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.methods.client import Result, Task, load_leaves
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path
 from sparsekit_fl.problem.data import CAPABILITY_LEVELS, Client
@@ -161,7 +161,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
     with _named(request, spec, "deploy"):
         full = _complete(spec, memory, state)
         model = method.deploy(ctx, full)
-        _load(ctx, model)
+        load_leaves(ctx, model.state, model.mask)
         calibrated = method.recalibrates and calibrate(ctx, module)
         test, validation = ctx.score(module, "test"), ctx.score(module, "val")
         private = any(name not in state and name not in spec.frozen for name in full)
@@ -181,7 +181,7 @@ def _score(spec: RunSpec, client: Client, request: Request, memory: Memory, out:
         personal=test,
         validation=validation,
         shared=shared,
-        ratio=model.ratio,
+        ratio=None if model.mask is None else model.ratio,
     )
     return Reply(client_id=client.id, evaluation=evaluation)
 
@@ -194,14 +194,6 @@ def _save(spec: RunSpec, request: Request, out: Path) -> None:
         save_compact(spec.masked.compact(), path, graph=spec.graph, mask=spec.masked.unit_mask())
     except SparsekitError as error:
         raise _failure(request, spec, f"its model cannot be saved: {error}") from error
-
-
-def _load(ctx: ClientContext, model: Model) -> None:
-    state, initial = model.state, ctx.initial_state()
-    if isinstance(model.mask, UnitMask):
-        # What is dropped never runs, so it may hold anything of the right shape.
-        state = Kept(ctx.graph, model.mask).scatter_all(state, initial)
-    ctx.load({**initial, **state}, model.mask)
 
 
 def _complete(spec: RunSpec, memory: Memory, received: StateDict) -> dict[str, Tensor]:

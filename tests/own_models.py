@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sparsekit.graph import StateDict
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.client import Keep, Model, Result, Task, keep_model, kept_model, sgd
+from sparsekit_fl.methods.client import Keep, Result, Task, keep_model, kept_model, sgd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,6 @@ class OwnModels(Method):
         keep_model(client, result, self.keep, task.ratio)
         return result
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the kept model."""
-        return kept_model(client) or Model(state=state)
+        return kept_model(client) or Task(state=state)

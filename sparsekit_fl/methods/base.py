@@ -28,13 +28,13 @@ from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.messages import Update, require_metrics
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.client import Model, Result, Task, kept_model, sgd
+from sparsekit_fl.methods.client import Result, Task, kept_model, sgd
 from sparsekit_fl.methods.server import Over, ServerContext, Weights, drawn, mean
 from sparsekit_fl.options import Checked
 from sparsekit_fl.problem.problem import Problem
 
 __all__ = [
-    "ClientContext", "Method", "Model", "Problem", "Result", "ServerContext", "StateDict", "Task", "UnitGraph", "Update",
+    "ClientContext", "Method", "Problem", "Result", "ServerContext", "StateDict", "Task", "UnitGraph", "Update",
     "mean", "sgd",
 ]  # fmt: skip
 
@@ -176,7 +176,7 @@ class Method(Checked):
         """Train one client on its own data; by default SGD under the mask of the task."""
         return sgd(client, task)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the model that a client is scored with.
 
         By default, that is the model of `keep_model`, or else the global one, with the client's private entries.
@@ -185,7 +185,7 @@ class Method(Checked):
             client: The client's context. Changes to its memory are not kept.
             state: The global state, dense, with the client's private entries.
         """
-        return kept_model(client) or Model(state=state)
+        return kept_model(client) or Task(state=state)
 
 
 def _text(value: object) -> str:

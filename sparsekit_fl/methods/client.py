@@ -1,4 +1,4 @@
-"""`Task`, `Result` and `Model`: what a client is asked, learns and deploys. `sgd` trains, `keep_model` keeps a model."""
+"""`Task` and `Result`: what a client is asked, or deploys, and what it learns. `sgd` trains, `keep_model` keeps a model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Leaves = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
-    """What one client trains in one round.
+    """What one client trains in one round, or deploys and is scored with.
 
     Args:
-        state: On the client, the dense state that training starts from: the global entries, and the client's private ones.
-            Read-only. The server leaves it empty, since every client gets the global state.
+        state: On the client, a dense state: the global entries, and the client's private ones. Read-only. The server leaves it
+            empty, since every client gets the global state.
         mask: A mask chosen by the server: only what it keeps is sent, and everything else arrives as zero. None: the whole
-            model is sent.
-        ratio: Share of the units to train, in (0, 1].
+            model is sent. Of a model to deploy, what it keeps: it is physically small if units are dropped.
+        ratio: Share of the units to train, in (0, 1], or of those that were trained.
         extra: Further tensors for the client, by name.
     """
 
@@ -76,21 +76,6 @@ class Result:
     def of(client: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> Result:
         """Return the state of the client's narrow model as a result; `others` are the other fields."""
         return Result(state=client.masked.narrow_state(), mask=mask, log=log, **others)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Model:
-    """What a client deploys, and is scored with.
-
-    Args:
-        state: Narrow if `mask` is a unit mask, else dense. Frozen entries may be left out.
-        mask: What is kept; None for a whole model.
-        ratio: The ratio that it was trained with; None if it is not sparse.
-    """
-
-    state: StateDict
-    mask: Mask | None = None
-    ratio: float | None = None
 
 
 def sgd(
@@ -272,19 +257,12 @@ def _sample(client: ClientContext, memory: dict[str, Any], log: TrainingLog) -> 
     return sample
 
 
-def kept_model(client: ClientContext) -> Model | None:
+def kept_model(client: ClientContext) -> Task | None:
     """Return the model that the client keeps; None before its first participation."""
     memory = client.memory.get("kept", {})
     if "state" not in memory:
         return None
-    mask = recall_mask(memory)
-    return Model(state=memory["state"], mask=mask, ratio=None if mask is None else memory["ratio"])
-
-
-def masked_model(client: ClientContext, state: StateDict, mask: Mask | None, ratio: float | None) -> Model:
-    """Return what a mask keeps of a dense state, as a model to deploy: physically small if units are dropped."""
-    if isinstance(mask, UnitMask):
-        state = Kept(client.graph, mask).gather_all(state)
-    elif mask is not None:
-        state = mask_state(client.graph, mask, state)
-    return Model(state=state, mask=mask, ratio=None if mask is None else ratio)
+    mask, initial = recall_mask(memory), client.initial_state()
+    # What is dropped never runs, so it may hold anything of the right shape.
+    own = Kept(client.graph, mask if isinstance(mask, UnitMask) else None).scatter_all(memory["state"], initial)
+    return Task(state={**initial, **own}, mask=mask, ratio=memory["ratio"])

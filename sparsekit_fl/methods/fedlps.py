@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sparsekit.bandit import PUCBV, Interval, Pull
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
 from sparsekit_fl.client.context import Memory
@@ -75,8 +74,6 @@ class FedLPS(Method):
         pattern: Which units a client trains: those that it has "learned", the first ones ("ordered"), those of largest
             "magnitude" in the received model, or "random" ones, drawn again in each round.
         low: Least ratio, the lower end of the arms.
-        high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not; and the
-            less the widths of the clients differ, the more they learn from each other.
         threshold: Δ: if accuracy changed by less than this, smaller ratios are eliminated.
         strength: λ.
         mu: μ.
@@ -93,17 +90,11 @@ class FedLPS(Method):
 
     ratios: Ratios = "bandit"
     pattern: Pattern = "learned"
-    low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
-    high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
+    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
     threshold: float = -0.05
     strength: NonNegative = 1.0
     mu: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     keep: Keep = "best"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.high <= self.low:
-            raise InvalidValueError(f"high must be above low ({self.low:g}), got {self.high:g}; the arms cover [low, high]")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise if the model has no units, or if the problem lacks the accuracy that bandits learn from."""
@@ -136,7 +127,7 @@ class FedLPS(Method):
 
     def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
-        bandit = PUCBV(Interval(self.low, self.high), horizon=horizon, exploration=_EXPLORATION, rng=rng)
+        bandit = PUCBV(Interval(self.low, 1.0), horizon=horizon, exploration=_EXPLORATION, rng=rng)
         if "bandit" in memory:
             bandit.load_state_dict(memory["bandit"])
         return bandit

@@ -13,8 +13,8 @@ from sparsekit.graph import Layer, UnitGraph, UnitMask, WeightMask, head_entries
 from sparsekit_fl.client.context import rowmask_flops
 from sparsekit_fl.client.fit import Batch, make_step
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, StateDict, Task, sgd
-from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves, masked_model
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, sgd
+from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves
 from sparsekit_fl.methods.submodels import Submodels, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.methods.whole_models import check_head
@@ -68,10 +68,10 @@ class FjORD(Submodels):
         work = WorkCost(flops=compact, flops_paper=padded * log.padded_examples // steps)
         return Result.of(client, masks[-1], log, work=work)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return as much of the global model as the client can run."""
         ratio = client.capability.ratio
-        return masked_model(client, state, None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio)
+        return Task(state=state, mask=None if ratio == 1.0 else units(client, Ordered(), ratio, state), ratio=ratio)
 
 
 class _Width:

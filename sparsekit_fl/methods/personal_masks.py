@@ -18,8 +18,8 @@ from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
 from sparsekit_fl.client.packing import Mask, recall_mask, remember_mask, unpack_mask
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, ServerContext, Task, Update, sgd
-from sparsekit_fl.methods.client import Leaves, masked_model
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
+from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import Over
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
 from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio, Share
@@ -59,9 +59,9 @@ class OwnMasks(Method):
             remember_mask(server.memory.setdefault(str(update.client_id), {}), self.next_mask(update.mask, update.extra))
         return super().aggregate(server, updates)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
-        """Return the global state under the client's mask; compact if units are dropped."""
-        return masked_model(client, state, recall_mask(client.memory), client.memory.get("ratio"))
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
+        """Return the global state under the client's mask."""
+        return Task(state=state, mask=recall_mask(client.memory), ratio=client.memory.get("ratio", 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Batch, Batches, LocalStep, make_step
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.methods.base import ClientContext, Method, Model, Problem, Result, StateDict, Task, UnitGraph, sgd
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, StateDict, Task, UnitGraph, sgd
 from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves
 from sparsekit_fl.options import Count, Hint, NonNegative
 
@@ -102,7 +102,7 @@ class PerFedAvg(Method):
         work = client.work(None, log) + client.work_on(adapted, padded_examples=log.padded_examples)
         return Result.of(client, None, log, work=work)
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""
         adapt = self._adaptation(client, load_leaves(client, state, None))
         module = client.masked.model
@@ -111,7 +111,7 @@ class PerFedAvg(Method):
         batches = client.batches(epochs=1, batch_size=min(_LARGEST_BATCH, len(client.client.data.train)))
         batch = next(next(iter(batches)))
         adapt(client.problem.loss(module(*batch.inputs), batch.targets))
-        return Model(state=client.masked.narrow_state())
+        return Task(state=client.masked.narrow_state())
 
 
 def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
@@ -149,14 +149,13 @@ class Ditto(Method):
         """Train the global model, which is uploaded, then the client's own. Both are work."""
         batches = client.batches()
         result = sgd(client, task, batches=batches)
-        start = Task(state={**client.initial_state(), **self.deploy(client, task.state).state})
-        own = sgd(client, start, batches=batches, pull=self.lam, anchor=task.state)
+        own = sgd(client, self.deploy(client, task.state), batches=batches, pull=self.lam, anchor=task.state)
         keep_model(client, own, "last", 1.0)
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
-    def deploy(self, client: ClientContext, state: StateDict) -> Model:
+    def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the client's own model; before its first participation, that of round 0."""
-        return kept_model(client) or Model(state=client.initial_state())
+        return kept_model(client) or Task(state=client.initial_state())
 
 
 @dataclass(frozen=True, kw_only=True)

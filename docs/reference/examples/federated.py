@@ -47,7 +47,7 @@ class FedHalf(fl.Method):
 
 fl.run(FedHalf(), problem, clients, config)
 
-# sparsekit_fl.sgd, sparsekit_fl.ClientContext, sparsekit_fl.Result, sparsekit_fl.Model
+# sparsekit_fl.sgd, sparsekit_fl.ClientContext, sparsekit_fl.Result
 from dataclasses import dataclass, replace
 
 
@@ -61,9 +61,9 @@ class HalfOwn(fl.Method):
         client.memory["own"] = result.state
         return replace(result, metrics={"largest": max(float(value.abs().max()) for value in result.state.values())})
 
-    def deploy(self, client: fl.ClientContext, state) -> fl.Model:
+    def deploy(self, client: fl.ClientContext, state) -> fl.Task:
         own = client.memory.get("own", state)
-        return fl.Model(state={name: (state[name] + own[name]) / 2 for name in state})
+        return fl.Task(state={name: (state[name] + own[name]) / 2 for name in state})
 
 
 fl.run(HalfOwn(), problem, clients, config)

@@ -129,7 +129,6 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (registry["fedlps"], {"low": 0.25, "high": 0.2}, r"high must be above low \(0.25\), got 0.2"),
         (registry["fedp3"], {"layers": 0}, "layers must be"),
         (registry["fedrep"], {"layers": 0}, "layers must be"),
         (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
