@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.allocation import mask_from_scores, ratio_counts
-from sparsekit.criteria import unit_magnitudes
+from sparsekit.criteria import Magnitude
 from sparsekit.errors import SparsekitError
-from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, group_order
+from sparsekit.graph import StateDict, UnitGraph, WeightMask, group_order
 from sparsekit.rng import torch_generator
 from sparsekit_fl.client.context import Split
 from sparsekit_fl.client.fit import Adjust
@@ -21,6 +20,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.client import Leaves
 from sparsekit_fl.methods.server import Over
+from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.methods.weight_masks import SparseWeights, keep_largest, largest_weights, prunable_weights, weight_count
 from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio, Share
 
@@ -73,6 +73,9 @@ class PruneWhenAccurate(OwnMasks):
         target: A client prunes as long as it keeps more than this share; the last step may end below.
     """
 
+    rewinds: ClassVar[bool] = False
+    """Whether a client that has just pruned trains from the values of round 0."""
+
     threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
     target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
 
@@ -82,12 +85,12 @@ class PruneWhenAccurate(OwnMasks):
         problem.require_accuracy(f"{type(self).__name__} decides by accuracy")
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the mask that keeps `ratio` of each layer or group, inside `mask`."""
+        """Return the mask that keeps `ratio` of each layer or group, inside `mask`; `state` is zero outside of it."""
         raise NotImplementedError
 
-    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
-        """Train under the mask of the task, by default by SGD; `pruned` says whether the client has just changed it."""
-        return sgd(client, task)
+    def terms(self, client: ClientContext, leaves: Leaves) -> list[Adjust]:
+        """Return what further terms of the loss add to gradients; by default, there are none."""
+        return []
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Prune if the received model does well, then train."""
@@ -95,7 +98,9 @@ class PruneWhenAccurate(OwnMasks):
         if kept > self.target and _accuracy(client, task) > self.threshold:
             kept *= 1.0 - _STEP
             mask = self.prune(client, task.state, mask, kept)
-        result = self.fit(client, replace(task, mask=mask), pruned=mask is not None and mask != task.mask)
+        rewound = self.rewinds and mask is not None and mask != task.mask
+        start = client.initial_state() if rewound else task.state
+        result = sgd(client, replace(task, state=start, mask=mask), adjusts=lambda leaves: self.terms(client, leaves))
         self.remember(client, result, kept)
         return replace(result, ratio=kept)
 
@@ -124,13 +129,11 @@ class LotteryFL(PruneWhenAccurate, SparseWeights):
     """
 
     source = "Li et al., LotteryFL: Personalized FL with Lottery Ticket Hypothesis, arXiv 2008.03371, SEC 2021"
+    rewinds = True
     note = f"{SparseWeights.note} Clients that prune start again from round 0, from where a few local epochs do not lead far."
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         return largest_weights(state, prunable_weights(client.graph), ratio, within=mask)
-
-    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
-        return sgd(client, replace(task, state=client.initial_state()) if pruned else task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,59 +161,45 @@ class Hermes(PruneWhenAccurate):
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 
     def prune(self, client: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group, among those that are left."""
-        norms: dict[str, Tensor] = {}
-        for name, group in client.graph.groups.items():
-            norms[name] = unit_magnitudes(group, state)
-            if isinstance(mask, UnitMask):
-                norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
-        return mask_from_scores(client.graph, norms, ratio_counts(client.graph, ratio), source="norms")
+        """Return the units of largest L1 norm, max(1, ⌈ratio · size⌉) of each group; dropped units are zero and come last."""
+        return units(client, Magnitude(), ratio, state)
 
-    def fit(self, client: ClientContext, task: Task, *, pruned: bool) -> Result:
-        return sgd(client, task, adjusts=lambda leaves: [_group_lasso(client, leaves, self.lasso)] if self.lasso else [])
+    def terms(self, client: ClientContext, leaves: Leaves) -> list[Adjust]:
+        return [_group_lasso(client, leaves, self.lasso)] if self.lasso else []
 
 
-def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[Tensor, tuple[int, Tensor]]:
-    """Return leaf → (the axis along which it makes units, the unit of each narrow position), matrices only.
-
-    Units are numbered through all groups; one more number stands for positions that make no unit.
-    """
-    graph = ctx.graph
-    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(ctx.masked.unit_mask())
-    found: dict[Tensor, tuple[int, Tensor]] = {}
+def _group_lasso(client: ClientContext, leaves: Leaves, strength: float) -> Adjust:
+    """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
+    graph = client.graph
+    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(client.masked.unit_mask())
+    # Leaf → the axis along which it makes units, and the number of each position's unit, counted through all groups. One more
+    # number stands for positions that make no unit.
+    rows: dict[Tensor, tuple[int, Tensor]] = {}
     for name, leaf in leaves.items():
         pieces = [(group, piece) for group, piece in graph.slices_of.get(name, ()) if piece.side == "out"]
         if leaf.dim() < 2 or not pieces:
             continue
         dim = pieces[0][1].dim
-        units = torch.full((graph.shapes[name][dim],), graph.units)
+        numbers = torch.full((graph.shapes[name][dim],), graph.units)
         for group, piece in pieces:
-            numbers = offsets[group] + torch.arange(len(piece.index))
-            units[piece.index.reshape(-1).cpu()] = numbers.repeat_interleave(piece.span)
-        found[leaf] = dim, units[kept[name][dim]].to(leaf.device)
-    return found
-
-
-def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
-    """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
-    rows = _unit_rows(ctx, leaves)
+            own = offsets[group] + torch.arange(len(piece.index))
+            numbers[piece.index.reshape(-1).cpu()] = own.repeat_interleave(piece.span)
+        rows[leaf] = dim, numbers[kept[name][dim]].to(leaf.device)
 
     def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        penalised = [(leaf, *rows[leaf]) for leaf in gradients if leaf in rows]
-        if not penalised:
-            return gradients
-        squares = penalised[0][0].new_zeros(ctx.graph.units + 1)
-        for leaf, dim, units in penalised:
+        penalised = {leaf: rows[leaf] for leaf in gradients if leaf in rows}
+        squares = torch.zeros(graph.units + 1, device=client.device)
+        for leaf, (dim, numbers) in penalised.items():
             others = [axis for axis in range(leaf.dim()) if axis != dim]
-            squares.index_add_(0, units, torch.linalg.vector_norm(leaf, dim=others).square())
+            squares.index_add_(0, numbers, torch.linalg.vector_norm(leaf, dim=others).square())
         # A unit of norm 0 has no gradient; the smallest subgradient is 0.
         factors = torch.where(squares > 0, strength * squares.clamp(min=1e-24).rsqrt(), 0.0)
         factors[-1] = 0.0
-        scales = {
-            leaf: factors[units].unflatten(0, [-1 if axis == dim else 1 for axis in range(leaf.dim())])
-            for leaf, dim, units in penalised
-        }
-        return {leaf: torch.addcmul(one, leaf, scales[leaf]) if leaf in scales else one for leaf, one in gradients.items()}
+        added = dict(gradients)
+        for leaf, (dim, numbers) in penalised.items():
+            scale = factors[numbers].unflatten(0, [-1 if axis == dim else 1 for axis in range(leaf.dim())])
+            added[leaf] = torch.addcmul(gradients[leaf], leaf, scale)
+        return added
 
     return adjust
 
