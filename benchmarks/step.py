@@ -97,7 +97,12 @@ def our_step(
     training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
     adjusts = [learning(masked), pull_towards(masked, leaves, model.state_dict(), 2.0 / entries, training=training)]
-    one = local_step(masked, cross_entropy, make_step(training, leaves.values()), adjusts)
+
+    def forward(batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = masked.model(*batch.inputs)
+        return outputs, cross_entropy(outputs, batch.targets)
+
+    one = local_step(masked, forward, make_step(training, leaves.values()), adjusts)
     batch = Batch((x,), y, len(x))
     masked.train()
     return lambda: one(batch) and None, masked

@@ -23,7 +23,6 @@ from sparsekit_fl.client.packing import (
     remember_mask,
 )
 from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.problem.problem import Loss
 
 Leaves = Mapping[str, Tensor]
 """State-dict key → leaf of the narrow model, in the order of the state."""
@@ -86,7 +85,7 @@ def sgd(
     pull: float = 0.0,
     anchor: StateDict | None = None,
     batches: Batches | None = None,
-    loss: Loss | None = None,
+    forward: Step | None = None,
     only: Collection[str] | None = None,
     loaded: bool = False,
     **training: Any,
@@ -103,7 +102,7 @@ def sgd(
         pull: Adds pull / 2 · ‖θ − anchor‖² to the loss; 0 adds nothing.
         anchor: A dense state; None: the state that training starts from.
         batches: The batches to train on; None: new ones, as the options of the run say.
-        loss: Replaces the loss of the problem.
+        forward: Replaces the forward pass and the loss of a batch: returns the outputs, which metrics score, and the loss.
         only: State-dict keys of the entries that train; None: all. The others stay as they are.
         loaded: The client's narrow model already holds the state, under a mask that may change while it trains.
         **training: Replace options of `TrainingConfig`, as in `local_epochs=1`.
@@ -112,8 +111,6 @@ def sgd(
     """
     if training:
         client = replace(client, training=replace(client.training, **training))
-    if loss is not None:
-        client = replace(client, problem=replace(client.problem, loss=loss))
     leaves = trained_leaves(client.masked) if loaded else load_leaves(client, task.state, task.mask)
     frozen = [leaf for name, leaf in leaves.items() if only is not None and name not in only]
     leaves = leaves if only is None else {name: leaf for name, leaf in leaves.items() if name in only}
@@ -126,11 +123,17 @@ def sgd(
         kept = {leaf: task.mask[name].to(leaf) for name, leaf in leaves.items() if name in task.mask}
         found.append(lambda gradients: {leaf: one * kept[leaf] if leaf in kept else one for leaf, one in gradients.items()})
     batches = client.batches() if batches is None else batches
-    step = local_step(client.masked, client.problem.loss, make_step(client.training, leaves.values()), found)
+    module, loss_of = client.masked.model, client.problem.loss
+
+    def plain(batch: Batch) -> tuple[Any, Tensor]:
+        outputs = module(*batch.inputs)
+        return outputs, loss_of(outputs, batch.targets)
+
+    step = local_step(client.masked, forward or plain, make_step(client.training, leaves.values()), found)
     for leaf in frozen:
         leaf.requires_grad_(False)
     try:
-        log = client.fit(client.masked.model, batches, step)
+        log = client.fit(module, batches, step)
     finally:
         for leaf in frozen:
             leaf.requires_grad_(True)
@@ -184,16 +187,14 @@ def pull_towards(
     return adjust
 
 
-def local_step(masked: LearnableMask, loss_of: Loss, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
-    """Return the step of every method that trains one model by one loss: first the mask changes, then the weights."""
-    module = masked.model
+def local_step(masked: LearnableMask, forward: Step, update: LocalStep, adjusts: Sequence[Adjust] = ()) -> Step:
+    """Return the step that every method takes: first the mask changes, then the weights. `forward` gives outputs and loss."""
     if update.optimizer is not None:
         masked.add_optimizer(update.optimizer)
 
     def step(batch: Batch) -> tuple[Any, Tensor]:
         masked.unit_mask()
-        outputs = module(*batch.inputs)
-        loss = loss_of(outputs, batch.targets)
+        outputs, loss = forward(batch)
         update(loss, adjusts)
         return outputs, loss
 

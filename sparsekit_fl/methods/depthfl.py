@@ -21,10 +21,21 @@ from sparsekit.graph import WeightMask, prefix_entries
 from sparsekit.layers import is_convolution
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
-from sparsekit_fl.client.fit import Adjust, Batch, make_step
+from sparsekit_fl.client.fit import Adjust, Batch
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, UnitGraph, Update
-from sparsekit_fl.methods.client import Leaves, load_leaves, pull_towards
+from sparsekit_fl.methods.base import (
+    ClientContext,
+    Method,
+    Problem,
+    Result,
+    ServerContext,
+    StateDict,
+    Task,
+    UnitGraph,
+    Update,
+    sgd,
+)
+from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.problem.metrics import IGNORED
 
@@ -210,34 +221,31 @@ class DepthFL(Method):
         """Train the first layers alone; the layers behind are not run."""
         depth = affordable_depth(client.graph, client.costs, task.ratio)
         names = depth_entries(client.graph)[depth - 1]
-        leaves = {name: leaf for name, leaf in load_leaves(client, task.state, None).items() if name in names}
-        batches = client.batches()
-        update = make_step(client.training, leaves.values())
-        adjusts = self._dynamic(client, leaves, task.state)
         module, loss_of = client.masked.model, client.problem.loss
         assert isinstance(module, WithExits)
         ramp = _RAMP * client.rounds
         weight = math.exp(-5.0 * (1.0 - min(client.round, ramp) / ramp) ** 2)
 
-        def step(batch: Batch) -> tuple[Any, Tensor]:
+        def forward(batch: Batch) -> tuple[Any, Tensor]:
             outputs = module.outputs(*batch.inputs, depth=depth)
             losses = torch.stack([loss_of(output, batch.targets) for output in outputs])
-            taught = weight * distillation_loss(outputs, batch.targets) if depth > 1 else 0.0
-            update(losses.sum() + taught, adjusts)
+            total = losses.sum() + (weight * distillation_loss(outputs, batch.targets) if depth > 1 else 0.0)
             # What is reported is the mean loss of the outputs, which compares with other methods' losses.
-            return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
+            reported = losses.mean().detach() + (total - total.detach())
+            return torch.stack([output.detach() for output in outputs]).mean(0), reported
 
-        log = client.fit(module, batches, step)
-        state = client.masked.narrow_state()
-        for name in leaves:
+        dynamic = partial(self._dynamic, client, task.state)
+        result = sgd(client, task, forward=forward, only=names, adjusts=dynamic)
+        log, state = result.log, result.state
+        for name in names & trained_leaves(client.masked).keys():
             drifts = client.memory.setdefault("drift", {})
             drifts[name] = drifts.get(name, torch.zeros(())) - _ALPHA * (state[name].cpu() - task.state[name].cpu())
         flops = depth_flops(client.graph, client.costs)[depth - 1]
         paper = depth_flops(client.graph, client.costs, bias=True)[depth - 1]
         work = WorkCost(flops=3 * flops * log.examples, flops_paper=3 * paper * log.padded_examples)
-        return Result(state=state, mask=task.mask, log=log, work=work)
+        return replace(result, work=work)
 
-    def _dynamic(self, client: ClientContext, leaves: Leaves, start: StateDict) -> list[Adjust]:
+    def _dynamic(self, client: ClientContext, start: StateDict, leaves: Leaves) -> list[Adjust]:
         """Return adjusts that add the gradient of FedDyn's two terms, −h + α (θ − ω)."""
         kept = client.memory.get("drift", {})
         drifts = {leaf: kept[name].to(leaf) for name, leaf in leaves.items() if name in kept}

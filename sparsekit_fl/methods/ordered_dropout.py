@@ -11,10 +11,10 @@ from torch.func import functional_call
 from sparsekit.criteria import Ordered
 from sparsekit.graph import Layer, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.client.context import rowmask_flops
-from sparsekit_fl.client.fit import Batch, make_step
+from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, StateDict, Task, sgd
-from sparsekit_fl.methods.client import Leaves, keep_model, load_leaves
+from sparsekit_fl.methods.client import keep_model
 from sparsekit_fl.methods.submodels import Submodels, units
 from sparsekit_fl.methods.weight_masks import largest_weights
 from sparsekit_fl.methods.whole_models import check_head
@@ -42,31 +42,27 @@ class FjORD(Submodels):
         widths = [*(level for level in sorted(set(client.levels)) if level < ratio), ratio]
         masks = [units(client, Ordered(), width, task.state) for width in widths]
         narrower = [_Width(client, task.state, masks[-1], mask) for mask in masks[:-1]]
-        leaves = load_leaves(client, task.state, masks[-1])
         batches = client.batches()
-        update = make_step(client.training, leaves.values())
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         steps = batches.steps
         drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
         counts, examples = [0] * len(widths), [0] * len(widths)
-        module, loss_of = client.masked.model, client.problem.loss
+        runs = [*(width.outputs for width in narrower), lambda batch: client.masked.model(*batch.inputs)]
 
-        def step(batch: Batch) -> tuple[Any, Tensor]:
+        def forward(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)
             counts[place] += 1
             examples[place] += batch.size
-            outputs = module(*batch.inputs) if place == len(narrower) else narrower[place].outputs(leaves, batch)
-            loss = loss_of(outputs, batch.targets)
-            update(loss)
-            return outputs, loss
+            outputs = runs[place](batch)
+            return outputs, client.problem.loss(outputs, batch.targets)
 
-        log = client.fit(module, batches, step)
+        result = sgd(client, replace(task, mask=masks[-1]), batches=batches, forward=forward)
         costs = client.costs
         compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
         padded = sum(3 * rowmask_flops(costs, mask) * count for mask, count in zip(masks, counts, strict=True))
-        work = WorkCost(flops=compact, flops_paper=padded * log.padded_examples // steps)
-        return Result.of(client, masks[-1], log, work=work)
+        work = WorkCost(flops=compact, flops_paper=padded * result.log.padded_examples // steps)
+        return replace(result, work=work)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return as much of the global model as the client can run."""
@@ -82,16 +78,16 @@ class _Width:
 
     def __init__(self, client: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
         client.load(start, mask)
-        self._module = client.masked.compact().train()
+        self._masked, self._module = client.masked, client.masked.compact().train()
         outer, inner = client.graph.kept_indices(widest), client.graph.kept_indices(mask)
         self._places = {
             name: [(dim, torch.searchsorted(outer[name][dim], kept).to(client.device)) for dim, kept in axes.items()]
             for name, axes in inner.items()
         }
 
-    def outputs(self, leaves: Leaves, batch: Batch) -> Any:
-        """Run this width; the sliced parts of the leaves get gradients, everything else zeros."""
-        parts = dict(leaves)
+    def outputs(self, batch: Batch) -> Any:
+        """Run this width; the sliced parts of the widest model's weights get gradients, everything else zeros."""
+        parts: dict[str, Tensor] = {**self._masked.named_weights()}
         for name in parts.keys() & self._places.keys():
             for dim, places in self._places[name]:
                 parts[name] = parts[name].index_select(dim, places)

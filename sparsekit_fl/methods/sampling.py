@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekit_fl.client.fit import Batch
 from sparsekit_fl.methods.base import ClientContext, Method, Result, ServerContext, StateDict, Task, Update, mean, sgd
 from sparsekit_fl.methods.server import ClientInfo, drawn, mean_change
 from sparsekit_fl.options import Hint, NonNegativeCount, Ratio
@@ -79,13 +80,14 @@ class Oort(Method):
         """Train, and report the mean squared loss of single examples in the first epoch."""
         loss_of, wanted, squares = client.problem.loss, len(client.client.data.train), list[Tensor]()
 
-        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        def forward(batch: Batch) -> tuple[Any, Tensor]:
+            outputs, targets = client.masked.model(*batch.inputs), batch.targets
             if len(squares) < wanted:
                 with torch.no_grad():
                     squares.extend(loss_of(*one).square() for one in zip(outputs.split(1), targets.split(1), strict=True))
-            return loss_of(outputs, targets)
+            return outputs, loss_of(outputs, targets)
 
-        result = sgd(client, task, loss=loss)
+        result = sgd(client, task, forward=forward)
         return replace(result, metrics={_SQUARES: float(sum(squares)) / len(squares)})
 
     def aggregate(self, server: ServerContext, updates: Sequence[Update]) -> StateDict:

@@ -14,10 +14,10 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import head_entries
 from sparsekit_fl.client.context import part_flops
-from sparsekit_fl.client.fit import Batch, Batches, LocalStep, make_step
+from sparsekit_fl.client.fit import Adjust, Batch, Batches, LocalStep
 from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, StateDict, Task, UnitGraph, sgd
-from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves
+from sparsekit_fl.methods.client import Leaves, keep_model, kept_model, load_leaves, trained_leaves
 from sparsekit_fl.options import Count, Hint, NonNegative
 
 _HEAD_SHARE = 0.4  # of FedRep's local epochs
@@ -75,32 +75,29 @@ class PerFedAvg(Method):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is two gradients."""
-        leaves = load_leaves(client, task.state, None)
-        parameters: list[Tensor] = list(leaves.values())
-        batches, others = client.batches(), _forever(lambda: client.batches(epochs=1))
-        update = make_step(client.training, leaves.values())
-        adapt = self._adaptation(client, leaves)
-        module, loss_of = client.masked.model, client.problem.loss
+        module, loss_of, others = client.masked.model, client.problem.loss, _forever(lambda: client.batches(epochs=1))
+        before: list[Tensor] = []
         adapted = 0  # examples of the adaptation steps
 
-        def step(batch: Batch) -> tuple[Any, Tensor]:
+        def forward(batch: Batch) -> tuple[Any, Tensor]:
             nonlocal adapted
-            before, other = [parameter.detach().clone() for parameter in parameters], next(others)
+            other, leaves = next(others), trained_leaves(client.masked)
+            before[:] = [leaf.detach().clone() for leaf in leaves.values()]
             adapted += other.size
-            adapt(loss_of(module(*other.inputs), other.targets))
+            self._adaptation(client, leaves)(loss_of(module(*other.inputs), other.targets))
             outputs = module(*batch.inputs)
-            loss = loss_of(outputs, batch.targets)
+            return outputs, loss_of(outputs, batch.targets)
 
-            def back(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-                torch._foreach_copy_(parameters, before)
+        def back(leaves: Leaves) -> list[Adjust]:
+            def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+                foreach_copy_(list(leaves.values()), before)
                 return gradients
 
-            update(loss, [back])
-            return outputs, loss
+            return [adjust]
 
-        log = client.fit(module, batches, step)
-        work = client.work(None, log) + client.work_on(adapted, padded_examples=log.padded_examples)
-        return Result.of(client, None, log, work=work)
+        result = sgd(client, task, forward=forward, adjusts=back)
+        work = client.work(None, result.log) + client.work_on(adapted, padded_examples=result.log.padded_examples)
+        return replace(result, work=work)
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:
         """Return the global model after one step of gradient descent on the client's training data, at most 256 of them."""

@@ -148,12 +148,11 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("fedlps", BLIND, "learns from training accuracy, and the problem has the metrics"),
         ("lotteryfl", BLIND, "decides by accuracy"),
         ("fedper", TIED, "no entry of its own"),
-        ("fedrep", TIED, "no entry of its own"),
         ("fedper", FLAT, "leaves nothing to share"),
-        ("fedrep", FLAT, "leaves nothing to share"),
+        ("fedp3", TIED, "no entry of its own"),
         ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
         ("cs", FLAT, "CS has nothing to prune"),
-        ("depthfl", FLAT, "set its attribute exits_before"),
+        ("depthfl", FLAT, "has the attribute exits_before"),
         *(
             (name, FROZEN, "no weight matrix besides its output layer that trains")
             for name in ("cs", "fedspa", "prunefl", "lotteryfl")
