@@ -7,13 +7,13 @@ first four pools, the small CNN has three outputs in all and the LSTM two.
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
@@ -44,18 +44,13 @@ _RAMP = 0.3  # share of the rounds after which the exits teach each other with f
 _GRID = 4  # positions per axis that an exit sees of the features of a convolution
 
 
-class ExitHead(nn.Module):
-    """One linear layer; of the features of a convolution, (N, C, H, W), it reads averages on a grid of at most 4 × 4."""
-
-    def __init__(self, inputs: Sequence[int], outputs: int, *, convolution: bool) -> None:
-        super().__init__()
-        self._grid = (min(_GRID, inputs[2]), min(_GRID, inputs[3])) if convolution else None
-        self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if self._grid else inputs[-1], outputs)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return float (N, C, H, W) → (N, outputs), or (N, …, features) → (N, …, outputs)."""
-        result: Tensor = self.linear(F.adaptive_avg_pool2d(inputs, self._grid).flatten(1) if self._grid else inputs)
-        return result
+def exit_head(features: torch.Size, outputs: int, *, convolution: bool) -> nn.Module:
+    """Return one linear layer; of the features of a convolution, (N, C, H, W), it reads averages on a grid of at most 4 × 4."""
+    if not convolution:
+        return nn.Sequential(OrderedDict(linear=nn.Linear(features[-1], outputs)))
+    grid = (min(_GRID, features[2]), min(_GRID, features[3]))
+    linear = nn.Linear(features[1] * math.prod(grid), outputs)
+    return nn.Sequential(OrderedDict(pool=nn.AdaptiveAvgPool2d(grid), flat=nn.Flatten(), linear=linear))
 
 
 class _Stop(BaseException):
@@ -138,8 +133,9 @@ def with_exits(build: Callable[[], nn.Module], inputs: tuple[Any, ...]) -> WithE
             f" ('conv2', 'fc1'): the names of the modules before which a weak client may stop, each called once, in this order,"
             f" with a tensor of features; {type(model).__name__} names {places} and calls {called}"
         )
-    sizes = [(one.shape, is_convolution(known[place])) for place, one in zip(places, features, strict=True)]
-    return WithExits(model, places, [ExitHead(shape, outputs.shape[-1], convolution=conv) for shape, conv in sizes])
+    convolution = [is_convolution(known[place]) for place in places]
+    sizes = zip(features, convolution, strict=True)
+    return WithExits(model, places, [exit_head(one.shape, outputs.shape[-1], convolution=conv) for one, conv in sizes])
 
 
 def _ends(graph: UnitGraph) -> list[int]:

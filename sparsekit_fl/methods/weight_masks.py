@@ -237,16 +237,15 @@ def _density(mask: object) -> float:
 
 def _measured(client: ClientContext, task: Task) -> Result:
     """Train, and return the squares of the dense gradients, summed over the steps, as `extra`."""
+    names = prunable_weights(client.graph)
     sums: dict[str, Tensor] = {}
 
     def summing(leaves: Leaves) -> list[Adjust]:
-        sums.update({name: torch.zeros_like(leaves[name]) for name in prunable_weights(client.graph)})
-        wanted = {leaves[name]: total for name, total in sums.items()}
+        sums.update({name: torch.zeros_like(leaves[name]) for name in names})
 
         def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-            found = [leaf for leaf in gradients if leaf in wanted]
-            if found:
-                torch._foreach_add_([wanted[leaf] for leaf in found], [gradients[leaf] for leaf in found])
+            for name in names:
+                sums[name] += gradients.get(leaves[name], 0.0)
             return gradients
 
         return [adjust]

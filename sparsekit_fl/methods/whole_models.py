@@ -4,8 +4,9 @@
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Annotated, Any
 
 import torch
@@ -75,7 +76,8 @@ class PerFedAvg(Method):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train; the work of a step is two gradients."""
-        module, loss_of, others = client.masked.model, client.problem.loss, _forever(lambda: client.batches(epochs=1))
+        module, loss_of = client.masked.model, client.problem.loss
+        others = (batch for _ in count() for epoch in client.batches(epochs=1) for batch in epoch)
         before: list[Tensor] = []
         adapted = 0  # examples of the adaptation steps
 
@@ -109,12 +111,6 @@ class PerFedAvg(Method):
         batch = next(next(iter(batches)))
         adapt(client.problem.loss(module(*batch.inputs), batch.targets))
         return Task(state=client.masked.narrow_state())
-
-
-def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
-    while True:
-        for epoch in batches():
-            yield from epoch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -124,22 +123,6 @@ FROZEN = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
 FLAT = fl.Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
 TIED = fl.Problem(model=_TiedWithoutBias, example_inputs=(torch.zeros(2, 3, dtype=torch.int64),))
 BLIND = dataclasses.replace(tiny_problem(), metrics={"f1": accuracy})
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (registry["fedp3"], {"layers": 0}, "layers must be"),
-        (registry["fedrep"], {"layers": 0}, "layers must be"),
-        (registry["per-fedavg"], {"adaptation_lr": -0.1}, "adaptation_lr must be"),
-        *((registry[name], {"mu": -3.0}, "mu must be") for name in ("fedlps", "fedlps-magnitude")),
-        (registry["fedlps"], {"ratios": 1.5}, "ratios must be"),
-        (registry["refl"], {"target": 0.0}, "target must be"),
-    ],
-)
-def test_bad_options_are_refused_by_name(make: Callable[..., object], options: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        make(**options)
 
 
 @pytest.mark.parametrize(

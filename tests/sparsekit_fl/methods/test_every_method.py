@@ -136,28 +136,10 @@ def test_nothing_that_clients_send_stops_a_run(spoiled, name):
     assert name not in ("fedavg", "fedprox", "refl") or any("needs whole entries" in reason for reason in reasons)
 
 
-def _strange_gradients(update):
-    return replace(update, extra={"first.weight": torch.zeros(3)})
-
-
-def _another_mask(update):
-    return update if update.mask is None else replace(_masked(update), extra=update.extra)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (_strange_gradients, "has no gradients of some examples for the weights that are pruned"),
-        (_another_mask, "another mask than the one that it was sent"),
-    ],
-)
-def test_prunefl_refuses_gradients_that_are_not_of_its_weights_and_a_mask_that_it_did_not_send(spoiled, change, reason):
-    reasons = spoiled(prunefl(every=1, initial=0), change)
+def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):
+    reasons = spoiled(prunefl(every=1, initial=0), lambda update: replace(update, extra={"first.weight": torch.zeros(3)}))
     assert reasons
-    assert all(reason in found for found in reasons)
-
-
-NAMES = ("efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl")
+    assert all("sent no gradients for the weights that are pruned" in found for found in reasons)
 
 
 MODELS = {
@@ -190,7 +172,7 @@ def trained(name: str, model: str):
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        *((name, "residual") for name in NAMES),
+        *((name, "residual") for name in ("efd", "fedlps", "fedmp", "fedrolex", "fjord", "heterofl", "oort")),
         *((name, "cnn") for name in ("fedlps", "fjord")),
         *((name, "lstm") for name in ("fedlps", "fedmp", "heterofl")),
         *(pytest.param(name, "vgg", marks=pytest.mark.slow) for name in ("fedlps", "fjord", "heterofl")),

@@ -23,11 +23,6 @@ from sparsekit_fl.testing import tiny_config
 WEIGHTS = {"w": torch.tensor([[1.0, -3.0, 2.0], [0.5, 3.0, -2.0]]), "b": torch.tensor([9.0, 9.0])}
 
 
-def test_the_largest_stay_and_ties_go_to_the_lower_place():
-    assert largest_weights(WEIGHTS, ["w"], 0.5)["w"].tolist() == [[False, True, True], [False, True, False]]
-    assert list(largest_weights(WEIGHTS, ["w"], 0.5)) == ["w"]
-
-
 def test_pruning_again_stays_within_what_is_left():
     first = largest_weights(WEIGHTS, ["w"], 0.5)
     changed = {"w": torch.tensor([[8.0, 1.0, 2.0], [8.0, 3.0, 8.0]])}
@@ -79,12 +74,6 @@ def test_densities_add_up_and_never_exceed_one(sizes, density):
     # Layers that are whole may alone exceed what was asked for.
     assert kept == pytest.approx(density * total) or any(share == 1.0 for share in shares.values())
     assert kept >= density * total - 1e-6
-
-
-def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
-    assert cs(ratio=1 / 3).assign(server_context(round=1), 0).mask is None
-    mask = cs(ratio=1 / 3).assign(server_context(round=2), 0).mask
-    assert mask == WeightMask({"w": torch.tensor([[False, False, True]])})
 
 
 def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:

@@ -83,15 +83,6 @@ def test_a_method_of_whole_entries_refuses_masked_updates():
     HeteroFL().validate(ctx, part, fl.Task())
 
 
-@pytest.mark.same_bits
-def test_a_full_mask_gives_the_bits_of_no_mask():
-    deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
-    plain = combine(ALL, [update(k, delta, examples=7) for k, delta in enumerate(deltas)], START)
-    for how in (ALL, UNIFORM, HOLDERS, BY_EXAMPLES):
-        masked = [update(k, delta, keep=[True] * 3, examples=7) for k, delta in enumerate(deltas)]
-        assert torch.equal(combine(how, masked, START)["w"], plain["w"])
-
-
 @pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])
 def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, expected):
     result = combine(ALL, [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)])
