@@ -1,6 +1,5 @@
 """Means on a model of three numbers, exactly."""
 
-import numpy as np
 import pytest
 import torch
 from personal import server_context
@@ -9,7 +8,6 @@ import sparsekit_fl as fl
 from sparsekit.graph import UnitGraph, UnitGroup, UnitMask, UnitSlice, WeightMask
 from sparsekit_fl.client.packing import Kept
 from sparsekit_fl.methods.base import Method
-from sparsekit_fl.methods.server import mean_change
 from sparsekit_fl.methods.submodels import HeteroFL
 
 INDEX = torch.arange(3).view(3, 1)
@@ -88,19 +86,3 @@ def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, e
     result = combine(ALL, [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)])
     assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("clients", [3, 5, 8, 40])
-@pytest.mark.same_bits
-def test_an_entry_does_not_depend_on_those_next_to_it(clients):
-    """Sums over clients are taken in one order, whatever the width and the processor."""
-    numbers = torch.from_numpy(np.random.default_rng(clients).normal(size=(clients, 90)))
-
-    def averaged(columns):
-        graph, state = UnitGraph({}, {"w": columns[0].shape}), {"w": torch.zeros_like(columns[0])}
-        updates = [fl.Update(round=1, client_id=k, examples=1, delta={"w": row}) for k, row in enumerate(columns)]
-        return mean_change(server_context(graph=graph, state=state), updates)["w"]
-
-    whole = averaged(numbers)
-    for size in (1, 7, 20):
-        assert torch.equal(torch.cat([averaged(piece) for piece in numbers.split(size, dim=1)]), whole)

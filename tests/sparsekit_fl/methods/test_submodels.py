@@ -1,25 +1,33 @@
-"""Personal models, and submodels of several widths: scaler, clipping, statistics; on a few numbers."""
+"""Submodels of several widths: scaler, clipping, statistics, windows, FjORD by hand, FedMP and its bandit; kept models."""
 
+import dataclasses
 import math
+import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from own_models import OwnModels
-from personal import client_context, equals, tiny_run, watched
+from personal import STATE, client_context, deep_problem, equals, server_context, tiny_run, training, watched
 from torch import nn
 
 import sparsekit_fl as fl
+from sparsekit import trace_units
+from sparsekit.allocation.shares import keep_count
 from sparsekit.graph import UnitMask
 from sparsekit_fl.client.fit import TrainingLog
-from sparsekit_fl.methods import efd, fedavg, heterofl
-from sparsekit_fl.methods.client import _sample, keep_model
-from sparsekit_fl.methods.submodels import calibrate
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
+from sparsekit_fl.methods.client import Task, _sample, keep_model
+from sparsekit_fl.methods.server import ClientInfo
+from sparsekit_fl.methods.submodels import EUCB, FedMP, calibrate
 from sparsekit_fl.models import load_model
-from sparsekit_fl.testing import tiny_clients, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 # Validation accuracy and loss of ten examples, training loss of ninety; one row per participation.
 PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10)]
@@ -27,10 +35,10 @@ PARTICIPATIONS = [(1.0, 0.30, 0.20), (0.9, 0.31, 0.01), (0.9, 0.35, 0.10)]
 
 def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy") -> float:
     memory: dict[str, Any] = {}
-    for number, (accuracy, validation, training) in enumerate(participations):
+    for number, (accuracy, validation, learned) in enumerate(participations):
         scores = {
             "val": {metric: (accuracy * 10, 10), "loss": (validation * 10, 10)},
-            "train": {metric: (90, 90), "loss": (training * 90, 90)},
+            "train": {metric: (90, 90), "loss": (learned * 90, 90)},
         }
         ctx: Any = SimpleNamespace(
             memory=memory,
@@ -204,3 +212,147 @@ def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
     assert moved == pytest.approx(full / 4, rel=1e-3)
     loose, _ = trained(heterofl(clip=1e6, scaler=False), [0, 0])
     assert all(torch.allclose(loose.state[name], free.state[name]) for name in before)
+
+
+@pytest.mark.parametrize("method", [efd, heterofl, fedrolex, fjord, fedmp])
+def test_clients_train_and_send_what_their_ratio_says_and_receive_no_more(method) -> None:
+    result, updates = watched(method())
+    whole, _ = watched(fedavg())
+    assert all(isinstance(update.mask, UnitMask) for update in updates)
+    assert all(int(update.mask["first"].sum()) == keep_count(update.ratio, 8) for update in updates)
+    assert result.cost.downlink_bytes < whole.cost.downlink_bytes
+    assert result.cost.uplink_bytes < whole.cost.uplink_bytes
+    assert result.cost.flops < result.cost.flops_paper < whole.cost.flops_paper
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
+def test_fedrolexs_window_begins_at_the_round_and_trains_every_unit_equally_often(ratio) -> None:
+    graph = trace_units(TinyNet(), torch.zeros(2, 6))
+    roster = {0: ClientInfo(examples=10, capability=fl.Capability(ratio=ratio))}
+    counts = torch.zeros(8, dtype=torch.int64)
+    for round in range(1, 9):
+        window = fedrolex().assign(server_context(round=round, roster=roster, graph=graph), 0).mask["first"]
+        assert window.nonzero().flatten().tolist() == sorted((round + k) % 8 for k in range(keep_count(ratio, 8)))
+        counts += window
+    assert counts.tolist() == [keep_count(ratio, 8)] * 8
+
+
+def test_efd_draws_other_units_for_every_client_and_round() -> None:
+    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5,))
+    _, updates = watched(efd(), config=config)
+    drawn = {tuple(update.mask["first"].tolist()) for update in updates}
+    assert len(drawn) > 10
+    assert all(sum(mask) == 4 for mask in drawn)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fjord_equals_masked_training_written_by_hand(momentum) -> None:
+    """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step and pass for pass."""
+    config = dataclasses.replace(training(tiny_config(rounds=1), momentum=momentum), capability_levels=(0.5, 0.25))
+    method = fjord()
+    spec, _, ctx = client_context(method, deep_problem(), config)
+    ours = method.train(ctx, Task(state=spec.initial))
+    _, _, ctx = client_context(method, deep_problem(), config)
+    model = deep_problem().model()
+    model.load_state_dict(spec.initial)
+    batches = ctx.batches()
+    drawn = iter(ctx.rng.integers(3, size=len(batches.bounds) * 2).tolist())
+    velocity = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    flops = 0
+    for epoch in batches:
+        for batch in epoch:
+            width = (0.25, 0.5, 1.0)[next(drawn)]
+            count = keep_count(width, 8)
+            # Two FLOPs for each weight of a 6-8-8-3 network of that width and for each example, backward twice as many.
+            flops += 3 * 2 * (6 * count + count * count + 3 * count) * batch.size
+            kept = (torch.arange(8) < count).float()
+            hidden = torch.relu(model[0](batch.inputs[0])) * kept
+            logits = model[4](torch.relu(model[2](hidden)) * kept)
+            loss = torch.nn.functional.cross_entropy(logits, batch.targets)
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for name, value in model.named_parameters():
+                    velocity[name] = momentum * velocity[name] + value.grad
+                    value -= 0.1 * velocity[name]
+    for name, value in model.state_dict().items():
+        assert torch.allclose(ours.state[name], value, atol=1e-6), name
+    assert ours.work.flops == flops
+
+
+def fedmp_context(round: int, memory: dict, *, capability: float = 1.0) -> fl.ServerContext:
+    roster = {k: ClientInfo(examples=10, capability=fl.Capability(ratio=capability)) for k in range(2)}
+    return server_context(round=round, rounds=100, roster=roster, rng=[5, round], memory=memory)
+
+
+def answer(client_id: int, loss: float, seconds: float) -> fl.Update:
+    cost = fl.WorkCost(seconds=seconds)
+    delta = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    return fl.Update(round=1, client_id=client_id, examples=10, delta=delta, metrics={"loss": loss}, cost=cost)
+
+
+def play(method: FedMP, memory: dict, round: int, *answers: fl.Update, **options: float) -> list[float]:
+    """One round; returns the ratios."""
+    ctx = fedmp_context(round, memory, **options)
+    ratios = [method.ratio_of(ctx, client_id) for client_id in range(len(answers))]
+    method.aggregate(ctx, answers)
+    return ratios
+
+
+def rewards(memory: dict, client_id: int) -> list[float]:
+    return memory[str(client_id)]["rewards"]
+
+
+def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None:
+    method, memory = FedMP(), {}
+    for round, losses in ((1, (2.0, 3.0)), (2, (1.5, 3.5))):
+        play(method, memory, round, answer(0, losses[0], 1.0), answer(1, losses[1], 3.0))
+    # Times 1 and 3 have a mean of 2: both gaps are a half. A worse loss is a negative reward, slow or fast.
+    assert rewards(memory, 0) == pytest.approx([0.5 / 0.5])
+    assert rewards(memory, 1) == pytest.approx([-0.5 / 0.5])
+
+
+def test_finishing_on_time_is_no_infinite_reward() -> None:
+    method, memory = FedMP(), {}
+    for round, loss in ((1, 2.0), (2, 1.0)):
+        play(method, memory, round, answer(0, loss, 1.0))
+    assert rewards(memory, 0) == pytest.approx([1.0 / 0.1])
+
+
+def test_proposals_cover_the_arms_whatever_the_client_can_do() -> None:
+    method, memory, seen = FedMP(), {}, []
+    for round in range(1, 60):
+        seen += play(method, memory, round, answer(0, 1.0 / round, 1.0), capability=0.5)
+    assert 0.2 <= min(seen) < 0.4
+    assert 0.8 < max(seen) <= 1.0
+
+
+def test_the_indices_of_a_trace_of_e_ucb(monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules[FedMP.__module__], "_DISCOUNT", 0.5)
+    bandit = EUCB({}, 0.0001, seed=0)
+    assert bandit.indices() == [math.inf]
+    for value, reward in ((0.5, 1.0), (0.2, 0.5), (0.7, 0.25)):
+        bandit.tell(value, reward)
+    # The first splits [0, 1], the second [0, 0.5], the third [0.5, 1]; a reward stays in the part that begins at its ratio.
+    weights, total = (0.25, 0.5, 1.0), math.log(1.75)
+    found = bandit.indices()
+    assert found[0] == math.inf
+    for index, weight, reward in zip(found[1:], (weights[1], weights[0], weights[2]), (0.5, 1.0, 0.25), strict=True):
+        assert index == pytest.approx(reward + math.sqrt(2 * total / weight))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1.0), st.floats(-5.0, 5.0)), max_size=30), st.integers(0, 9))
+def test_every_reward_is_in_one_arm_and_the_arms_cover_the_ratios(steps: list[tuple[float, float]], seed: int) -> None:
+    memory: dict = {}
+    for value, reward in steps:
+        bandit = EUCB(memory, 0.1, seed)
+        drawn = bandit.draw()
+        indices = bandit.indices()
+        place = bandit._place(drawn)
+        assert indices[place] == max(indices)
+        assert 0.1 <= drawn <= 1.0
+        bandit.tell(value, reward)
+    edges = memory.get("edges", [0.1, 1.0])
+    assert (edges[0], edges[-1]) == (0.1, 1.0)
+    assert all(high - low >= 0.05 * 0.9 - 1e-12 for low, high in pairwise(edges))
+    assert len(memory.get("rewards", [])) == len(steps)
