@@ -109,7 +109,7 @@ def _train(spec: RunSpec, client: Client, request: Request, memory: Memory) -> t
         result = method.train(ctx, Task(state=start, mask=request.mask, ratio=ratio, extra=request.extra))
         if any(tensor.device.type != "cpu" for tensor in result.state.values()):
             result = replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
-        ratio = ratio if result.ratio is None else check_ratio(result.ratio)
+        ratio = check_ratio(result.ratio)
         delta, upload = _upload(spec, memory, result, received, start)
     work, scored = result.work or ctx.work(result.mask, result.log), sum(ctx.scored)
     cost = WorkCost(

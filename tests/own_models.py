@@ -21,7 +21,7 @@ class OwnModels(Method):
     def train(self, client: ClientContext, task: Task) -> Result:
         """Train, and keep the model."""
         result = sgd(client, task)
-        keep_model(client, result, self.keep, task.ratio)
+        keep_model(client, result, self.keep)
         return result
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:

@@ -48,33 +48,24 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Result:
+class Result(Task):
     """What a client learned in one round.
 
     Args:
         state: The trained state: narrow if `mask` is a unit mask, else dense.
         mask: What was trained; None for everything.
+        ratio: The executed ratio, in (0, 1].
+        extra: Further tensors to upload, by name.
         log: Losses and counts of the training.
         upload: What is uploaded, if that is not `mask`; None: `mask`.
-        extra: Further tensors to upload, by name.
         metrics: Further numbers to upload, by name.
         work: FLOPs, if they are not those of `log` under `mask`.
-        ratio: The executed ratio, in (0, 1]; None: that of the task.
     """
 
-    state: StateDict
-    mask: Mask | None
     log: TrainingLog
     upload: Mask | None = None
-    extra: StateDict = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     work: WorkCost | None = None
-    ratio: float | None = None
-
-    @staticmethod
-    def of(client: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> Result:
-        """Return the state of the client's narrow model as a result; `others` are the other fields."""
-        return Result(state=client.masked.narrow_state(), mask=mask, log=log, **others)
 
 
 def sgd(
@@ -137,7 +128,8 @@ def sgd(
     finally:
         for leaf in frozen:
             leaf.requires_grad_(True)
-    return Result.of(client, client.masked.unit_mask() if loaded else task.mask, log)
+    mask = client.masked.unit_mask() if loaded else task.mask
+    return Result(state=client.masked.narrow_state(), mask=mask, ratio=task.ratio, log=log)
 
 
 def load_leaves(client: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, Tensor]:
@@ -224,11 +216,11 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
     return [*found, -sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)]
 
 
-def keep_model(client: ClientContext, result: Result, keep: Keep, ratio: float) -> None:
+def keep_model(client: ClientContext, result: Result, keep: Keep) -> None:
     """Put a model that was just trained, which the narrow model still holds, into the client's memory, unless one was better.
 
     Of the training data a sample counts, drawn once for each client: as many examples as, with everything else that is scored
-    in the first participation, take a twentieth of the FLOPs of the training. `ratio` is the executed ratio.
+    in the first participation, take a twentieth of the FLOPs of the training.
     """
     memory = client.memory.setdefault("kept", {})
     if keep != "last":
@@ -241,7 +233,7 @@ def keep_model(client: ClientContext, result: Result, keep: Keep, ratio: float) 
             return  # also if the loss is NaN
         memory["quality"] = quality
     own = {name: tensor.cpu() for name, tensor in result.state.items() if name not in client.frozen}
-    memory.update(state=own, ratio=ratio, round=client.round)
+    memory.update(state=own, ratio=result.ratio)
     remember_mask(memory, result.mask)
 
 

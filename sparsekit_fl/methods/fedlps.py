@@ -31,12 +31,6 @@ from sparsekit_fl.methods.client import Keep, keep_model
 from sparsekit_fl.methods.submodels import units
 from sparsekit_fl.options import Fraction, Hint, NonNegative, Ratio
 
-Ratios = Literal["bandit", "capability"] | Ratio
-"""What chooses the ratio of a client: its bandit, its capability, or the same number for everybody."""
-
-Pattern = Literal["learned", "ordered", "magnitude", "random"]
-"""Which units a client trains: those that it has learned, or those that a criterion puts first."""
-
 _CRITERIA: Mapping[str, Criterion] = {"ordered": Ordered(), "magnitude": Magnitude(), "random": Random()}
 _EXPLORATION = 0.5  # ρ of P-UCBV, in the released code
 _IMPORTANCE_LR, _REFRESH_EVERY = 0.02, 4  # ours
@@ -88,8 +82,8 @@ class FedLPS(Method):
     literal: ClassVar[bool] = False
     """Whether the paper's words decide where ours differ."""
 
-    ratios: Ratios = "bandit"
-    pattern: Pattern = "learned"
+    ratios: Literal["bandit", "capability"] | Ratio = "bandit"
+    pattern: Literal["learned", "ordered", "magnitude", "random"] = "learned"
     low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
     threshold: float = -0.05
     strength: NonNegative = 1.0
@@ -105,25 +99,21 @@ class FedLPS(Method):
     # On the server
 
     def assign(self, server: ServerContext, client_id: int) -> Task:
-        """Send the whole model, with the ratio of this client."""
-        if self.ratios == "bandit":
-            return Task(ratio=self._drawn(server, client_id))
-        return Task(ratio=server.roster[client_id].capability.ratio if self.ratios == "capability" else float(self.ratios))
-
-    def _drawn(self, server: ServerContext, client_id: int) -> float:
-        """Return the draw for this client, never above its capability. A draw without an answer is proposed again."""
+        """Send the whole model, with the ratio of this client, of a bandit never above its capability."""
+        capability = server.roster[client_id].capability.ratio
+        if self.ratios != "bandit":
+            return Task(ratio=capability if self.ratios == "capability" else float(self.ratios))
         memory = server.memory.setdefault(str(client_id), {})
         seed = int(server.rngs["ratio"].integers(2**63 - 1))
-        capability = server.roster[client_id].capability.ratio
         if capability < self.low:
             # No arm is that small: the client does what it can, and no bandit learns from it.
             memory["pull"] = None
-            return capability
-        if memory.get("pull") is None:
+            return Task(ratio=capability)
+        if memory.get("pull") is None:  # a draw without an answer is proposed again
             bandit = self._bandit(server, memory, seed=seed)
             pull = bandit.ask()
             memory.update(pull=[pull.id, pull.value], bandit=bandit.state_dict())
-        return min(capability, float(memory["pull"][1]))
+        return Task(ratio=min(capability, float(memory["pull"][1])))
 
     def _bandit(self, server: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
         horizon, rng = server.rounds / server.cohort_size, np.random.default_rng(seed)
@@ -184,7 +174,7 @@ class FedLPS(Method):
         pull = 2.0 * self.mu / max(1, entries)
         result = sgd(client, task, adjusts=lambda _: [learning(masked)] if learns else [], pull=pull, loaded=True)
         client.memory["importance"] = masked.importance_vector().cpu()
-        keep_model(client, result, self.keep, task.ratio)
+        keep_model(client, result, self.keep)
         return replace(result, metrics=metrics)
 
     def _load(self, client: ClientContext, start: StateDict, ratio: float, mask: UnitMask | None) -> LearnableMask:

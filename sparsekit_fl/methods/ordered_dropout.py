@@ -144,7 +144,7 @@ class FedP3(Method):
         """Train the first units of every group, and upload those of the client's own layers."""
         graph, first = client.graph, units(client, Ordered(), task.ratio, task.state)
         result = sgd(client, replace(task, mask=first))
-        keep_model(client, result, "last", task.ratio)
+        keep_model(client, result, "last")
         mine = {name for layer in self.own_layers(graph, client.client.id) for name in layer.entries}
         others = [name for name in graph.shapes if name not in mine and name not in self.private(graph)]
         upload = {name: keep for name, keep in to_weights(graph, first).items() if name in mine}

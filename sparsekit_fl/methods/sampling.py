@@ -60,7 +60,9 @@ class Oort(Method):
         pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
         times = {id: _relative_time(info) * pace for id, info in roster.items()}
         seconds = times | {int(key): item["seconds"] for key, item in tried.items()}
-        preferred = _preferred(memory.get("percentile", _PERCENTILE), seconds)
+        order, percentile = sorted(seconds.values()), memory.get("percentile", _PERCENTILE)
+        # T, beyond which a client is penalised.
+        preferred = order[min(int(len(order) * percentile / 100.0), len(order) - 1)] if percentile < 100.0 else math.inf
         scores = _scores(server.round, tried, preferred)
         fresh = {id: one.examples * _late(seconds[id], preferred) for id, one in roster.items() if id not in scores}
         share = max(_LEAST, memory.get("exploration", _EXPLORATION) * _DECAY) if fresh else 0.0
@@ -111,12 +113,6 @@ class Oort(Method):
                 percentile = max(_PACE_STEP, percentile - _PACE_STEP)
             memory["percentile"] = percentile
         return super().aggregate(server, updates)
-
-
-def _preferred(percentile: float, seconds: Mapping[int, float]) -> float:
-    """Return T, the time beyond which a client is penalised."""
-    order = sorted(seconds.values())
-    return math.inf if percentile >= 100.0 else order[min(int(len(order) * percentile / 100.0), len(order) - 1)]
 
 
 def _late(seconds: float, preferred: float) -> float:
@@ -254,10 +250,8 @@ def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator)
     """Choose `wanted` clients, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
     chosen: list[int] = []
     for tier in tiers:
-        size = min(wanted - len(chosen), len(set(tier) - set(chosen)))
-        if size > 0:
-            rest = [id for id in tier if id not in chosen]
-            chosen += drawn(rest, size, rng)
+        rest = [id for id in tier if id not in chosen]
+        chosen += drawn(rest, min(wanted - len(chosen), len(rest)), rng)
     return chosen
 
 

@@ -143,7 +143,7 @@ class Ditto(Method):
         batches = client.batches()
         result = sgd(client, task, batches=batches)
         own = sgd(client, self.deploy(client, task.state), batches=batches, pull=self.lam, anchor=task.state)
-        keep_model(client, own, "last", 1.0)
+        keep_model(client, own, "last")
         return replace(result, work=client.work(None, result.log) + client.work(None, own.log))
 
     def deploy(self, client: ClientContext, state: StateDict) -> Task:

@@ -208,7 +208,7 @@ WITHOUT_NORM = {"per-fedavg", "lotteryfl", "prunefl", "fedspa"}
 SAMPLES_ITSELF = {"oort"}
 
 
-OTHERS = {"fedp3 layers=9 kept=1.0": "fedper"}
+ANOTHER = {"fedp3 layers=9 kept=1.0": "fedper"}
 """Methods that are not FedAvg without what is their own, but another one."""
 
 
@@ -221,14 +221,14 @@ def _run(method: str, *, norm: bool, samples_itself: bool) -> fl.RunResult:
     return tiny_run(method, problem=problem, clients=clients, config=base, training=training, capability_levels=(1.0,))
 
 
-@pytest.mark.parametrize("method", [*EQUAL, *OTHERS])
+@pytest.mark.parametrize("method", [*EQUAL, *ANOTHER])
 @pytest.mark.same_bits
 def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(method: str, monkeypatch) -> None:
     # REFL waits for everybody, and everybody is there.
     monkeypatch.setattr(fl.methods.refl, "_presence", lambda self, server, count: ([True] * count,) * 2)
     name = method.partition(" ")[0]
     how = {"norm": name not in WITHOUT_NORM, "samples_itself": name in SAMPLES_ITSELF}
-    ours, plain = _run(method, **how), _run(OTHERS.get(method, "fedavg"), **how)
+    ours, plain = _run(method, **how), _run(ANOTHER.get(method, "fedavg"), **how)
     assert ours.final.state_sha256 == plain.final.state_sha256
     assert [record.cohort for record in ours.rounds] == [record.cohort for record in plain.rounds]
     assert ours.cost.flops > 0

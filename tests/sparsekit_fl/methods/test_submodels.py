@@ -51,7 +51,7 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             rngs={"personal": np.random.default_rng(number)},
         )
         state = {"number": torch.tensor(number)}
-        keep_model(ctx, fl.Result(state=state, mask=None, log=TrainingLog(examples=450)), select, 1.0)
+        keep_model(ctx, fl.Result(state=state, mask=None, log=TrainingLog(examples=450)), select)
     return int(memory["kept"]["state"]["number"])
 
 
