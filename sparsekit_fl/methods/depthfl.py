@@ -46,11 +46,13 @@ _GRID = 4  # positions per axis that an exit sees of the features of a convoluti
 
 def exit_head(features: torch.Size, outputs: int, *, convolution: bool) -> nn.Module:
     """Return one linear layer; of the features of a convolution, (N, C, H, W), it reads averages on a grid of at most 4 × 4."""
-    if not convolution:
-        return nn.Sequential(OrderedDict(linear=nn.Linear(features[-1], outputs)))
-    grid = (min(_GRID, features[2]), min(_GRID, features[3]))
-    linear = nn.Linear(features[1] * math.prod(grid), outputs)
-    return nn.Sequential(OrderedDict(pool=nn.AdaptiveAvgPool2d(grid), flat=nn.Flatten(), linear=linear))
+    layers, width = OrderedDict[str, nn.Module](), features[-1]
+    if convolution:
+        rows, columns = min(_GRID, features[2]), min(_GRID, features[3])
+        layers.update(pool=nn.AdaptiveAvgPool2d((rows, columns)), flat=nn.Flatten())
+        width = features[1] * rows * columns
+    layers["linear"] = nn.Linear(width, outputs)
+    return nn.Sequential(layers)
 
 
 class _Stop(BaseException):

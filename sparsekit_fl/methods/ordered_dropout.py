@@ -1,6 +1,6 @@
 """Methods by ordered dropout: FjORD draws a width at every step, FedP3 shares a few layers of one width per client."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,10 @@ class FjORD(Submodels):
         steps = batches.steps
         drawn = iter(client.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
         counts, examples = [0] * len(widths), [0] * len(widths)
-        runs = [*(width.outputs for width in narrower), lambda batch: client.masked.model(*batch.inputs)]
+        runs: list[Callable[[Batch], Any]] = [
+            *(width.outputs for width in narrower),
+            lambda batch: client.masked.model(*batch.inputs),
+        ]
 
         def forward(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)

@@ -86,7 +86,9 @@ class Oort(Method):
             outputs, targets = client.masked.model(*batch.inputs), batch.targets
             if len(squares) < wanted:
                 with torch.no_grad():
-                    squares.extend(loss_of(*one).square() for one in zip(outputs.split(1), targets.split(1), strict=True))
+                    squares.extend(
+                        loss_of(*one).square() for one in zip(outputs.split(1), torch.split(targets, 1), strict=True)
+                    )
             return outputs, loss_of(outputs, targets)
 
         result = sgd(client, task, forward=forward)

@@ -52,9 +52,6 @@ class Roster(Mapping[int, ClientInfo]):
             self._read[client_id] = ClientInfo(len(client.data.train), capability)
         return self._read[client_id]
 
-    def __contains__(self, client_id: object) -> bool:
-        return client_id in self._clients
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._clients)
 

@@ -188,7 +188,7 @@ class PruneFL(SparseWeights):
         return replace(result, ratio=_density(task.mask))
 
     def _prune_alone(self, client: ClientContext, task: Task) -> Result:
-        state, mask, log, work, unmoved = task.state, _whole(client.graph), TrainingLog(), WorkCost(), 0
+        state, mask, log, work, unmoved = task.state, _all_weights(client.graph), TrainingLog(), WorkCost(), 0
         for _ in range(self.initial):
             part = _measured(client, Task(state=state, mask=mask))
             log, work, state = log + part.log, work + client.work(mask, part.log), part.state
@@ -215,7 +215,7 @@ class PruneFL(SparseWeights):
         mask = recall_mask(server.memory)
         state = mask_state(server.graph, mask, mean(server, updates))
         if self.due(server.round):
-            mask = mask if isinstance(mask, WeightMask) else _whole(server.graph)
+            mask = _all_weights(server.graph, mask)
             squares = {name: sum((u.extra[name] for u in updates[1:]), updates[0].extra[name]) for name in mask}
             examples = sum(update.metrics[_PROCESSED] for update in updates) / len(updates)
             share = _SHARE * 0.5 ** (server.round / server.rounds)
@@ -224,9 +224,10 @@ class PruneFL(SparseWeights):
         return state
 
 
-def _whole(graph: UnitGraph) -> WeightMask:
-    names = prunable_weights(graph)
-    return WeightMask({name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in names})
+def _all_weights(graph: UnitGraph, mask: Mapping[str, Tensor] | None = None) -> WeightMask:
+    """Return a mask of all prunable weights, which are whole unless `mask` names them, whatever else it names."""
+    whole = {name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in prunable_weights(graph)}
+    return WeightMask({name: (mask or {}).get(name, keep) for name, keep in whole.items()})
 
 
 def _density(mask: object) -> float:
