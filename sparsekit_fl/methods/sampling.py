@@ -85,10 +85,9 @@ class Oort(Method):
         def forward(batch: Batch) -> tuple[Any, Tensor]:
             outputs, targets = client.masked.model(*batch.inputs), batch.targets
             if len(squares) < wanted:
+                singles = zip(outputs.split(1), torch.split(targets, 1), strict=True)
                 with torch.no_grad():
-                    squares.extend(
-                        loss_of(*one).square() for one in zip(outputs.split(1), torch.split(targets, 1), strict=True)
-                    )
+                    squares.extend(loss_of(*one).square() for one in singles)
             return outputs, loss_of(outputs, targets)
 
         result = sgd(client, task, forward=forward)
