@@ -291,18 +291,15 @@ def search_weights(
     for name, active in mask.items():
         total = int(active.sum())
         stays[name] = keep_largest(weights[name], max(min(1, total), total - int(share * total)), active)
-    gamma = sum(float(squares[name][keep].sum(dtype=torch.float64)) for name, keep in stays.items())
-    time = overhead * sum(seconds[name] * keep.numel() for name, keep in stays.items())
-    time += sum(seconds[name] * int(keep.sum()) for name, keep in stays.items())
-    candidates = ~torch.cat([keep.reshape(-1) for keep in stays.values()])
-    values = torch.cat([squares[name].reshape(-1) for name in stays]).to(torch.float64)[candidates]
+    kept = torch.cat([keep.reshape(-1) for keep in stays.values()])
+    values = torch.cat([squares[name].reshape(-1) for name in stays]).to(torch.float64)
     times = torch.cat([torch.full((keep.numel(),), seconds[name], dtype=torch.float64) for name, keep in stays.items()])
-    order = torch.sort(values / times[candidates], descending=True, stable=True).indices
-    values, times = values[order], times[candidates][order]
+    gamma, time = values[kept].sum(), overhead * times.sum() + times[kept].sum()
+    candidates = (~kept).nonzero().reshape(-1)
+    order = candidates[torch.sort(values[candidates] / times[candidates], descending=True, stable=True).indices]
+    values, times = values[order], times[order]
     # Γ before each candidate; once one does not raise it, no later one does.
     before = (gamma + values.cumsum(0) - values) / (time + times.cumsum(0) - times).clamp(min=1e-300)
-    count = int((values / times > before).to(torch.int8).cumprod(0).sum())
-    kept = ~candidates
-    kept[candidates.nonzero().reshape(-1)[order[:count]]] = True
+    kept[order[: int((values / times > before).to(torch.int8).cumprod(0).sum())]] = True
     parts = torch.split(kept, [keep.numel() for keep in stays.values()])
     return WeightMask({name: part.reshape(keep.shape) for (name, keep), part in zip(stays.items(), parts, strict=True)})
