@@ -17,24 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import WeightMask, prefix_entries
+from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.layers import is_convolution
 from sparsekit.measure import CostModel
 from sparsekit_fl.client.context import part_flops
 from sparsekit_fl.client.fit import Adjust, Batch
 from sparsekit_fl.client.messages import WorkCost
-from sparsekit_fl.methods.base import (
-    ClientContext,
-    Method,
-    Problem,
-    Result,
-    ServerContext,
-    StateDict,
-    Task,
-    UnitGraph,
-    Update,
-    sgd,
-)
+from sparsekit_fl.methods.base import ClientContext, Method, Problem, Result, ServerContext, Task, Update, sgd
 from sparsekit_fl.methods.client import Leaves, pull_towards, trained_leaves
 from sparsekit_fl.methods.server import mean_change, moved
 from sparsekit_fl.problem.metrics import IGNORED
