@@ -7,13 +7,13 @@ over all.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsekit.allocation import make_mask, mask_from_scores, ratio_counts
 from sparsekit.bandit import Interval
@@ -124,30 +124,20 @@ class HeteroFL(Submodels):
 
     def train(self, client: ClientContext, task: Task) -> Result:
         clip = min(filter(None, (self.clip, client.training.clip)), default=None)
-        with scaled_outputs(client, task.ratio if self.scaler else 1.0):
+        with ExitStack() as hooks:
+            for layer in _unit_layers(client) if self.scaler and task.ratio < 1.0 else ():
+                hooks.callback(layer.register_forward_hook(lambda *given: given[-1] / task.ratio).remove)
             return sgd(client, task, clip=clip)
 
 
-@contextmanager
-def scaled_outputs(client: ClientContext, ratio: float) -> Iterator[None]:
-    """Within the block, divide the outputs of every convolution and linear layer whose outputs are units by `ratio`."""
-
-    def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
-        return output / ratio
-
-    handles = []
-    for name, pieces in client.graph.slices_of.items() if ratio < 1.0 else ():
+def _unit_layers(client: ClientContext) -> Iterator[nn.Module]:
+    """Return every convolution and linear layer of the narrow model whose outputs are units."""
+    for name, pieces in client.graph.slices_of.items():
         owner, _, attribute = name.rpartition(".")
         layer = client.masked.model.get_submodule(owner)
-        if not isinstance(layer, nn.Linear) and not is_convolution(layer):
-            continue
-        if attribute == "weight" and any(piece.side == "out" for _, piece in pieces):
-            handles.append(layer.register_forward_hook(divide))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        makes_units = attribute == "weight" and any(piece.side == "out" for _, piece in pieces)
+        if makes_units and (isinstance(layer, nn.Linear) or is_convolution(layer)):
+            yield layer
 
 
 @dataclass(frozen=True, kw_only=True)
