@@ -78,14 +78,6 @@ def test_every_option_of_every_method_has_a_meaning_and_can_be_set_to_what_it_is
             assert option.about, (name, option.name)
 
 
-def test_text_is_read_by_the_annotation():
-    assert make_method("fedprox", settings={"mu": "0.5"}).mu == 0.5
-    assert make_method("fedlps", settings={"keep": "last"}).keep == "last"
-    assert make_method("heterofl", settings={"clip": "none"}).clip is None
-    assert [make_method("fedlps", settings={"ratios": text}).ratios for text in ("capability", "0.5")] == ["capability", 0.5]
-    assert make_method("heterofl", settings={"scaler": "false"}).scaler is False
-
-
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
