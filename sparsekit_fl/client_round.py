@@ -19,7 +19,7 @@ from sparsekit_fl.checkpoint import Memories
 from sparsekit_fl.client.context import ClientContext, Memory, client_seconds
 from sparsekit_fl.client.messages import Evaluation, Reply, Request, Update, WorkCost, request_bytes, update_bytes
 from sparsekit_fl.client.packing import Kept, Mask, mask_state, upload_dtype
-from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.client import Result, Task, load_leaves
 from sparsekit_fl.methods.submodels import calibrate
 from sparsekit_fl.models import model_path

@@ -29,7 +29,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
     assert raw["seed"] == 3
     parts = {"personal", "validation", "global"}
     assert set(raw["final"]) == {*parts, "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {*parts, "client_id", "examples", "ratio"}
+    assert set(raw["final"]["per_client"][0]) == {*parts, "id", "examples", "ratio"}
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     costs = {"flops", "flops_paper", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds"}
