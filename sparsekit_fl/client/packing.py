@@ -5,7 +5,6 @@ Never a pickled object: what comes from a wire or a disk is parsed by the safete
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -91,15 +90,6 @@ class Kept:
             # Likewise an entry of which nothing is dropped.
             partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
             self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
-
-    def only(self, rows: Mapping[str, Tensor]) -> Kept:
-        """Return the same, but of some entries, whose masks are not by entry, only rows, int64, among those that are kept."""
-        found = copy.copy(self)
-        found._axes = dict(self._axes)
-        for name, index in rows.items():
-            axes = self._axes.get(name, {})
-            found._axes[name] = {**axes, 0: axes[0][index] if 0 in axes else index}
-        return found
 
     def is_whole(self, name: str) -> bool:
         """Return true where every entry of `name` is kept and its shape is the model's."""

@@ -123,7 +123,7 @@ def mean_change(
 ) -> dict[str, Tensor]:
     """Return the weighted mean of the changes, whose arguments are those of `mean`: state-dict key → float64, dense.
 
-    Entries that nobody trained are left out, or zero.
+    Entries that nobody trained are zero.
     """
     if isinstance(weights, str):
         weights = [float(update.examples) if weights == "examples" else 1.0 for update in updates]
@@ -143,18 +143,12 @@ def mean_change(
         return {name: change / total for name, change in sums.items()}
     changes = {}
     for name, change in sums.items():
-        whole, part = 0.0, None
-        for (_, kept), weight in zip(parts, weights, strict=True):
-            if kept.is_whole(name):
-                whole += weight
-            else:
-                part = torch.zeros_like(change) if part is None else part
+        part, holders = torch.zeros_like(change), list(zip(parts, weights, strict=True))
+        for (_, kept), weight in holders:
+            if not kept.is_whole(name):
                 kept.add(name, weight, part)
-        if part is not None:
-            held = part + whole
-            changes[name] = torch.where(held > 0, change / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-        elif whole:
-            changes[name] = change / whole
+        held = part + reduce(operator.add, (weight for (_, kept), weight in holders if kept.is_whole(name)), 0.0)
+        changes[name] = torch.where(held > 0, change / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return changes
 
 
