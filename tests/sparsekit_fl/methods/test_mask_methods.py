@@ -16,7 +16,7 @@ from sparsekit.criteria import Ordered, ScoringContext
 from sparsekit.graph import WeightMask
 from sparsekit_fl.methods import cs, fedspa, hermes, lotteryfl, prunefl
 from sparsekit_fl.methods.client import Task, load_leaves
-from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask, random_weights
+from sparsekit_fl.methods.personal_masks import _group_lasso, layer_densities, move_mask
 from sparsekit_fl.methods.weight_masks import keep_largest, largest_weights, search_weights, weight_count, weight_seconds
 from sparsekit_fl.problem.data import Capability
 from sparsekit_fl.problem.problem import Problem
@@ -46,16 +46,6 @@ def test_exactly_the_count_stays_and_nothing_larger_is_dropped(values, ratio):
 
 def test_counts_are_rounded_up_and_at_least_one():
     assert [weight_count(r, 10) for r in (0.1, 0.11, 1e-9, 1.0, 0.0)] == [1, 2, 1, 10, 0]
-
-
-def test_random_masks_have_exact_counts_and_come_from_the_generator_alone():
-    shapes = {"w": torch.Size((4, 5)), "v": torch.Size((3, 3))}
-    first, second = (
-        random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(1)) for _ in range(2)
-    )
-    assert first == second
-    assert first.counts() == {"w": 10, "v": 5}
-    assert first != random_weights(shapes, dict.fromkeys(shapes, 0.5), generator=torch.Generator().manual_seed(2))
 
 
 def test_densities_by_hand():

@@ -19,36 +19,36 @@ from sparsekit_fl.testing import tiny_clients, tiny_config
 sampling = sys.modules[Oort.__module__]
 
 
-def crowd(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> fl.ServerContext:
-    roster = {k: ClientInfo(examples=100, capability=fl.Capability(flops_per_second=speed(k))) for k in range(clients)}
-    return server_context(round=round, rounds=1000, roster=roster, cohort=size, memory=memory, rng=[7, round])
+def crowd(round: int, memory: dict, *, clients: int = 30) -> fl.ServerContext:
+    roster = dict.fromkeys(range(clients), ClientInfo(examples=100, capability=fl.Capability(flops_per_second=1e9)))
+    return server_context(round=round, rounds=1000, roster=roster, cohort=6, memory=memory, rng=[7, round])
 
 
-def answer(client_id: int, *, loss: float = 1.0, seconds: float = 1.0) -> fl.Update:
-    metrics = {"mean_squared_loss": loss**2}
-    return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=fl.WorkCost(seconds=seconds))
+def answer(client_id: int, *, loss: float = 1.0) -> fl.Update:
+    metrics, cost = {"mean_squared_loss": loss**2}, fl.WorkCost(seconds=1.0)
+    return fl.Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=cost)
 
 
-def played(rounds: int, method: Oort, *, loss=lambda _: 1.0, seconds=lambda _: 1.0, **options):
-    memory, counts = {}, np.zeros(options.get("clients", 30), dtype=int)
+def played(rounds: int, *, loss=lambda _: 1.0):
+    memory, counts = {}, np.zeros(30, dtype=int)
     for round in range(1, rounds + 1):
-        ctx = crowd(round, memory, **options)
-        cohort = method.sample(ctx)
-        assert len(set(cohort)) == ctx.cohort_size
-        method.aggregate(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
+        ctx = crowd(round, memory)
+        cohort = Oort().sample(ctx)
+        assert len(set(cohort)) == 6
+        Oort().aggregate(ctx, [answer(k, loss=loss(k)) for k in cohort])
         counts[cohort] += 1
     return memory, counts
 
 
 def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit() -> None:
-    _, counts = played(1500, Oort())
+    _, counts = played(1500)
     # 300 each; uniform sampling has a standard deviation of about 15.
     assert counts.min() > 240
     assert counts.max() < 360
 
 
 def test_clients_of_high_loss_are_chosen_more_often() -> None:
-    _, counts = played(200, Oort(), loss=lambda k: 3.0 if k < 6 else 0.5)
+    _, counts = played(200, loss=lambda k: 3.0 if k < 6 else 0.5)
     assert counts[:6].mean() > 1.5 * counts[6:].mean()
 
 
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_paper() -> None:
 
 def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still(monkeypatch) -> None:
     monkeypatch.setattr(sampling, "_PACE_ROUNDS", 10)
-    memory, _ = played(41, Oort())
+    memory, _ = played(41)
     # In the first window hardly anybody is exploited yet; after rounds 30 and 40 nothing has changed.
     assert memory["percentile"] == 30 + 2 * 5
 
