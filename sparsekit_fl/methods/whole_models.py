@@ -92,7 +92,7 @@ class PerFedAvg(Method):
 
         def back(leaves: Leaves) -> list[Adjust]:
             def adjust(gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-                foreach_copy_(list(leaves.values()), before)
+                torch._foreach_copy_(list(leaves.values()), before)
                 return gradients
 
             return [adjust]
